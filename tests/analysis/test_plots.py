@@ -1,0 +1,97 @@
+"""Plots and tables: drawn from a run directory alone, also from awkward ones."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.analysis.plots import plot_run
+from titan_loop.analysis.tables import depth_table
+from titan_loop.errors import UserError
+from titan_loop.evaluation.bits_per_byte import Interval
+from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
+from titan_loop.json_files import append_jsonl
+from titan_loop.training.run_directory import RunDirectory
+
+PNG_MAGIC = b"\x89PNG\r\n"
+
+REPORT = DepthReport(
+    step=30,
+    tokens=30_000,
+    trained_recurrent_steps=2,
+    sources={
+        "code": SourceDepths(
+            depths={1: Interval(2.5, 2.4, 2.6), 2: Interval(2.25, 2.2, 2.3)},
+            baselines={"unigram": 3.0, "bigram": 2.75},
+            windows=8,
+            n_bytes=12_345,
+        ),
+        "math": SourceDepths(
+            depths={2: Interval(1.5, 1.4, 1.6)}, baselines={"unigram": 2.0}, windows=8, n_bytes=99
+        ),
+    },
+)
+
+
+def write_metrics(run: RunDirectory, steps: int, *, gate: bool = True) -> None:
+    for step in range(1, steps + 1):
+        recurrent_steps = 1 if step < 5 else 2  # R grows while training
+        record: dict[str, float] = {"step": step, "tokens": 1000 * step}
+        for r in range(1, recurrent_steps + 1):
+            record[f"ce/step_{r}"] = 5 * math.exp(-step / 10) + 1 / r
+            if gate:
+                record[f"exit/pmf_{r}"] = 1 / recurrent_steps
+        if gate:
+            record["exit/mean_step"] = (recurrent_steps + 1) / 2
+        if step == 7:
+            record["ce/step_1"] = math.nan
+        append_jsonl(run.metrics_jsonl, record)
+
+
+def test_every_plot_is_drawn(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    write_metrics(run, 30)
+    REPORT.save(run)
+    paths = plot_run(run)
+    assert [path.name for path in paths] == [
+        "loss_per_step.png",
+        "exit_pmf.png",
+        "bits_per_byte.png",
+    ]
+    for path in paths:
+        assert path.parent == run.plots
+        assert path.read_bytes().startswith(PNG_MAGIC)
+        assert drawn_share(path) > 0.01
+
+
+def test_one_record_without_a_gate(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    write_metrics(run, 1, gate=False)
+    assert [path.name for path in plot_run(run)] == ["loss_per_step.png"]
+
+
+def test_a_run_without_records_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="train the run before plotting"):
+        plot_run(RunDirectory(tmp_path))
+
+
+def test_table():
+    assert depth_table(REPORT).splitlines() == [
+        "bits per byte           code          math",
+        "------------------------------------------",
+        "R = 1           2.500 ±0.100             -",
+        "R = 2*          2.250 ±0.050  1.500 ±0.100",
+        "unigram         3.000         2.000",
+        "bigram          2.750                    -",
+        "------------------------------------------",
+        "held-out bytes        12,345            99",
+    ]
+
+
+def drawn_share(path: Path) -> float:
+    """Return the share of pixels that are not background."""
+    import matplotlib.image
+
+    pixels = np.asarray(matplotlib.image.imread(path))[..., :3]
+    return float((pixels.min(axis=-1) < 0.8).mean())

@@ -1,0 +1,147 @@
+"""Which checkpoint is chosen: the newest whole one, named reasons for the others."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from titan_loop.checkpoint import files
+from titan_loop.checkpoint.choosing import inspect, newest_good
+from titan_loop.checkpoint.files import file_records
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titan_loop.errors import UserError
+
+
+def committed(folder: Path, step: int) -> Path:
+    checkpoint = folder / f"step-{step}"
+    checkpoint.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (checkpoint / name).write_bytes(f"{name} of step {step}".encode() * 100)
+    content = {"step": step, "trainer": {}, "data": {}, "lineage": {}}
+    write_manifest(checkpoint, {**content, "files": file_records(checkpoint)})
+    return checkpoint
+
+
+def test_nothing_was_ever_committed(tmp_path, caplog):
+    assert newest_good(tmp_path / "missing") is None
+    (tmp_path / "step-3").mkdir()
+    assert newest_good(tmp_path) is None
+    assert "step-3: its save never finished" in caplog.text
+
+
+def test_the_newest_whole_one_is_chosen_silently(tmp_path, caplog):
+    for step in (2, 10, 4):
+        committed(tmp_path, step)
+    found = newest_good(tmp_path, look_at="hashes")
+    assert found is not None
+    assert found[0] == 10
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes instead of"),
+        (lambda path: path.unlink(), "is missing"),
+        (flip_a_bit, "has another SHA-256"),
+    ],
+    ids=["truncated", "missing", "bit-flipped"],
+)
+def test_a_damaged_file_is_named_and_the_older_one_chosen(tmp_path, caplog, name, harm, reason):
+    committed(tmp_path, 2)
+    harm(committed(tmp_path, 4) / name)
+    found = newest_good(tmp_path, look_at="hashes")
+    assert found is not None
+    assert found[0] == 2
+    assert f"Skipping checkpoint step-4: {name}" in caplog.text
+    assert reason in caplog.text
+
+
+def test_without_hashes_only_sizes_are_compared(tmp_path):
+    checkpoint = committed(tmp_path, 2)
+    flip_a_bit(checkpoint / ".metadata")
+    assert inspect(checkpoint, "sizes")[0] is not None
+    assert inspect(checkpoint, "hashes")[0] is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{ torn", "[]", '{"format_version": 2, "step": 4}', "\xff"],
+)
+def test_a_damaged_manifest_does_not_commit_anything(tmp_path, caplog, text):
+    committed(tmp_path, 2)
+    (committed(tmp_path, 4) / MANIFEST).write_text(text, encoding="latin-1")
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found[0] == 2
+    assert "Skipping checkpoint step-4" in caplog.text
+
+
+def test_a_digit_that_flips_in_the_manifest_is_found(tmp_path, caplog):
+    committed(tmp_path, 2)
+    manifest = committed(tmp_path, 4) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    found = newest_good(tmp_path, look_at="manifest")
+    assert found is not None
+    assert found[0] == 2
+    assert "manifest.json: it has another SHA-256 than when it was written" in caplog.text
+
+
+def test_a_folder_that_was_renamed_is_not_another_step(tmp_path, caplog):
+    committed(tmp_path, 2)
+    committed(tmp_path, 4).rename(tmp_path / "step-40")
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found[0] == 2
+    assert "manifest.json is that of step 4" in caplog.text
+
+
+def test_what_another_version_wrote_stops_the_run(tmp_path):
+    """It is not damage: renaming and repeating its steps would throw work away."""
+    committed(tmp_path, 2)
+    (committed(tmp_path, 4) / MANIFEST).write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match="format version 99, this titan_loop reads 2"):
+        newest_good(tmp_path)
+
+
+def test_what_cannot_be_read_stops_the_run(tmp_path, monkeypatch):
+    committed(tmp_path, 2)
+    committed(tmp_path, 4)
+
+    def fail(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files, "_record", fail)
+    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); check its disk"):
+        newest_good(tmp_path, look_at="hashes")
+
+
+def test_if_none_is_whole_it_stops_and_names_every_reason(tmp_path):
+    (committed(tmp_path, 2) / ".metadata").unlink()
+    (committed(tmp_path, 4) / MANIFEST).write_text("")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is usable") as caught:
+        newest_good(tmp_path)
+    message = str(caught.value)
+    assert "step-4" in message
+    assert ".metadata is missing" in message
+    assert "\n" not in message
+
+
+def test_an_unfinished_older_save_is_not_worth_a_warning(tmp_path, caplog):
+    (tmp_path / "step-1").mkdir()
+    committed(tmp_path, 2)
+    assert newest_good(tmp_path) is not None
+    assert "step-1" not in caplog.text
+
+
+def test_the_manifest_comes_back_as_it_was_written(tmp_path):
+    manifest = read_manifest(committed(tmp_path, 2))
+    assert manifest["step"] == 2
+    assert manifest["files"].keys() == {"__0_0.distcp", "__1_0.distcp", ".metadata"}

@@ -1,0 +1,62 @@
+"""Largest differences, against loops over the elements in plain Python."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_loop.checkpoint import difference
+from titan_loop.checkpoint.difference import largest_differences, manifest_differences
+
+numbers = st.one_of(
+    st.floats(width=32), st.sampled_from([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])
+)
+
+
+def reference(a: list[float], b: list[float]) -> tuple[float, float]:
+    absolute = relative = 0.0
+    for x, y in zip(a, b, strict=True):
+        if x == y or (math.isnan(x) and math.isnan(y)):
+            continue
+        apart = abs(x - y)
+        if not math.isfinite(apart):
+            return math.inf, math.inf
+        absolute = max(absolute, apart)
+        relative = max(relative, apart / max(abs(x), abs(y)))
+    return absolute, relative
+
+
+@given(pairs=st.lists(st.tuples(numbers, numbers), max_size=12), chunk=st.integers(1, 5))
+def test_against_python(pairs, chunk):
+    a, b = ([pair[side] for pair in pairs] for side in (0, 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(difference, "CHUNK_ELEMENTS", chunk)
+        found = largest_differences(torch.tensor(a), torch.tensor(b))
+    assert found == pytest.approx(reference(a, b), rel=1e-12)
+
+
+def test_large_integers_are_compared_exactly():
+    a = torch.tensor([2**60, 5])
+    assert largest_differences(a, a + torch.tensor([1, 0])) == (1.0, pytest.approx(2**-60))
+    assert largest_differences(torch.tensor([True, False]), torch.tensor([True, True])) == (1, 1)
+
+
+def test_dtypes_are_mixed_in_float64():
+    a = torch.tensor([1.0 + 2**-20])
+    assert largest_differences(a, a.bfloat16()) == (2**-20, pytest.approx(2**-20))
+    assert largest_differences(torch.tensor(3), torch.tensor(3.0)) == (0, 0)
+    a = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    assert largest_differences(a, torch.tensor([1.0, 4.0])) == (2.0, 0.5)
+
+
+def test_fields_of_manifests():
+    a = {"step": 3, "files": {"a": 1}, "trainer": {"tokens": 10, "R": 4}, "old": 1}
+    b = {"step": 3, "files": {"b": 2}, "trainer": {"tokens": 20, "R": 4}, "new": None}
+    found = {(d.where, d.how) for d in manifest_differences(a, b)}
+    assert found == {
+        ("manifest trainer.tokens", "10 | 20"),
+        ("manifest old", "only in A"),
+        ("manifest new", "only in B"),
+    }

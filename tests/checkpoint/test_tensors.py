@@ -1,0 +1,267 @@
+"""Checkpoints tensor by tensor: the same content as DCP's, in the memory of one tensor."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
+
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.damage import DamagedCheckpointError
+from titan_loop.checkpoint.files import file_records
+from titan_loop.checkpoint.manifest import read_manifest, write_manifest
+from titan_loop.checkpoint.model import load_model
+from titan_loop.checkpoint.safe_reading import load_checkpoint
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.errors import UserError
+from titan_loop.models.sizes import ModelOptions, build_decoder
+
+CONTENT: dict[str, Any] = {"step": 3, "trainer": {}, "data": {}, "lineage": {}}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "layers.0.w": torch.randn(8, 6, generator=generator),
+        "layers.1.w": torch.randn(4, 2, 6, generator=generator).bfloat16(),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "optimizer.state.layers.0.w.step": torch.tensor(7, dtype=torch.int64),
+    }
+
+
+OBJECTS = {"optimizer.param_groups.layers.0.w.betas": (0.9, 0.95), "text": "plain"}
+
+
+def lazy(tensor: torch.Tensor) -> LazyTensor:
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+
+def written(folder: Path) -> Path:
+    checkpoint = folder / "step-3"
+    entries = {key: lazy(tensor) for key, tensor in tensors().items()}
+    write_checkpoint(checkpoint, {**entries, **OBJECTS}, CONTENT)
+    return checkpoint
+
+
+def test_what_is_written_is_read(tmp_path):
+    reader = CheckpointReader(written(tmp_path))
+    assert reader.tensor_keys() == sorted(tensors())
+    assert reader.keys() == sorted([*tensors(), *OBJECTS])
+    for key, tensor in tensors().items():
+        assert reader.shape(key) == tensor.shape
+        assert reader.dtype(key) == tensor.dtype
+        found = reader.read(key)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    assert {key: reader.read_object(key) for key in OBJECTS} == OBJECTS
+    assert reader.manifest["step"] == 3
+    assert newest_good(tmp_path, look_at="hashes") == (3, read_manifest(tmp_path / "step-3"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_stock_dcp_reads_what_is_written(tmp_path):
+    state: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
+    state |= dict.fromkeys(OBJECTS)
+    load(state, checkpoint_id=written(tmp_path), no_dist=True)
+    for key, tensor in tensors().items():
+        assert torch.equal(state[key], tensor)
+    assert {key: state[key] for key in OBJECTS} == OBJECTS
+
+
+def test_tensors_are_made_once_and_in_order(tmp_path):
+    calls: list[str] = []
+
+    def make(name: str) -> torch.Tensor:
+        calls.append(name)
+        return torch.ones(3)
+
+    names = ["c", "a", "b"]
+    entries = {
+        name: LazyTensor((3,), torch.float32, lambda name=name: make(name)) for name in names
+    }
+    write_checkpoint(tmp_path / "new", entries, CONTENT)
+    assert calls == names
+
+
+def test_only_the_part_that_is_viewed_is_written(tmp_path):
+    large = torch.arange(100_000.0)
+    write_checkpoint(
+        tmp_path / "new", {"w": LazyTensor((4,), large.dtype, lambda: large[2:6])}, CONTENT
+    )
+    assert (tmp_path / "new" / "__0_0.distcp").stat().st_size < 10_000
+    assert torch.equal(CheckpointReader(tmp_path / "new").read("w"), large[2:6])
+
+
+@pytest.mark.parametrize("made", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
+def test_another_tensor_than_announced_leaves_nothing(tmp_path, made):
+    entries = {"first": torch.zeros(2), "w": LazyTensor((3,), torch.float32, lambda: made)}
+    with pytest.raises(ValueError, match=r"w was announced as torch.float32 \[3\]"):
+        write_checkpoint(tmp_path / "new", entries, CONTENT)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_producer_that_fails_leaves_nothing_and_keeps_its_error(tmp_path):
+    def fail() -> torch.Tensor:
+        raise KeyError("no such weight")
+
+    with pytest.raises(KeyError, match="no such weight"):
+        write_checkpoint(tmp_path / "new", {"w": LazyTensor((3,), torch.float32, fail)}, CONTENT)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_committed_checkpoint_is_not_overwritten(tmp_path):
+    checkpoint = written(tmp_path)
+    with pytest.raises(UserError, match="already holds a checkpoint"):
+        write_checkpoint(checkpoint, {}, CONTENT)
+    (checkpoint / "manifest.json").unlink()
+    (checkpoint / "__7_0.distcp").write_bytes(b"of another attempt")
+    written(tmp_path)
+    assert not (checkpoint / "__7_0.distcp").exists()
+
+
+def test_damage_is_found_before_anything_is_read(tmp_path):
+    checkpoint = written(tmp_path)
+    shard = checkpoint / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match="another SHA-256"):
+        CheckpointReader(checkpoint)
+    CheckpointReader(checkpoint, look_at="sizes")
+    shard.write_bytes(content[:-1])
+    with pytest.raises(DamagedCheckpointError, match="bytes instead of"):
+        CheckpointReader(checkpoint, look_at="sizes")
+
+
+def test_unknown_entries_are_named_with_the_nearest(tmp_path):
+    reader = CheckpointReader(written(tmp_path))
+    with pytest.raises(UserError, match=r"no tensor .layers\.0\.v.; nearest: layers\.0\.w"):
+        reader.read("layers.0.v")
+    with pytest.raises(UserError, match="no tensor 'text'"):
+        reader.shape("text")
+    with pytest.raises(UserError, match="no object 'scalar'"):
+        reader.read_object("scalar")
+
+
+def test_a_model_is_loaded_strictly(tmp_path):
+    options = ModelOptions(size="debugmodel", attention="sdpa")
+    torch.manual_seed(1)
+    saved = build_decoder(options, max_seq_len=32).state_dict()
+    entries: dict[str, Any] = {**saved, "optimizer.state.x.step": torch.tensor(1.0)}
+    write_checkpoint(tmp_path / "model", entries, CONTENT)
+    model = load_model(tmp_path / "model", {"size": "debugmodel"}, max_seq_len=32)
+    loaded = model.state_dict()
+    assert loaded.keys() == saved.keys()
+    for key, tensor in saved.items():
+        assert torch.equal(loaded[key], tensor), key
+
+    first = next(iter(saved))
+    write_checkpoint(tmp_path / "less", {k: v for k, v in saved.items() if k != first}, CONTENT)
+    with pytest.raises(UserError, match=f"1 entries are missing: {first}"):
+        load_model(tmp_path / "less", {"size": "debugmodel"}, max_seq_len=32)
+    write_checkpoint(tmp_path / "more", {**saved, "adapter.w": torch.zeros(1)}, CONTENT)
+    with pytest.raises(UserError, match=r"1 entries are not wanted: adapter\.w"):
+        load_model(tmp_path / "more", {"size": "debugmodel"}, max_seq_len=32)
+
+
+TENSOR_MIB, COUNT = 48, 6
+MEMORY_PROGRAM = f"""
+import resource, sys
+from pathlib import Path
+import titan_loop.compat
+import torch
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+
+content = {{"step": 1, "trainer": {{}}, "data": {{}}, "lineage": {{}}}}
+folder = Path(sys.argv[1])
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+def entries(numel):
+    make = lambda: torch.ones(numel)
+    return {{f"w{{i}}": LazyTensor((numel,), torch.float32, make) for i in range({COUNT})}}
+
+def read(folder):
+    reader = CheckpointReader(folder)
+    for key in reader.keys():
+        reader.read(key)
+
+write_checkpoint(folder / "small", entries(1000), content)
+read(folder / "small")
+start = peak()
+write_checkpoint(folder / "large", entries({TENSOR_MIB} * 2**18), content)
+wrote = peak()
+read(folder / "large")
+print(wrote - start, peak() - start)
+"""
+
+
+def test_memory_is_one_tensor_and_when_reading_its_shard_too(tmp_path):
+    program = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEMORY_PROGRAM), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    writing, reading = map(float, program.stdout.split())
+    slack = 0.4  # of a tensor: buffers of the C library and the page granularity
+    assert writing < (1 + slack) * TENSOR_MIB, f"{writing:.0f} MiB for {TENSOR_MIB} MiB tensors"
+    assert reading < (2 + slack) * TENSOR_MIB, f"{reading:.0f} MiB for {TENSOR_MIB} MiB tensors"
+
+
+def save_on_ranks(checkpoint: Path) -> None:
+    """Write tensors sharded one and two ways, uneven ones among them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    w, uneven = torch.randn(8, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    state = {
+        "both": distribute_tensor(w, mesh, [Shard(0), Shard(1)]),
+        "rows": distribute_tensor(w, mesh, [Shard(0), Shard(0)]),
+        "uneven": distribute_tensor(uneven, mesh, [Replicate(), Shard(0)]),
+        "same": distribute_tensor(w, mesh, [Replicate(), Replicate()]),
+    }
+    save(state, checkpoint_id=checkpoint)
+    if torch.distributed.get_rank() == 0:
+        write_manifest(checkpoint, {**CONTENT, "files": file_records(checkpoint)})
+
+
+def load_on_ranks(checkpoint: Path) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = torch.distributed.new_group(backend="gloo")
+    first, second = (tensors()[key] for key in ("layers.0.w", "layers.1.w"))
+    state: dict[str, Any] = {
+        "layers.0.w": zeros(first.shape, device_mesh=mesh, placements=[Shard(1), Shard(0)]),
+        "layers.1.w": zeros(
+            second.shape, dtype=second.dtype, device_mesh=mesh, placements=[Shard(0), Shard(2)]
+        ),
+        "scalar": torch.zeros((), dtype=torch.float64),
+        "optimizer": {
+            "state.layers.0.w.step": torch.zeros((), dtype=torch.int64),
+            "param_groups.layers.0.w.betas": None,
+        },
+        "text": None,
+    }
+    load_checkpoint(state, checkpoint, group=group)
+    assert state["optimizer"]["param_groups.layers.0.w.betas"] == (0.9, 0.95)
+    return [state["layers.0.w"].full_tensor(), state["layers.1.w"].full_tensor()]
+
+
+def test_one_process_and_four_read_each_other(gloo_pool, tmp_path):
+    pool = gloo_pool(4)
+    pool.run(save_on_ranks, tmp_path / "step-1")
+    reader = CheckpointReader(tmp_path / "step-1")
+    generator = torch.Generator().manual_seed(0)
+    w, uneven = torch.randn(8, 6, generator=generator), torch.randn(5, 3, generator=generator)
+    for key, expected in {"both": w, "rows": w, "uneven": uneven, "same": w}.items():
+        assert torch.equal(reader.read(key), expected), key
+    for first, second in pool.run(load_on_ranks, written(tmp_path)):
+        assert torch.equal(first, tensors()["layers.0.w"])
+        assert torch.equal(second, tensors()["layers.1.w"])

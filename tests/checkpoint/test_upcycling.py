@@ -1,0 +1,310 @@
+"""Layers are duplicated as said; what the deeper model computes is exactly what is claimed.
+
+h_r = norm(f(h_{r-1})) with f the stack. Stacked k times, a step is norm(f(… f(h))): as k steps of
+the old model without the norms between them. All model identities are bitwise, in float64, on
+weights that went through a checkpoint.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_loop.checkpoint.damage import DamagedCheckpointError
+from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.objectives.exit_distribution import exit_pmf
+
+LENGTH = 12
+COPIES = [2, 3]
+
+
+def content(n_layers: int) -> dict[str, Any]:
+    return {
+        "step": 7,
+        "created": "2026-01-01T00:00:00+00:00",
+        "stage_end": True,
+        "trainer": {
+            "step": 7,
+            "tokens": 70,
+            "recurrent_steps": 4,
+            "architecture": {"dim": 64, "n_layers": n_layers},
+        },
+        "data": {"windows_consumed": 5},
+        "lineage": {"parent": None, "stage": "1a"},
+    }
+
+
+def build(n_layers: int) -> LoopDecoder:
+    model = build_decoder(ModelOptions(n_layers=n_layers), max_seq_len=LENGTH).double()
+    generator = torch.Generator().manual_seed(n_layers)
+    with torch.no_grad():
+        for parameter in model.parameters():  # gains that differ, a gate that is not zero
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def upcycled(parent: LoopDecoder, folder: Path, upcycling: Upcycling) -> LoopDecoder:
+    """Return the deeper model, by way of two checkpoints."""
+    source, target = folder / "parent", folder / "child"
+    write_checkpoint(source, parent.state_dict(), content(len(parent.layers)))
+    upcycle_checkpoint(source, target, upcycling)
+    reader = CheckpointReader(target)
+    model = build(upcycling.n_layers)
+    model.load_state_dict({key: reader.read(key) for key in reader.tensor_keys()})
+    return model
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(128, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def states_by_hand(
+    parent: LoopDecoder, tokens: Tensor, visits: list[int], steps: int
+) -> list[Tensor]:
+    """Apply the parent's layers in the order of `visits`, then its norm: one step."""
+    context = parent.make_context(tokens)
+    layers = list(parent.layers.values())
+    hidden, states = parent.tok_embeddings(tokens), []
+    for _ in range(steps):
+        for visit in visits:
+            hidden = layers[visit](hidden, context)
+        hidden = parent.norm(hidden)
+        states.append(hidden)
+    return states
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize(
+    ("mode", "visits"), [("stacked", [0, 1, 0, 1, 0, 1]), ("interleaved", [0, 0, 0, 1, 1, 1])]
+)
+def test_a_step_visits_the_old_layers_in_the_new_order_with_one_norm(
+    tmp_path: Path, tokens: Tensor, mode: Mode, visits: list[int], copies: int
+):
+    if copies == 2:
+        visits = [0, 1, 0, 1] if mode == "stacked" else [0, 0, 1, 1]
+    parent = build(2)
+    child = upcycled(parent, tmp_path, Upcycling(2 * copies, mode))
+    output = child(tokens, recurrent_steps=3)
+    expected = states_by_hand(parent, tokens, visits, 3)
+    for step in range(3):
+        assert torch.equal(output.hidden_RBLD[step], expected[step])
+        assert torch.equal(output.exit_logit_RBL[step], parent.gate(expected[step]))
+        assert torch.equal(child.readout(expected[step]), parent.readout(expected[step]))
+
+
+@pytest.mark.parametrize("copies", COPIES)
+def test_the_norm_between_copies_is_all_that_distinguishes_stacked_from_more_steps(
+    tmp_path: Path, tokens: Tensor, copies: int
+):
+    """With the norm in the readout only, k·N layers at r steps are N layers at k·r steps."""
+    parent = build(2)
+    child = upcycled(parent, tmp_path, Upcycling(2 * copies, "stacked"))
+    with_norm = child(tokens, recurrent_steps=1).hidden_RBLD[0]
+    assert not torch.allclose(
+        with_norm, parent(tokens, recurrent_steps=copies).hidden_RBLD[-1], rtol=1e-3
+    )
+    parent.norm = child.norm = nn.Identity()
+    deep, looped = child(tokens, recurrent_steps=3), parent(tokens, recurrent_steps=3 * copies)
+    for step in range(1, 4):
+        assert torch.equal(deep.hidden_RBLD[step - 1], looped.hidden_RBLD[copies * step - 1])
+        assert torch.equal(deep.exit_logit_RBL[step - 1], looped.exit_logit_RBL[copies * step - 1])
+
+
+def test_the_gate_is_asked_less_often(tmp_path: Path, tokens: Tensor):
+    """Same gate at the same states, but what survives is a product over every k-th step only."""
+    parent = build(2)
+    child = upcycled(parent, tmp_path, Upcycling(4, "stacked"))
+    parent.norm = child.norm = nn.Identity()
+    pmf_RBL = exit_pmf(torch.stack(child(tokens, recurrent_steps=2).exit_logit_RBL))
+    looped = torch.stack(parent(tokens, recurrent_steps=4).exit_logit_RBL)
+    exits_RBL = torch.sigmoid(looped[[1, 3]])
+    assert torch.allclose(pmf_RBL[0], exits_RBL[0], rtol=1e-12)
+    assert torch.allclose(pmf_RBL[1], 1 - exits_RBL[0], rtol=1e-12)
+    old_RBL = exit_pmf(looped)
+    assert (pmf_RBL[1] > old_RBL[2] + old_RBL[3]).all()  # more is left for the last step
+
+
+def test_gradients_of_the_copies_add_up_to_that_of_the_shared_layer(tmp_path: Path, tokens: Tensor):
+    """What the rule for the moments starts from: g = Σ_c g_c, exactly, without the norm."""
+    parent = build(2)
+    child = upcycled(parent, tmp_path, Upcycling(4, "stacked"))
+    parent.norm = child.norm = nn.Identity()
+    parent(tokens, recurrent_steps=4).hidden_RBLD[-1].square().mean().backward()
+    child(tokens, recurrent_steps=2).hidden_RBLD[-1].square().mean().backward()
+    copies = dict(child.named_parameters())
+    for name, parameter in parent.layers.named_parameters():
+        index, rest = name.split(".", 1)
+        parts = [copies[f"layers.{int(index) + shift}.{rest}"].grad for shift in (0, 2)]
+        assert parameter.grad is not None
+        torch.testing.assert_close(parts[0] + parts[1], parameter.grad, rtol=1e-9, atol=1e-14)
+        assert not torch.allclose(*parts)  # copies do not stay equal
+
+
+def test_of_one_layer_both_modes_are_the_same(tmp_path: Path):
+    assert Upcycling(3, "stacked").sources(1) == Upcycling(3, "interleaved").sources(1) == [0] * 3
+
+
+def optimiser_entries(n_layers: int) -> dict[str, Any]:
+    """One weight a layer, and the embedding, with AdamW's state; every number differs."""
+    names = [*(f"layers.{index}.attention.wq.weight" for index in range(n_layers)), "norm.weight"]
+    entries: dict[str, Any] = {}
+    for number, name in enumerate(names, start=1):
+        entries[name] = torch.full((2, 3), float(number))
+        entries[f"optimizer.state.{name}.exp_avg"] = torch.full((2, 3), 10.0 * number)
+        entries[f"optimizer.state.{name}.exp_avg_sq"] = torch.full((2, 3), 100.0 * number)
+        entries[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
+        entries[f"optimizer.param_groups.{name}.lr"] = 0.5 * number
+        entries[f"optimizer.param_groups.{name}.betas"] = (0.9, 0.95)
+    return entries
+
+
+@pytest.mark.parametrize(
+    ("moments", "first", "second", "step"),
+    [("duplicate", 1, 1, 7), ("scale", 1 / 2, 1 / 2, 7), ("reset", 0, 0, 0)],
+)
+def test_moments_of_layers_follow_the_policy_and_others_stay(
+    tmp_path: Path, moments: Moments, first: float, second: float, step: int
+):
+    write_checkpoint(tmp_path / "parent", optimiser_entries(2), content(2))
+    upcycle_checkpoint(
+        tmp_path / "parent", tmp_path / "child", Upcycling(4, "interleaved", moments)
+    )
+    reader = CheckpointReader(tmp_path / "child")
+    expected = {}
+    for new, old in enumerate([0, 0, 1, 1]):
+        name, number = f"layers.{new}.attention.wq.weight", old + 1.0
+        expected[name] = torch.full((2, 3), number)
+        expected[f"optimizer.state.{name}.exp_avg"] = torch.full((2, 3), 10 * number * first)
+        expected[f"optimizer.state.{name}.exp_avg_sq"] = torch.full((2, 3), 100 * number * second)
+        expected[f"optimizer.state.{name}.step"] = torch.tensor(float(step))
+        assert reader.read_object(f"optimizer.param_groups.{name}.lr") == 0.5 * number
+        assert reader.read_object(f"optimizer.param_groups.{name}.betas") == (0.9, 0.95)
+    unchanged = {key: v for key, v in optimiser_entries(2).items() if "norm.weight" in key}
+    expected.update({key: v for key, v in unchanged.items() if isinstance(v, Tensor)})
+    assert reader.tensor_keys() == sorted(expected)
+    for key, tensor in expected.items():
+        assert torch.equal(reader.read(key), tensor), key
+    assert len(reader.keys()) == 5 * 6
+
+
+def test_the_manifest_says_which_layer_came_from_which(tmp_path: Path):
+    source, target = tmp_path / "parent", tmp_path / "child"
+    write_checkpoint(source, optimiser_entries(2), content(2))
+    upcycle_checkpoint(source, target, Upcycling(6, "stacked", "reset"))
+    old, new = read_manifest(source), read_manifest(target)
+    assert new["lineage"] == {
+        "parent": reference(source),
+        "stage": "1a",
+        "upcycled": {
+            "mode": "stacked",
+            "moments": "reset",
+            "n_layers": 2,
+            "layers": [0, 1, 0, 1, 0, 1],
+        },
+    }
+    assert new["trainer"]["architecture"] == {"dim": 64, "n_layers": 6}
+    for name in ("step", "tokens", "recurrent_steps"):
+        assert new["trainer"][name] == old["trainer"][name]
+    assert new["data"] == old["data"]
+    assert new["stage_end"] is False
+
+
+def test_without_optimiser_state_no_policy_is_recorded(tmp_path: Path):
+    weights = {k: v for k, v in optimiser_entries(1).items() if "optimizer" not in k}
+    write_checkpoint(tmp_path / "parent", weights, content(1))
+    upcycle_checkpoint(tmp_path / "parent", tmp_path / "child", Upcycling(2))
+    assert read_manifest(tmp_path / "child")["lineage"]["upcycled"]["moments"] is None
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import titan_loop.compat as compat
+from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
+
+folder = Path(sys.argv[1])
+upcycle_checkpoint(folder / "small", folder / "small-deeper", Upcycling(24))  # allocates once
+before = compat.peak_resident_bytes()
+upcycle_checkpoint(folder / "large", folder / "large-deeper", Upcycling(24))
+print(compat.peak_resident_bytes() - before)
+"""
+
+
+def test_memory_is_two_copies_of_one_tensor(tmp_path: Path):
+    """96 MiB in tensors of 4 MiB become 192 MiB; the peak grows by 8 MiB."""
+    layers, numel = 12, 1 << 20
+    for name, count in (("small", 4), ("large", numel)):
+        tensors = {
+            f"{before}layers.{index}.wq{after}": LazyTensor(
+                (count,), torch.float32, partial(torch.full, (count,), float(index))
+            )
+            for index in range(layers)
+            for before, after in (("", ""), ("optimizer.state.", ".exp_avg"))
+        }
+        write_checkpoint(tmp_path / name, tensors, content(layers))
+    child = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        # Else glibc keeps what is freed, and what is counted is its habits.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(child.stdout) < 2.75 * 4 * numel  # the kernel counts pages in batches
+    assert (tmp_path / "large-deeper" / "__0_0.distcp").stat().st_size > 48 * 4 * numel
+
+
+def test_bad_plans_are_one_line(tmp_path: Path):
+    source = tmp_path / "parent"
+    write_checkpoint(source, optimiser_entries(4), content(4))
+    for n_layers in (6, 9, 4, 2, 0, -8):
+        with pytest.raises(UserError, match=rf"layers={n_layers} is not a multiple .* use 8, 12"):
+            upcycle_checkpoint(source, tmp_path / "child", Upcycling(n_layers))
+    with pytest.raises(UserError, match="mode=stack is unknown; nearest: stacked"):
+        Upcycling(8, "stack")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="moments=scaled is unknown; nearest: scale"):
+        Upcycling(8, "stacked", "scaled")  # type: ignore[arg-type]
+    assert not (tmp_path / "child").exists()
+
+
+def test_bad_checkpoints_are_one_line(tmp_path: Path):
+    with pytest.raises(UserError, match="has no manifest"):
+        upcycle_checkpoint(tmp_path / "nowhere", tmp_path / "child", Upcycling(4))
+    source = tmp_path / "parent"
+    write_checkpoint(source, optimiser_entries(2), content(4))  # as if two layers had been lost
+    with pytest.raises(UserError, match=r"another architecture.*n_layers=4.*layers \[0, 1\]"):
+        upcycle_checkpoint(source, tmp_path / "child", Upcycling(8))
+    other = tmp_path / "other"
+    write_checkpoint(other, {"wte.weight": torch.zeros(3)}, content(2))
+    with pytest.raises(UserError, match=r"another architecture.*holds the layers none"):
+        upcycle_checkpoint(other, tmp_path / "child", Upcycling(4))
+    entries = optimiser_entries(2)
+    entries["optimizer.state.layers.0.attention.wq.weight.momentum_buffer"] = torch.zeros(2)
+    write_checkpoint(tmp_path / "muon", entries, content(2))
+    with pytest.raises(UserError, match=r"not .*momentum_buffer; use duplicate or reset"):
+        upcycle_checkpoint(tmp_path / "muon", tmp_path / "child", Upcycling(4))
+    assert not (tmp_path / "child").exists()
+
+
+def test_a_damaged_checkpoint_is_found_before_anything_is_written(tmp_path: Path):
+    source = tmp_path / "parent"
+    write_checkpoint(source, optimiser_entries(2), content(2))
+    shard = source / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="another SHA-256"):
+        upcycle_checkpoint(source, tmp_path / "child", Upcycling(4))
+    assert not (tmp_path / "child").exists()

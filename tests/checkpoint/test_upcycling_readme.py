@@ -1,0 +1,50 @@
+"""UPCYCLING.md: its commands run, one after the other, and its table is the flags'."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import titan_loop.checkpoint
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.cli.main import main
+from titan_loop.cli.overrides import apply_overrides
+from titan_loop.errors import EXIT_OK
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.run_directory import RunDirectory
+
+README = Path(titan_loop.checkpoint.__path__[0]) / "UPCYCLING.md"
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_commands_run(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    """On a tiny model of as many layers as the quick start's, in whose stead it trains."""
+    upcycle, train, evaluate = (
+        shlex.split(line)[1:]
+        for line in README.read_text(encoding="utf-8").splitlines()
+        if line.startswith("    titan-loop ")
+    )
+    monkeypatch.chdir(tmp_path)
+    parent = tiny_config(source, Path("runs/quickstart"), steps=4)
+    parent.model = ModelOptions(size="debugmodel", n_layers=4)
+    parent.training.steps = 2
+    run_training(parent, command=["test"])
+    assert main(upcycle) == EXIT_OK
+    assert "held-out nats per token" in capfd.readouterr().out
+    assert "--dump-folder runs/deeper --model.n-layers 8" in shlex.join(train)
+
+    base = tiny_config(source, Path("runs/quickstart"), steps=4)
+    base.model = ModelOptions(size="debugmodel")
+    run_training(apply_overrides(base, train[2:], "titan-loop train quickstart"), command=["test"])
+    assert main(evaluate) == EXIT_OK
+    first, last = (read_manifest(RunDirectory("runs/deeper").checkpoint(step)) for step in (2, 4))
+    assert last["trainer"]["tokens"] == 2 * first["trainer"]["tokens"]
+    assert last["trainer"]["recurrent_steps"] == 2
+    assert f'"layers": {first["lineage"]["upcycled"]["layers"]}' in README.read_text()

@@ -1,0 +1,333 @@
+"""`titan-loop checkpoint`: what it prints, what it refuses, and its exit codes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from titan_loop.checkpoint import retention
+from titan_loop.checkpoint.listing import list_checkpoints
+from titan_loop.checkpoint.manifest import read_manifest, write_manifest
+from titan_loop.checkpoint.retention import read_tags
+from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
+from titan_loop.cli import checkpoint
+from titan_loop.cli import main as cli
+
+STEPS = (2, 4, 6)
+
+
+def entries(step: int) -> dict[str, Any]:
+    return {
+        "layers.0.w": torch.arange(12.0).reshape(3, 4),
+        "layers.0.b": torch.full((3,), float(step)).bfloat16(),
+        "count": torch.tensor([1, 2], dtype=torch.int64),
+        "optimizer.state.layers.0.w.exp_avg": torch.ones(3, 4) * step,
+        "optimizer.param_groups.layers.0.w.lr": 0.5 / step,
+    }
+
+
+def content(step: int, *, stage_end: bool = False) -> dict[str, Any]:
+    return {
+        "step": step,
+        "created": f"2026-11-21T12:00:0{step}+00:00",
+        "stage_end": stage_end,
+        "trainer": {"tokens": 1000 * step, "recurrent_steps": 4},
+        "data": {"windows_consumed": step},
+        "lineage": {"parent": None, "stage": "main"},
+    }
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """Return the checkpoints of a run that keeps every fourth step: 2, 4 and 6, and half of 8."""
+    run = tmp_path / "run"
+    folder = run / "checkpoints"
+    for step in STEPS:
+        write_checkpoint(folder / f"step-{step}", entries(step), content(step))
+    (folder / "step-8").mkdir()
+    (folder / "step-8" / "__0_0.distcp").write_bytes(b"half")
+    (run / "run.json").write_text(json.dumps({"format_version": 1}))
+    config = {"checkpoint": {"folder": "checkpoints", "keep_every": 4}}
+    (run / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def error(self) -> str:
+        assert self.code == 2, self.out
+        assert self.err.count("\n") == 1
+        return self.err.removeprefix("titan-loop: error: ").rstrip()
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: Any) -> Answer:
+        code = cli.main(["checkpoint", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return Answer(code, captured.out, captured.err)
+
+    return call
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_ls_shows_every_folder(checkpoints, call):
+    call("tag", checkpoints / "step-2", "paper")
+    (checkpoints / "step-6" / "__0_0.distcp").unlink()
+    (checkpoints / "step-6").rename(checkpoints / "damaged-step-6")
+    answer = call("ls", checkpoints.parent)
+    header, *rows = answer.out.splitlines()
+    assert header.split() == ["step", "tokens", "R", "size", "when", "kept", "state"]
+    assert [row.split()[0] for row in rows] == ["2", "4", "6", "8"]
+    assert rows[0].split()[1:3] == ["2,000", "4"]
+    assert "2026-11-21T12:00:02+00:00  tag paper  good" in rows[0]
+    assert "every 4    good" in rows[1]
+    assert "damaged (set aside): __0_0.distcp is missing" in rows[2]
+    assert rows[3].endswith("unfinished")
+    assert call("ls", checkpoints).out == answer.out
+    assert answer.code == 0
+
+
+def test_ls_reads_the_files_only_when_asked(checkpoints, call):
+    flip_a_bit(checkpoints / "step-4" / "__0_0.distcp")
+    assert "damaged" not in call("ls", checkpoints.parent).out
+    assert "another SHA-256" in call("ls", checkpoints.parent, "--verify").out
+
+
+def test_verify_names_every_fault(checkpoints, call):
+    answer = call("verify", checkpoints.parent)
+    assert answer.code == 0
+    assert "step-6: good" in answer.out
+    assert "step-8: unfinished" in answer.out
+    assert "4 looked at, 0 damaged" in answer.out
+    flip_a_bit(checkpoints / "step-2" / "__0_0.distcp")
+    (checkpoints / "step-2" / ".metadata").unlink()
+    (checkpoints / "step-4" / "manifest.json").write_text("{ torn")
+    answer = call("verify", checkpoints.parent)
+    assert answer.code == 1
+    assert "4 looked at, 2 damaged" in answer.out
+    line = next(line for line in answer.out.splitlines() if line.startswith("step-2: damaged"))
+    assert ".metadata is missing" in line
+    assert "__0_0.distcp has another SHA-256" in line
+    assert call("verify", checkpoints / "step-6").code == 0
+    assert call("verify", checkpoints / "step-4").code == 1
+
+
+def test_verify_finds_what_hashes_do_not_tell(checkpoints, call):
+    """A manifest that does not list a file that is read, hashes and all."""
+    manifest = read_manifest(checkpoints / "step-2")
+    del manifest["files"]["__0_0.distcp"]
+    write_manifest(checkpoints / "step-2", manifest)
+    answer = call("verify", checkpoints / "step-2")
+    assert answer.code == 1
+    assert "__0_0.distcp is read from, but not in manifest.json" in answer.out
+
+
+def test_diff(checkpoints, call):
+    answer = call("diff", checkpoints / "step-2", checkpoints / "step-4")
+    assert answer.code == 1
+    assert answer.out.splitlines() == [
+        "manifest created: '2026-11-21T12:00:02+00:00' | '2026-11-21T12:00:04+00:00'",
+        "manifest data.windows_consumed: 2 | 4",
+        "manifest step: 2 | 4",
+        "manifest trainer.tokens: 2000 | 4000",
+        "layers.0.b: largest difference 2, relative 0.5",
+        "optimizer.param_groups.layers.0.w.lr: 0.25 | 0.125",
+        "optimizer.state.layers.0.w.exp_avg: largest difference 2, relative 0.5",
+        "7 differences, 5 entries in both",
+    ]
+    same = call("diff", checkpoints.parent, checkpoints / "step-6")
+    assert (same.code, same.out) == (0, "0 differences, 5 entries in both\n")
+
+
+def test_diff_of_other_entries(checkpoints, call, tmp_path):
+    other = entries(2) | {"layers.0.w": torch.zeros(4, 3), "new": torch.zeros(1)}
+    other["layers.0.b"] = other["layers.0.b"].float()
+    del other["count"]
+    write_checkpoint(tmp_path / "step-2", other, content(2))
+    answer = call("diff", "--skip-hashes", checkpoints / "step-2", tmp_path / "step-2")
+    assert answer.out.splitlines()[:-1] == [
+        "count: only in A",
+        "layers.0.b: torch.bfloat16 | torch.float32",
+        "layers.0.w: shape [3, 4] | [4, 3]",
+        "new: only in B",
+    ]
+
+
+def test_rm_deletes_what_nothing_keeps(checkpoints, call):
+    assert call("rm", checkpoints / "step-2", checkpoints / "step-8").code == 0
+    assert [c.step for c in list_checkpoints(checkpoints)] == [4, 6]
+
+
+def test_rm_refuses_what_is_kept_and_then_deletes_nothing(checkpoints, call):
+    write_checkpoint(checkpoints / "step-1", entries(1), content(1, stage_end=True))
+    call("tag", checkpoints / "step-2", "paper")
+    for step, reason in (
+        (1, "stage end"),
+        (2, "tag paper"),
+        (4, "every 4"),
+        (6, "it is the newest good one"),
+    ):
+        error = call("rm", checkpoints / "step-8", checkpoints / f"step-{step}").error
+        assert f"step-{step} is kept ({reason}); nothing was deleted" in error
+    assert len(list_checkpoints(checkpoints)) == 5
+    assert call("rm", "--force", checkpoints / "step-6").code == 0
+    # A damaged one is not the newest good one: that is step 4 now.
+    flip = checkpoints / "step-4" / "__0_0.distcp"
+    flip.write_bytes(flip.read_bytes()[:-1])
+    assert "step-2 is kept (tag paper, it is the newest good one)" in (
+        call("rm", checkpoints / "step-2").error
+    )
+
+
+def test_rm_deletes_nothing_but_checkpoints(checkpoints, call, tmp_path):
+    assert "is no checkpoint" in call("rm", checkpoints).error
+    assert "is no checkpoint" in call("rm", tmp_path / "step-3").error
+    assert "is no checkpoint" in call("rm", tmp_path).error
+    assert checkpoints.is_dir()
+
+
+def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):
+    program = (
+        "import sys; from pathlib import Path; from titan_loop.checkpoint.lock import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(checkpoints.parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert "in use by another run" in call("rm", checkpoints / "step-8").error
+        assert call("rm", checkpoints / "step-2").code == 0
+        holder.communicate()
+    assert call("rm", checkpoints / "step-8").code == 0
+
+
+def test_rm_keeps_jobs_out_until_it_is_done(checkpoints, call, monkeypatch):
+    (checkpoints / "step-9").mkdir()
+    lock = checkpoints.parent / "run.lock"
+    lock.touch()
+    claim = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    real, refused = retention.discard, []
+
+    def discard(path: Path) -> None:
+        job = subprocess.run([sys.executable, "-c", claim, str(lock)], stderr=subprocess.PIPE)
+        refused.append(b"BlockingIOError" in job.stderr)
+        real(path)
+
+    monkeypatch.setattr(retention, "discard", discard)
+    assert call("rm", checkpoints / "step-8", checkpoints / "step-9").code == 0
+    assert refused == [True, True]
+    subprocess.run([sys.executable, "-c", claim, str(lock)], check=True)
+
+
+def test_tag(checkpoints, call):
+    checkpoint = checkpoints / "step-2"
+    assert call("tag", checkpoint, "paper").out == f"{checkpoint}: paper\n"
+    assert read_tags(checkpoint) == ["paper"]
+    assert "no tag 'peper'" in call("tag", checkpoint, "peper", "--remove").error
+    assert call("tag", checkpoint, "paper", "--remove").out == f"{checkpoint}: no tags\n"
+    assert "the name is empty" in call("tag", checkpoint, " ").error
+    assert "no manifest.json" in call("tag", checkpoints / "step-8", "x").error
+    read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_consolidate(checkpoints, call, tmp_path, optimizer):
+    output = tmp_path / "out" / "model.safetensors"
+    flags = ["--optimizer"] if optimizer else []
+    answer = call("consolidate", checkpoints / "step-4", "--output", output, *flags)
+    assert answer.out.startswith(f"{output}: {4 if optimizer else 3} tensors, ")
+    with safe_open(str(output), framework="pt") as file:
+        expected = {
+            key: value
+            for key, value in entries(4).items()
+            if isinstance(value, torch.Tensor) and (optimizer or not key.startswith("optimizer"))
+        }
+        assert {*file.keys()} == {*expected}
+        for key, tensor in expected.items():
+            found = file.get_tensor(key)
+            assert found.dtype == tensor.dtype
+            assert torch.equal(found, tensor)
+        metadata = file.metadata()
+    assert metadata["format"] == "pt"
+    assert json.loads(metadata["titan_loop.step"]) == 4
+    assert json.loads(metadata["titan_loop.lineage"]) == {"parent": None, "stage": "main"}
+    assert len(json.loads(metadata["titan_loop.manifest_sha256"])) == 64
+    assert "exists; choose another" in (
+        call("consolidate", checkpoints / "step-4", "--output", output).error
+    )
+    assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from titan_loop.checkpoint.consolidate import consolidate
+from titan_loop.checkpoint.tensors import CheckpointReader
+
+class Killed(CheckpointReader):
+    def read(self, key):
+        tensor = super().read(key)
+        if key == sys.argv[3]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return tensor
+
+consolidate(Killed(Path(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def test_consolidate_killed_half_way(checkpoints, call, tmp_path):
+    output = tmp_path / "out" / "model.safetensors"
+    arguments = [checkpoints / "step-2", output, "layers.0.b"]
+    program = subprocess.run([sys.executable, "-c", KILLED, *map(str, arguments)], check=False)
+    assert program.returncode == -signal.SIGKILL
+    assert not output.exists()
+    (left,) = output.parent.iterdir()
+    assert left.suffix != ".safetensors"
+    assert call("consolidate", checkpoints / "step-2", "--output", output).code == 0
+    assert [path.name for path in output.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_consolidate_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatch, call):
+    def fail(self: CheckpointReader, key: str) -> torch.Tensor:
+        raise OSError(28, "No space left on device", "somewhere")
+
+    monkeypatch.setattr(CheckpointReader, "read", fail)
+    output = tmp_path / "out" / "model.safetensors"
+    error = call("consolidate", checkpoints / "step-2", "--output", output).error
+    assert "No space left on device" in error
+    assert not list(output.parent.iterdir())
+
+
+def test_a_broken_pipe_is_no_mistake_of_the_user(monkeypatch):
+    def fail(_: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setitem(checkpoint.VERBS, "diff", fail)
+    with pytest.raises(BrokenPipeError):  # which `titan_loop.cli.main` answers
+        checkpoint.run(["diff"])
+
+
+def test_mistakes(checkpoints, call, tmp_path):
+    assert "nearest: verify" in call("verifies").error
+    assert "has no checkpoints; give one of run in it" in call("ls", tmp_path).error
+    assert "no manifest.json" in call("diff", checkpoints, checkpoints / "step-2").error
+    flip_a_bit(checkpoints / "step-2" / "__0_0.distcp")
+    assert "another SHA-256" in call("diff", checkpoints / "step-2", checkpoints / "step-4").error

@@ -1,0 +1,142 @@
+"""`titan-loop generate` end to end, in this process."""
+
+import io
+import re
+
+import pytest
+
+from tests.inference.conftest import byte_level_tokenizer
+from titan_loop.cli.main import main
+from titan_loop.data.chatml import Turn
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
+from titan_loop.inference.text import TextEngine, chat_prompt
+
+NEW = ("--max-new-tokens", "12")
+
+
+def generate(capsys, *arguments: str) -> tuple[str, str]:
+    capsys.readouterr()
+    assert main(["generate", *map(str, arguments)]) == 0
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def expected_text(run, prompt: str, **options) -> str:
+    loaded = load_checkpoint(run)
+    engine = Engine(loaded.model, recurrent_steps=options.pop("recurrent_steps", 2), **options)
+    text = TextEngine(engine, load_matching_tokenizer(loaded))
+    return text.complete([prompt], max_new_tokens=12)[0].text
+
+
+def test_a_prompt_is_completed_at_the_trained_depth(capsys, trained_run):
+    out, err = generate(capsys, trained_run, "--prompt", "def f(", *NEW)
+    assert out == expected_text(trained_run, "def f(") + "\n"
+    assert re.fullmatch(
+        r"\[12 tokens in .* s, mean exit step 2\.00 of 2, cache .* MB \(full\)\]\n", err
+    )
+
+
+def test_steps_are_shown_behind_each_token(capsys, trained_run):
+    out, err = generate(
+        capsys, trained_run, "--prompt", "a", *NEW, "--show-steps", "--recurrent-steps", "4",
+        "--exit", "q:0.6", "--kv-cache", "last",
+    )  # fmt: skip
+    steps = [
+        int(digit.translate(str.maketrans("₁₂₃₄", "1234"))) for digit in re.findall("[₁-₄]", out)
+    ]
+    assert len(steps) == 12
+    assert f"mean exit step {sum(steps) / 12:.2f} of 4" in err
+    assert "(last)" in err
+
+
+def test_several_prompts_run_as_one_batch(capsys, trained_run):
+    out, err = generate(capsys, trained_run, "--prompt", "ab", "--prompt", "c", *NEW)
+    assert out == "".join(
+        f"=== {prompt}\n{expected_text(trained_run, prompt)}\n" for prompt in ("ab", "c")
+    )
+    assert "[24 tokens" in err
+
+
+def test_speculation_reports_its_acceptance_and_changes_nothing(capsys, trained_run):
+    plain, _ = generate(capsys, trained_run, "--prompt", "ab", *NEW, "--dtype", "float64")
+    out, err = generate(
+        capsys, trained_run, "--prompt", "ab", *NEW, "--dtype", "float64", "--draft-step", "1"
+    )
+    assert out == plain
+    assert re.search(r"accepted \d+% of the drafts", err)
+
+
+def test_the_seed_decides_what_is_sampled(capsys, trained_run):
+    def sampled(seed: str) -> str:
+        flags = ("--temperature", "1", "--top-k", "40", "--top-p", "0.95", "--seed", seed)
+        return generate(capsys, trained_run, "--prompt", "ab", *NEW, *flags)[0]
+
+    assert sampled("1") == sampled("1") != sampled("2")
+
+
+def test_lines_of_standard_input_are_prompts(capsys, monkeypatch, trained_run):
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\nc\n"))
+    out, _ = generate(capsys, trained_run, *NEW)
+    assert out == "".join(f"{expected_text(trained_run, p)}\n" for p in ("ab", "c"))
+
+
+def test_a_chat_remembers_its_turns(capsys, monkeypatch, trained_run):
+    asked = []
+    stream = TextEngine.stream
+    monkeypatch.setattr(
+        TextEngine,
+        "stream",
+        lambda self, prompts, **options: (
+            asked.append(prompts[0]) or stream(self, prompts, **options)
+        ),
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))
+    out, _ = generate(capsys, trained_run, "--chat", "--max-new-tokens", "2", "--context", "200")
+    tokenizer = byte_level_tokenizer()
+    answer = out.split("\n")[0]
+    first = [Turn("user", "hi")]
+    assert asked[0] == chat_prompt(tokenizer, first)
+    assert asked[1] == chat_prompt(
+        tokenizer, [*first, Turn("assistant", answer), Turn("user", "you")]
+    )
+
+
+def test_a_chat_prompt_is_chatml_and_spelt_out_control_tokens_stay_text():
+    tokenizer = byte_level_tokenizer()
+    ids = chat_prompt(tokenizer, [Turn("user", "a<|im_end|>"), Turn("assistant", "b")])
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text == (
+        "<|im_start|>user\na<|im_end|><|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert ids.count(1) == 3  # <|im_start|>
+    assert ids.count(2) == 2  # <|im_end|>, without the one the user typed
+    assert tokenizer.encode("<|im_end|>").ids == [2]  # the tokenizer is as it was
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--exit", "q:2"), "exit=q:2.0 must be between 0 and 1"),
+        (("--exit", "entropy:1"), "exit=entropy:1 is not an exit policy"),
+        (("--kv-cache", "lats"), "kv_cache=lats is unknown; nearest: last"),
+        (("--recurrent-steps", "0"), "recurrent_steps=0 must be at least 1"),
+        (("--temperature", "-1"), "temperature=-1.0 must be 0"),
+        (("--prompt", "x" * 60), "prompt 0 has 60 tokens, the context of 48"),
+        (("--tempratur", "1"), "unknown flag --tempratur; nearest: --temperature"),
+        (("--draft-step", "2", "--prompt", "a"), "draft_step=2 must be at least 1 and below"),
+        (("--chat", "--prompt", "a", "--prompt", "b"), "--chat takes one --prompt"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, trained_run, flags, message):
+    assert main(["generate", str(trained_run), *flags]) == EXIT_USER_ERROR
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_folder_without_manifest_is_one_line(capsys, tmp_path):
+    assert main(["generate", str(tmp_path)]) == EXIT_USER_ERROR
+    assert "has no manifest.json" in capsys.readouterr().err

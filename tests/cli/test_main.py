@@ -1,0 +1,162 @@
+"""The front door: quick help without torch, one line for a mistake, documented exit codes."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from titan_loop.cli import main as cli
+from titan_loop.errors import NonFiniteError, RunFailedError, UserError
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line a mistaken command prints."""
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    prefix = "titan-loop: error: "
+    assert line.startswith(prefix)
+    return line.removeprefix(prefix)
+
+
+# A promise of the command line, not a benchmark: without torch it takes about 0.03 s.
+HELP_SECONDS = 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["train", "--help"], ["data", "--help"], ["data", "tokenize", "--help"]],
+    ids=" ".join,
+)
+def test_help_answers_within_a_second(arguments):
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        answer = subprocess.run(
+            [sys.executable, "-m", "titan_loop", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        times.append(time.monotonic() - start)
+    assert answer.stdout.startswith("usage: titan-loop")
+    assert min(times) < HELP_SECONDS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["recipes"],
+        ["training"],
+        ["train"],
+        ["train", "quickstrat"],
+        ["data", "tokenize", "--help"],
+        ["doctor", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_answers_that_need_no_torch_do_not_import_it(arguments):
+    answer = run_python(
+        "import sys\n"
+        "from titan_loop.cli.main import main\n"
+        f"main({arguments!r})\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_no_arguments_print_the_verbs(capsys):
+    assert cli.main([]) == 0
+    output = capsys.readouterr().out
+    assert all(verb in output for verb in cli.VERBS)
+
+
+def test_unknown_names_are_answered_with_the_nearest(capsys):
+    assert error_of(capsys, "training") == "unknown verb 'training'; nearest: train"
+    assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")
+    assert error_of(capsys, "train", "quickstrat") == (
+        "unknown recipe 'quickstrat'; nearest: quickstart"
+    )
+    assert "unknown flag --widnows; nearest: --windows" in error_of(
+        capsys, "eval", "runs/x", "--widnows", "3"
+    )
+    assert "no module 'no_such_package'" in error_of(capsys, "train", "no_such_package.m:f")
+
+
+def test_mistakes_of_a_verb_name_it(capsys):
+    assert "required: --vocab-size, --output" in error_of(capsys, "data", "train-tokenizer", "x")
+    assert "--count: invalid int value: 'x'" in error_of(
+        capsys, "data", "show", "corpora/x", "--count", "x"
+    )
+    assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")
+    assert "is not a run directory" in error_of(capsys, "eval", "/nonexistent/run")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (UserError("tp=3 must divide n_heads=4"), 2, "titan-loop: error: tp=3"),
+        (NonFiniteError("10 steps"), 3, "titan-loop: error: 10 steps"),
+        (RunFailedError("no space left"), 1, "titan-loop: error: no space left"),
+        (KeyboardInterrupt(), 130, "titan-loop: interrupted"),
+    ],
+    ids=["user error", "not finite", "disk full", "interrupt"],
+)
+def test_exit_codes(capsys, monkeypatch, raised, code, message):
+    def fail(_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    assert cli.main(["recipes"]) == code
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_other_ranks_say_which_they_are(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert error_of(capsys, "training").startswith("rank 3: unknown verb")
+
+
+def test_a_defect_keeps_its_traceback():
+    answer = run_python(
+        "import sys, titan_loop.cli.recipes as verb\n"
+        "verb.run = lambda arguments: 1 / 0\n"
+        "from titan_loop.cli.main import main\n"
+        "sys.exit(main(['recipes']))"
+    )
+    assert answer.returncode == 1
+    assert "ZeroDivisionError" in answer.stderr
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "on the way"])
+def test_a_reader_that_leaves_is_no_failure(lines):
+    """As under `| head`: whether the pipe breaks in the verb's print or in the last flush."""
+    code = (
+        "import sys, titan_loop.cli.recipes as verb\n"
+        f"verb.run = lambda arguments: sys.stdin.read() or print('line\\n' * {lines}) or 0\n"
+        "from titan_loop.cli.main import main\n"
+        "sys.exit(main(['recipes']))"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe) as p:
+        assert p.stdout is not None
+        p.stdout.close()
+        assert p.communicate(timeout=60)[1] == b""
+    assert p.returncode == 141
+
+
+def test_another_broken_pipe_is_a_defect(monkeypatch, capfd):
+    def fail(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    with capfd.disabled(), pytest.raises(BrokenPipeError):
+        cli.main(["recipes"])

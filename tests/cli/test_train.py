@@ -1,0 +1,91 @@
+"""`titan-loop train` hands each stage of a recipe to the trainer, with the flags applied."""
+
+import pytest
+
+from titan_loop.checkpoint.saving import SaveFailedError
+from titan_loop.cli import main
+from titan_loop.errors import EXIT_NON_FINITE, EXIT_OK, NonFiniteError
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.trainer import LoopTrainer
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, shutdowns: list[int]) -> list[LoopTrainer.Config]:
+    """Return the configs that reached the trainer; `total_tokens` = 3 or 4 fails."""
+    configs: list[LoopTrainer.Config] = []
+
+    def record(config: LoopTrainer.Config) -> None:
+        configs.append(config)
+        if config.total_tokens == 3:
+            raise NonFiniteError("10 steps")
+        if config.total_tokens == 4:
+            raise SaveFailedError("step-4 was not saved: No space left on device")
+
+    def recipe(name: str) -> Recipe:
+        if name != "pair":
+            return Recipe.of_one_run(name, LoopTrainer.Config(dump_folder="runs/one"))
+        stages = [Stage(name=stage, config=LoopTrainer.Config()) for stage in ("a", "b")]
+        return Recipe(name="pair", stages=stages)
+
+    monkeypatch.setattr("titan_loop.cli.train.load_recipe", recipe)
+    monkeypatch.setattr("titan_loop.recipes.runner.run_training", record)
+    monkeypatch.setattr(
+        "titan_loop.recipes.runner.shutdown", lambda: shutdowns.append(len(configs))
+    )
+    monkeypatch.setattr(LoopTrainer.Config, "resolve", lambda self, world_size: None)
+    return configs
+
+
+@pytest.fixture
+def shutdowns() -> list[int]:
+    """Return, for every time the process group was left, the runs trained before."""
+    return []
+
+
+def test_flags_reach_the_config(trained):
+    assert main.main(["train", "one", "--total-tokens", "7", "--model.size", "53m"]) == EXIT_OK
+    (config,) = trained
+    assert (config.total_tokens, config.model.size) == (7, "53m")
+
+
+def test_an_activation_checkpointing_policy_follows_the_flags(trained):
+    assert main.main(["train", "one", "--total-tokens", "7", "activation-checkpoint:full"]) == 0
+    assert type(trained[0].activation_checkpoint).__qualname__ == "FullAC.Config"
+
+
+def test_every_stage_of_a_recipe_is_trained_in_order(trained, shutdowns):
+    assert main.main(["train", "pair", "--total-tokens", "7"]) == EXIT_OK
+    assert [config.dump_folder for config in trained] == ["runs/pair/a", "runs/pair/b"]
+    assert [config.stage for config in trained] == ["a", "b"]
+    assert {config.total_tokens for config in trained} == {7}
+    assert shutdowns == [2], "the process group serves all stages"
+
+
+@pytest.mark.parametrize("flags", [["--dump-folder", "x"], ["--dump_folder=x"]])
+def test_the_folder_of_a_recipe_holds_those_of_its_stages(trained, flags):
+    assert main.main(["train", "pair", *flags]) == EXIT_OK
+    assert [config.dump_folder for config in trained] == ["x/a", "x/b"]
+    trained.clear()
+    assert main.main(["train", "one", *flags]) == EXIT_OK
+    assert [config.dump_folder for config in trained] == ["x"]
+
+
+def test_one_stage_can_be_trained_alone(trained, capsys):
+    assert main.main(["train", "pair", "--stage", "b", "--total-tokens", "7"]) == EXIT_OK
+    assert [(config.stage, config.total_tokens) for config in trained] == [("b", 7)]
+    assert main.main(["train", "pair", "--stage", "c"]) == 2
+    assert "recipe pair has no stage 'c'; known: a, b" in capsys.readouterr().err
+    assert main.main(["train", "pair", "--stage"]) == 2
+    assert "--stage needs a value" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_ends_the_recipe(trained, shutdowns):
+    assert main.main(["train", "pair", "--total-tokens", "3"]) == EXIT_NON_FINITE
+    assert (len(trained), shutdowns) == (1, [1])
+
+
+def test_a_last_save_that_fails_is_one_line(trained, shutdowns, capsys):
+    assert main.main(["train", "pair", "--total-tokens", "4"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("titan-loop: error: step-4 was not saved: No space left on device; ")
+    assert (len(trained), shutdowns) == (1, [1])

@@ -1,0 +1,127 @@
+"""What every test session shares: the process pool, required markers, and the counts per marker.
+
+`TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
+is a failure, and so is a session that ran none of them.
+
+`TITAN_LOOP_TEST_BUDGETS=unit=480,multiprocess=420` are seconds; the time of each part is printed
+against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer is a failure.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+
+from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
+
+MARKERS = ("gpu", "hf4", "hf5", "multi_gpu", "multiprocess", "network", "slow", "slurm")
+REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split(",")))
+
+BUDGETS = {
+    part: float(seconds)
+    for part, seconds in (
+        item.split("=") for item in os.environ.get("TITAN_LOOP_TEST_BUDGETS", "").split(",") if item
+    )
+}
+
+outcomes: dict[str, Counter[str]] = {}
+seconds: Counter[str] = Counter()
+failures: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[Callable[[int], GlooPool]]:
+    """Return `get_pool`: `gloo_pool(2).run(case, *args)`."""
+    yield get_pool
+    close_pools()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One small prepared source for all tests that train."""
+    from titan_loop.testing.tiny import tiny_source  # torchtitan's trainer imports slowly
+
+    return tiny_source(tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world of one that leaves no process group and no environment behind."""
+    import torch.distributed as dist
+
+    # Upstream sleeps two seconds at the end of every run.
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    monkeypatch.setattr("torchtitan.trainer.time", clock)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    saved = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(saved)
+
+
+def pytest_configure() -> None:
+    unknown = REQUIRED.difference(MARKERS)
+    if unknown:
+        raise pytest.UsageError(
+            f"TITAN_LOOP_REQUIRE={','.join(sorted(unknown))} is no marker; "
+            f"known: {', '.join(MARKERS)}"
+        )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects by marker
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gloo_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker("multiprocess")
+    # The pools' processes would compete with unit tests for the cores.
+    items.sort(key=lambda item: item.get_closest_marker("multiprocess") is not None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    names = [name for name in MARKERS if item.get_closest_marker(name)]
+    required = REQUIRED.intersection(names)
+    if report.skipped and required and "wasxfail" not in vars(report):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{item.nodeid}: {reason}, but {', '.join(required)} is required here"
+    part = "multiprocess" if "multiprocess" in names else "unit"
+    seconds[part] += report.duration
+    if report.when == "call" or report.outcome != "passed":
+        for name in names or ["unmarked"]:
+            outcomes.setdefault(name, Counter())[report.outcome] += 1
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.option.collectonly:
+        return
+    failures.extend(f"{name}: required, but no such test ran" for name in REQUIRED - set(outcomes))
+    if os.environ.get("TITAN_LOOP_ENFORCE_BUDGETS"):
+        failures.extend(
+            f"{part}: {seconds[part]:.0f} s is over the budget of {budget:.0f} s"
+            for part, budget in BUDGETS.items()
+            if seconds[part] > budget
+        )
+    if failures and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("tests per marker")
+    for name, counts in sorted(outcomes.items()):
+        text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+        terminalreporter.write_line(f"{name:14} {text}")
+    for part, budget in BUDGETS.items():
+        terminalreporter.write_line(f"{part:14} {seconds[part]:.0f} s of {budget:.0f} s")
+    for failure in failures:
+        terminalreporter.write_line(f"FAILED {failure}", red=True)

@@ -1,0 +1,114 @@
+"""A prepared source made of given token ids, and a small tokenizer."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.data.shards import index_path
+from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
+from titan_loop.data.tokenizer import train_tokenizer
+
+EOS = 0
+VOCAB_SIZE = 300
+TEXTS = (
+    "def loop(step):\n    return step + 12\n",
+    "A looped model applies its layers again and again, 1024 times.",
+    "<|endoftext|> spelt out in a text is only text.",
+    "Größe, naïveté, 漢字 and 🙂 take several bytes each.",
+)
+
+
+def split_card(folder: Path, shards: Sequence[Sequence[Sequence[int]]]) -> SplitCard:
+    """Write shards (each a list of documents, each a list of ids) as datatrove would."""
+    folder.mkdir(parents=True)
+    cards = []
+    for number, documents in enumerate(shards):
+        path = folder / f"{number:05d}.ds"
+        ids = np.asarray([token for document in documents for token in document], dtype="<u2")
+        ids.tofile(path)
+        np.cumsum([len(document) for document in documents]).astype("<u8").tofile(index_path(path))
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        cards.append(
+            ShardCard(
+                file=path.name,
+                documents=len(documents),
+                tokens=len(ids),
+                bytes=path.stat().st_size,
+                sha256=sha256,
+            )
+        )
+    return SplitCard(
+        documents=sum(card.documents for card in cards),
+        tokens=sum(card.tokens for card in cards),
+        text_bytes=0,
+        max_token_id=max(t for documents in shards for document in documents for t in document),
+        shards=tuple(cards),
+    )
+
+
+SourceWriter = Callable[..., Path]
+
+
+@pytest.fixture
+def write_source(tmp_path: Path, small_tokenizer: Path) -> SourceWriter:
+    """Return `write(name, shards, held_out=…, tokenizer_sha256=…)`, which gives the folder."""
+
+    def write(
+        name: str,
+        shards: Sequence[Sequence[Sequence[int]]],
+        held_out: Sequence[Sequence[Sequence[int]]] | None = None,
+        tokenizer_sha256: str = "same",
+    ) -> Path:
+        folder = tmp_path / name
+        splits = {"train": split_card(folder / "train", shards)}
+        if held_out is not None:
+            splits["held_out"] = split_card(folder / "held_out", held_out)
+        shutil.copyfile(small_tokenizer, folder / "tokenizer.json")
+        SourceCard(
+            name=name,
+            tokenizer_sha256=tokenizer_sha256,
+            vocab_size=VOCAB_SIZE,
+            eos_id=EOS,
+            token_bytes=2,
+            splits=splits,
+            licence="test",
+            versions={},
+            command="test",
+        ).write(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def jsonl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a JSONL file with the documents TEXTS, often enough to learn merges from."""
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    records = [{"text": text, "id": f"{number}"} for number, text in enumerate(TEXTS)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small_tokenizer(jsonl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a byte-level tokenizer of VOCAB_SIZE tokens trained on `jsonl`."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return train_tokenizer([jsonl], vocab_size=VOCAB_SIZE, output=folder)
+
+
+def random_documents(seed: int, count: int, longest: int) -> list[list[int]]:
+    """Return documents of random ids in 1..VOCAB_SIZE-1, each ending in EOS."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(1, longest + 1, count)
+    return [[*generator.integers(1, VOCAB_SIZE, n).tolist(), EOS] for n in lengths.tolist()]
+
+
+@pytest.fixture(scope="session")
+def documents() -> Callable[[int, int, int], list[list[int]]]:
+    """Return `random_documents`."""
+    return random_documents

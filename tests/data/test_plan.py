@@ -1,0 +1,60 @@
+"""`titan-loop data plan`: what a recipe needs against what there is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.data.loader import WindowLoader
+
+WriteSource = Callable[..., Path]
+
+
+@pytest.fixture
+def mixture(write_source: WriteSource, documents: Callable) -> str:
+    a, b = (write_source(name, [documents(i, 400, 20)]) for i, name in enumerate("ab"))
+    return f"{a}=0.75,{b}=0.25"
+
+
+def plan(mixture: str, *flags: str) -> int:
+    return main(["data", "plan", "quickstart", "--dataloader.mixture", mixture, *flags])
+
+
+def test_a_plan_compares_needed_and_available(
+    mixture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(mixture, "--total-tokens", "8192") == 0
+    out = capsys.readouterr().out
+    assert "quickstart: 8,192 tokens in 32 windows of 256" in out
+    source, *_ = mixture.split("=")
+    loader = WindowLoader.Config(mixture=[source]).build(
+        dp_world_size=1, dp_rank=0, seq_len=256, local_batch_size=1
+    )
+    available = loader.sources[0].windows_per_epoch * 256
+    name, needed, found, epochs, most, _ = out.splitlines()[2].split()
+    assert (name, needed, found, most) == ("a", "6,144", f"{available:,}", "-")
+    assert float(epochs) == pytest.approx(6144 / available, abs=1e-3)
+    size = sum(path.stat().st_size for path in (Path(source) / "train").iterdir())
+    assert loader.plan(32)[0].disk_bytes == size
+
+
+def test_a_stage_that_cannot_be_filled_ends_with_code_two(
+    mixture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(mixture, "--dataloader.max-epochs", "2") == 2
+    printed = capsys.readouterr()
+    assert "epochs" in printed.out
+    (line,) = printed.err.splitlines()
+    assert "quickstart: total_tokens needs 2736 windows of 256, the mixture has" in line
+    assert "max_epochs=2 times (when_exhausted=stop)" in line
+
+
+def test_a_recipe_of_generated_data_and_a_missing_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["data", "plan", "depth_demo"]) == 0
+    assert capsys.readouterr().out.count("nothing to compare with") == 2
+    assert main(["data", "plan", "quickstat"]) == 2
+    assert "nearest: quickstart" in capsys.readouterr().err
+    assert main(["data", "plan", "--help"]) == 0

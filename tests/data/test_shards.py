@@ -1,0 +1,168 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.data.shards import TokenShards, index_path
+from titan_loop.data.source_card import CARD_NAME
+from titan_loop.errors import UserError
+
+SHARDS = [[[5, 6, 0], [7, 0]], [[8, 9, 10, 0]], [[11, 0], [0]]]
+STREAM = [5, 6, 0, 7, 0, 8, 9, 10, 0, 11, 0, 0]
+ENDS = [3, 5, 9, 11, 12]
+
+
+@pytest.fixture
+def source(write_source: Callable[..., Path]) -> Path:
+    return write_source("three_shards", SHARDS)
+
+
+def test_any_slice_equals_the_stream(source: Path) -> None:
+    shards = TokenShards(source)
+    assert shards.tokens == len(STREAM)
+    for start in range(len(STREAM)):
+        for count in range(1, len(STREAM) - start + 1):
+            ids, ends = shards.read(start, count)
+            assert ids.tolist() == STREAM[start : start + count]
+            assert ends.tolist() == [e - start for e in ENDS if start < e <= start + count]
+
+
+def test_documents_in_stored_order(source: Path) -> None:
+    shards = TokenShards(source)
+    documents = [document for shard in SHARDS for document in shard]
+    assert [shards.document(n).tolist() for n in range(len(documents))] == documents
+
+
+def test_opening_touches_no_shard(source: Path) -> None:
+    shards = TokenShards(source)
+    shards.read(0, 1)
+    opened = {Path(path).name for path in shards._files._descriptors}
+    assert opened == {"00000.ds", "00000.ds.index"}
+
+
+def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
+    card = json.loads((source / CARD_NAME).read_text())
+    edit(card)
+    (source / CARD_NAME).write_text(json.dumps(card))
+
+
+def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere is not a folder"):
+        TokenShards(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=f"has no {CARD_NAME}"):
+        TokenShards(tmp_path)
+
+
+def test_unreadable_or_newer_card(source: Path) -> None:
+    edit_card(source, lambda card: card.update(format_version=3))
+    with pytest.raises(UserError, match="has format 3, this version reads 2"):
+        TokenShards(source)
+    edit_card(source, lambda card: card.update(format_version=2, surprise=1))
+    with pytest.raises(UserError, match="is unreadable"):
+        TokenShards(source)
+    (source / CARD_NAME).write_text("{")
+    with pytest.raises(UserError, match="is unreadable"):
+        TokenShards(source)
+
+
+def test_missing_split(source: Path) -> None:
+    with pytest.raises(UserError, match="no tokens in its split 'held_out'"):
+        TokenShards(source, "held_out")
+
+
+def test_truncated_shard(source: Path) -> None:
+    path = source / "train" / "00001.ds"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match="has 6 bytes, its card says 8"):
+        TokenShards(source)
+
+
+def test_truncated_index(source: Path) -> None:
+    path = index_path(source / "train" / "00000.ds")
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(UserError, match="index has 8 bytes, its card says 16"):
+        TokenShards(source)
+
+
+def test_index_beyond_its_shard(source: Path) -> None:
+    np.asarray([3, 6], dtype="<u8").tofile(index_path(source / "train" / "00000.ds"))
+    with pytest.raises(UserError, match="ends at token 6, its shard has 5"):
+        TokenShards(source).read(0, 2)
+
+
+def test_index_truncated_while_in_use(source: Path) -> None:
+    shards = TokenShards(source)
+    shards.read(0, 2)
+    os.truncate(index_path(source / "train" / "00000.ds"), 0)
+    with pytest.raises(
+        UserError, match=r"00000\.ds\.index ends before its value 2: it was truncated"
+    ):
+        shards.read(0, 2)
+
+
+def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[Path, np.ndarray]:
+    folder = write_source("one_shard", [[[1] * (length - 1) + [0] for length in lengths.tolist()]])
+    return folder, np.cumsum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"),
+    [("random", 3), ("short_first", 7), ("short_last", 7)],  # 3 interpolations, 16 blocks bisected
+)
+def test_ends_are_found_in_few_reads_of_a_long_index(
+    write_source: Callable[..., Path], shape: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = np.random.default_rng(0).geometric(1 / 20, 8000)
+    if shape != "random":
+        lengths = np.sort(lengths)[:: 1 if shape == "short_first" else -1]
+    folder, ends = one_shard(write_source, lengths)
+    shards = TokenShards(folder)
+    shards.read(0, 1)
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *arguments: reads.append(0) or pread(*arguments))
+    starts = np.random.default_rng(1).integers(0, shards.tokens - 1, 300).tolist()
+    counts = []
+    for start in [*starts, *(ends[::1000] - 1).tolist(), *ends[500:-1:1000].tolist()]:
+        reads.clear()
+        found = shards.read(start, 1)[1]
+        counts.append(len(reads) - 1)  # one for the token
+        assert found.tolist() == ([1] if start + 1 in ends else [])
+    assert max(counts) <= most
+    # A read of more documents than a block has.
+    assert shards.read(7, shards.tokens - 7)[1].tolist() == (ends[ends > 7] - 7).tolist()
+
+
+def test_an_index_that_does_not_ascend_ends_the_search(write_source: Callable[..., Path]) -> None:
+    folder, ends = one_shard(write_source, np.full(4000, 5))
+    shards = TokenShards(folder)
+    ends[300] = 10**18  # where the search for token 2785 begins
+    ends.astype("<u8").tofile(index_path(folder / "train" / "00000.ds"))
+    with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
+        shards.read(2785, 1)
+
+
+def test_missing_shard(source: Path) -> None:
+    (source / "train" / "00001.ds").unlink()
+    with pytest.raises(UserError, match=r"00001\.ds is missing"):
+        TokenShards(source)
+
+
+def test_shard_that_disappears_while_in_use(source: Path) -> None:
+    shards = TokenShards(source)
+    (source / "train" / "00001.ds").unlink()
+    with pytest.raises(UserError, match=r"00001\.ds disappeared"):
+        shards.read(0, 8)
+
+
+def test_token_outside_the_vocabulary(source: Path) -> None:
+    shards = TokenShards(source)
+    np.asarray([5, 999, 0, 7, 0], dtype="<u2").tofile(source / "train" / "00000.ds")
+    with pytest.raises(UserError, match="token id 999 near token 0 is outside the vocabulary"):
+        shards.read(0, 3)
+    edit_card(source, lambda card: card.update(vocab_size=11))
+    with pytest.raises(UserError, match="token id 11 is outside its vocabulary of 11"):
+        TokenShards(source)

@@ -1,0 +1,522 @@
+"""What is gathered and reduced when, counted at the process group, and that it changes no number.
+
+`test_parity.py` compares both policies with one process on every layout; here the two are compared
+with each other, bit for bit, where things could go stale: accumulation, evaluation, saving.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.distributed import loop_fsdp
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.memory import StepShape, estimate_memory, unit_parameters
+from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.models.trainable import Trainable
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.testing.allocations import AllocationTrace
+
+README = Path(loop_fsdp.__file__).with_name("README.md")
+LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
+CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+PER_VISIT, PER_STEP = FSDPConfig(), FSDPConfig(policy="per_step")
+
+
+NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "sum"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what reaches the process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.order: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            name = NAMES[func._schema.name.split("::")[1]]
+            self.calls[name] += 1
+            self.order.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def counts(self) -> tuple[int, int, int]:
+        return self.calls["gather"], self.calls["scatter"], self.calls["sum"]
+
+
+def build(
+    fsdp: FSDPConfig,
+    *,
+    options: ModelOptions | None = None,
+    replicate: int = 1,
+    checkpointing: str = "none",
+    dtype: str = "float32",
+    compile_backend: str | None = None,
+    trainable: Trainable = "all",
+) -> LoopDecoder:
+    parallelism = ParallelismConfig(
+        spmd_backend="partial_dtensor", data_parallel_replicate_degree=replicate
+    )
+    options = options or ModelOptions(size="debugmodel", n_layers=LAYERS)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = decoder_config(options, max_seq_len=128).build()
+    parallelize_loop_decoder(
+        model,
+        parallel_dims=ParallelDims.from_config(parallelism, dist.get_world_size()),
+        training=TrainingConfig(mixed_precision_param=dtype, local_batch_size=WINDOWS),
+        parallelism=parallelism,
+        compile_config=CompileConfig(
+            enable=compile_backend is not None,
+            components=["model"],
+            backend=compile_backend or "inductor",
+        ),
+        ac_config=CHECKPOINTING[checkpointing],
+        dump_folder="",
+        fsdp=fsdp,
+        trainable=trainable,
+    )
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_states()
+        for parameter in model.parameters():  # off the symmetric start, the same under any policy
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def loss_of(model: LoopDecoder) -> ExpectedExitLoss:
+    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn.set_lm_head(model.lm_head)
+    loss_fn.entropy_weight = 0.1
+    return loss_fn
+
+
+def micro_batch(seed: int, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randint(VOCABULARY, (windows, seq_len + 1), generator=generator)
+
+
+def forward_backward(model: LoopDecoder, steps: int, seed: int = 0) -> Tensor:
+    tokens = micro_batch(seed)
+    output = model(tokens[:, :-1], recurrent_steps=steps)
+    loss, _ = loss_of(model)(output, tokens[:, 1:], float(tokens.numel()))
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: LoopDecoder) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.full_tensor().clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+TABLE = [  # R, micro-batches, checkpointing
+    (1, 1, "none"),
+    (2, 1, "none"),
+    (4, 1, "none"),
+    (4, 1, "selective"),
+    (4, 1, "full"),
+    (4, 2, "none"),
+]
+
+
+def count_table(policy: str, replicate: int) -> list[tuple[int, int, int]]:
+    rows = []
+    for steps, micro_batches, checkpointing in TABLE:
+        model = build(FSDPConfig(policy=policy), replicate=replicate, checkpointing=checkpointing)
+        forward_backward(model, steps)  # lazy initialisation behind us
+        reshard_units(model)
+        with Collectives() as collectives:
+            for seed in range(micro_batches):
+                forward_backward(model, steps, seed)
+            reshard_units(model)
+        assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
+        rows.append(collectives.counts())
+    return rows
+
+
+def expected_counts(policy: str, steps: int, micro_batches: int, hsdp: bool) -> tuple[int, ...]:
+    """Embedding and head once a micro-batch, for the rest what README.md says."""
+    if policy == "per_step":
+        gathers = LAYERS + 1 + 2 * micro_batches
+    else:
+        gathers = micro_batches * (2 * LAYERS * steps + steps + 2)
+    scatters = (LAYERS + 3) * micro_batches
+    return gathers, scatters, scatters if hsdp else 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("policy", ["per_visit", "per_step"])
+def test_collectives_of_a_step_are_those_of_the_readme(gloo_pool, policy, world):
+    """Four ranks run HSDP 2 × 2, where every reduction is followed by an all-reduce."""
+    for counted in gloo_pool(world).run(count_table, policy, world // 2):
+        for row, (steps, micro_batches, checkpointing) in zip(counted, TABLE, strict=True):
+            assert row == expected_counts(policy, steps, micro_batches, world == 4), checkpointing
+        if world == 2:
+            readme = README.read_text(encoding="utf-8")
+            for (gathers, scatters, _), (steps, micro_batches, name) in zip(
+                counted, TABLE, strict=True
+            ):
+                row = rf"\| {policy} \| {steps} \| {micro_batches} \| {name} \|"
+                assert re.search(rf"{row} {gathers} \| {scatters} \|", readme), f"README: {row}"
+
+
+def events_of_a_step() -> list[str]:
+    """Return gathers and layer starts of one forward pass in order, at R = 2."""
+    model = build(PER_STEP)
+    collectives = Collectives()
+    for name, layer in model.layers.items():
+        layer.attention_norm.register_forward_pre_hook(
+            lambda *_, name=name: collectives.order.append(name)
+        )
+    model.norm.register_forward_hook(lambda *_: collectives.order.append("norm"))
+    with collectives:
+        model(micro_batch(0)[:, :-1], recurrent_steps=2)
+    return collectives.order
+
+
+def test_each_gather_is_issued_before_the_layer_ahead_of_it_computes(gloo_pool):
+    first = ["gather", "gather"]  # embedding and layer 0, before anything runs
+    for index in range(LAYERS):
+        first += ["gather", str(index)]  # the next layer's, and norm's with the last
+    second = [str(index) for index in range(LAYERS)]
+    for order in gloo_pool(2).run(events_of_a_step):
+        assert order == [*first, "norm", *second, "norm"]
+
+
+# --- the same numbers -----------------------------------------------------------------------------
+
+
+def compare_policies(changes: dict[str, Any]) -> None:
+    """Two accumulated micro-batches of different R, then another step, bit for bit."""
+    results = []
+    for fsdp in (PER_VISIT, PER_STEP):
+        model = build(fsdp, **changes)
+        losses = []
+        for steps in ((4, 1), (2, 3)):
+            losses += [forward_backward(model, r, seed) for seed, r in enumerate(steps)]
+            reshard_units(model)
+            results.append({**gradients(model), "losses": torch.stack(losses)})
+            update(model)
+    for per_visit, per_step in zip(results[:2], results[2:], strict=True):
+        assert per_visit.keys() == per_step.keys()
+        for name, value in per_visit.items():
+            assert torch.equal(value, per_step[name]), name
+
+
+def update(model: LoopDecoder) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "checkpointing": "full"},
+        {"compile_backend": "aot_eager"},
+        {"options": ModelOptions(size="debugmodel", tie_weights=True)},
+        {"trainable": "exit_gate"},
+    ],
+    ids=["bf16", "bf16-full", "compiled", "tied", "gate-only"],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_policies_agree_bit_for_bit(gloo_pool, changes):
+    gloo_pool(2).run(compare_policies, changes)
+
+
+def steps_with_evaluation(policy: str, evaluate: bool, tie: bool) -> list[dict[str, Tensor]]:
+    model = build(
+        FSDPConfig(policy=policy), options=ModelOptions(size="debugmodel", tie_weights=tie)
+    )
+    results = []
+    for seed in range(3):
+        if evaluate:
+            nats = evaluation(model)
+            assert all(_is_sharded(p) for name, p in model.named_parameters() if not tie), seed
+        loss = forward_backward(model, 2, seed)
+        reshard_units(model)
+        update(model)
+        results.append({"loss": loss, "nats": nats if evaluate else loss})
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return [*results, state]
+
+
+@torch.no_grad()
+def evaluation(model: LoopDecoder) -> Tensor:
+    tokens = micro_batch(99)
+    output = model(tokens[:, :-1], recurrent_steps=3, collect="all")
+    weight_RBL = torch.zeros(3, WINDOWS, SEQ_LEN)
+    labels_BL = tokens[:, 1:].contiguous()
+    _, ce_RBL = model.lm_head(output.hidden_RBLD, labels_BL=labels_BL, weight_RBL=weight_RBL)
+    return ce_RBL.sum()
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and Shard(0) in parameter.placements
+
+
+def check_evaluation(tie: bool) -> None:
+    want = steps_with_evaluation("per_visit", True, tie)
+    for policy, evaluate in (("per_step", True), ("per_step", False), ("per_visit", False)):
+        got = steps_with_evaluation(policy, evaluate, tie)
+        for a, b in zip(want, got, strict=True):
+            for name in a:
+                if evaluate or name != "nats":
+                    assert torch.equal(a[name], b[name]), (policy, evaluate, name)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_evaluation_between_steps_frees_what_it_gathered_and_reads_fresh_weights(gloo_pool, tie):
+    gloo_pool(2).run(check_evaluation, tie)
+
+
+def states_while_held() -> None:
+    """Before `reshard_units` the layers' parameters are the gathered ones, but not the saved."""
+    model = build(PER_STEP)
+    before = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    forward_backward(model, 2)
+    layer = model.layers["0"]
+    assert isinstance(layer, FSDPModule)
+    assert not any(_is_sharded(p) for p in layer.parameters())
+    state = model.state_dict()
+    assert all(_is_sharded(value) for value in state.values())
+    assert before.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(value.full_tensor(), before[name]), name
+    assert all(_is_sharded(p) and p.grad is not None for p in model.parameters())
+
+
+def test_a_state_taken_while_layers_are_held_is_sharded_and_right(gloo_pool):
+    gloo_pool(2).run(states_while_held)
+
+
+# --- fp32 sum over visits -------------------------------------------------------------------------
+
+
+def visit_sum_errors(options: dict[str, Any]) -> dict[bool, float]:
+    """Return the largest relative error of a layer's gradient with and without the fp32 sum.
+
+    The reference runs the same bf16 model with separate copies of the layers' weights per visit
+    and adds their gradients up in float64: what is left is the rounding of the sum.
+    """
+    reference: dict[str, Tensor] = {}
+    errors = {}
+    for wide in (False, True):
+        fsdp = FSDPConfig(policy=options["policy"], fp32_visit_sum=wide)
+        model = build(fsdp, dtype="bfloat16", checkpointing=options["checkpointing"])
+        if not reference:
+            reference = gradient_of_separate_visits(model)
+        forward_backward(model, 4)
+        reshard_units(model)
+        got = {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(model).items()}
+        errors[wide] = max(
+            float((got[name] - want).norm() / want.norm()) for name, want in reference.items()
+        )
+    return errors
+
+
+def gradient_of_separate_visits(sharded: LoopDecoder) -> dict[str, Tensor]:
+    whole = {
+        name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor()
+        for name, value in sharded.state_dict().items()
+    }
+    model = decoder_config(
+        ModelOptions(size="debugmodel", n_layers=LAYERS), max_seq_len=128
+    ).build()
+    with torch.no_grad():
+        model.init_states()
+    model.load_state_dict(whole, strict=False)
+    for part in (model.tok_embeddings, model.layers, model.lm_head):
+        part.bfloat16()
+    visits: list[tuple[str, Tensor]] = []
+
+    def separately(index: str, layer: torch.nn.Module, forward: Callable[..., Tensor]) -> Any:
+        def visit(x_BLD: Tensor, *args: Any) -> Tensor:
+            copies = {n: p.detach().clone().requires_grad_() for n, p in layer.named_parameters()}
+            for copy in copies.values():
+                copy.grad_dtype = torch.float32  # a composed norm's own gradients are fp32
+            visits.extend((f"layers.{index}.{name}", copy) for name, copy in copies.items())
+            layer.forward = forward
+            # As under FSDP: the input's two gradients inside the layer are added up first.
+            result = functional_call(layer, copies, (x_BLD.clone(), *args))
+            layer.forward = visit
+            return result
+
+        return visit
+
+    for index, layer in model.layers.items():
+        layer.forward = separately(index, layer, layer.forward)
+    forward_backward(model, 4)
+    total: dict[str, Tensor] = {}
+    for name, copy in visits:
+        total[name] = total.get(name, torch.zeros_like(copy).double()) + copy.grad.double()
+    for value in total.values():
+        dist.all_reduce(value)
+    return total
+
+
+# One fp32 rounding per visit and rank is left; bf16 keeps 8 bits and rounds three times.
+FP32_SUM_ERROR, BF16_SUM_ERROR = 1e-6, 1e-3
+
+
+@pytest.mark.parametrize("policy", ["per_visit", "per_step"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_fp32_visit_sum_leaves_no_bf16_rounding_of_the_sum(gloo_pool, policy, checkpointing):
+    options = {"policy": policy, "checkpointing": checkpointing}
+    for errors in gloo_pool(2).run(visit_sum_errors, options):
+        assert errors[True] < FP32_SUM_ERROR
+        assert errors[False] > BF16_SUM_ERROR
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+# The estimate leaves out temporaries, and gloo's thread frees its buffers when it likes.
+ESTIMATE_TOLERANCE = 0.2
+
+
+def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float]:
+    """Return transient peaks, and bytes alive between the backward passes of steps 2 and 1."""
+    options = ModelOptions(size="quickstart", n_layers=4, vocab_size=VOCABULARY)
+    fsdp = FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False))
+    model = build(fsdp, options=options, checkpointing=case["checkpointing"], dtype=case["dtype"])
+    tokens = micro_batch(0, case["windows"], case["seq_len"])
+    steps = case["steps"]
+
+    def run(trace: AllocationTrace | None) -> None:
+        output = model(tokens[:, :-1], recurrent_steps=steps)
+        if trace is not None:
+            output.hidden_RBLD[0].register_hook(lambda _: trace.mark("step 1"))
+        loss, _ = loss_of(model)(output, tokens[:, 1:], float(tokens.numel()))
+        loss.backward()
+        reshard_units(model)
+
+    run(None)
+    run(None)
+    with AllocationTrace() as trace:
+        run(trace)
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=case["windows"],
+        seq_len=case["seq_len"],
+        recurrent_steps=steps,
+        checkpointing=case["checkpointing"],
+        compute_bytes=getattr(torch, case["dtype"]).itemsize,
+        shard_degree=dist.get_world_size(),
+        fp32_visit_sum=case.get("wide", False),
+        fused_norms=False,
+    )
+    estimate = estimate_memory(config, shape, hold_layers=case["policy"] == "per_step")
+    layers = LAYERS * unit_parameters(config).layer
+    return trace.peak_bytes, estimate.transient_peak, trace.at("step 1"), layers
+
+
+LONG = {"windows": 2, "seq_len": 128}  # activations dominate
+SHORT = {"windows": 1, "seq_len": 8}  # weights dominate
+MEMORY_CASES = {
+    "R1": dict(LONG, policy="per_visit", checkpointing="none", dtype="float32", steps=1),
+    "R4": dict(LONG, policy="per_visit", checkpointing="none", dtype="float32", steps=4),
+    "R4-held": dict(LONG, policy="per_step", checkpointing="none", dtype="float32", steps=4),
+    "R4-bf16": dict(LONG, policy="per_step", checkpointing="none", dtype="bfloat16", steps=4),
+    "selective": dict(LONG, policy="per_step", checkpointing="selective", dtype="float32", steps=4),
+    "full": dict(LONG, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+    "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_estimated_peak_is_near_the_measured_one(gloo_pool, case):
+    for peak, estimated, _, _ in gloo_pool(2).run(measured_and_estimated, MEMORY_CASES[case]):
+        assert estimated == pytest.approx(peak, rel=ESTIMATE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "wide", "bytes_per_parameter"),
+    [
+        ("per_visit", "float32", False, 4),
+        ("per_visit", "bfloat16", False, 2),
+        ("per_visit", "bfloat16", True, 4),
+        ("per_step", "bfloat16", False, 2 + 2),  # gradient and gathered weight
+        ("per_step", "bfloat16", True, 4 + 2),
+    ],
+)
+def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
+    gloo_pool, policy, dtype, wide, bytes_per_parameter
+):
+    """With 8 tokens there is hardly anything but weights; one gathered layer of four at most."""
+    case = dict(SHORT, policy=policy, checkpointing="full", dtype=dtype, steps=2, wide=wide)
+    for _, _, alive, parameters in gloo_pool(2).run(measured_and_estimated, case):
+        in_flight = 3 * getattr(torch, dtype).itemsize / LAYERS  # per_visit's gathers
+        assert alive >= 0.98 * bytes_per_parameter * parameters
+        assert alive <= 1.15 * (bytes_per_parameter + in_flight) * parameters
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_unit_parameters_are_those_of_the_built_model(size, tie):
+    config = decoder_config(ModelOptions(size=size, tie_weights=tie), max_seq_len=32)
+    with torch.device("meta"):
+        model = config.build()
+    units = unit_parameters(config)
+    assert units.total == sum(p.numel() for p in model.parameters())
+    assert units.layer == sum(p.numel() for p in model.layers["0"].parameters())
+
+
+def gathers_under_auto(total_memory: int) -> int:
+    module = titan_utils.device_module
+    real = module.get_device_properties
+    module.get_device_properties = lambda device: type("P", (), {"total_memory": total_memory})
+    try:
+        model = build(FSDPConfig(policy="auto"))
+    finally:
+        module.get_device_properties = real
+    with Collectives() as collectives:
+        forward_backward(model, 2)
+    return collectives.counts()[0]
+
+
+@pytest.mark.parametrize(("memory", "policy"), [(2**40, "per_step"), (2**20, "per_visit")])
+def test_auto_holds_layers_where_the_estimate_fits(gloo_pool, memory, policy):
+    want = expected_counts(policy, 2, 1, hsdp=False)[0]
+    assert gloo_pool(2).run(gathers_under_auto, memory) == [want, want]
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def test_contradicting_settings_are_refused():
+    always = ParallelismConfig(fsdp_reshard_after_forward="always")
+    with pytest.raises(UserError, match=r"always contradicts fsdp\.policy=per_step"):
+        PER_STEP.check(always)
+    PER_VISIT.check(always)
+    with pytest.raises(UserError, match=r"fsdp\.policy=per_stop is unknown; nearest: per_step"):
+        FSDPConfig(policy="per_stop").check(ParallelismConfig())  # pyright: ignore

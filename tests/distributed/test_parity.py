@@ -1,0 +1,214 @@
+"""Loss and every gradient of every layout equal those of one process.
+
+Each case runs three micro-batches whose number of recurrent steps changes (accumulating gradients),
+so the same FSDP units are gathered a different number of times. `TITAN_LOOP_TEST_SPMD_BACKEND`
+chooses the SPMD backend (`tools/test_torch215.sh` runs both).
+"""
+
+import functools
+import os
+from dataclasses import dataclass, field
+
+import pytest
+import titan_loop.compat as compat
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.initialisation import keep_shard
+from titan_loop.models.sharding import set_loop_sharding
+from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+
+pytestmark = pytest.mark.multiprocess
+
+BACKEND = os.environ.get("TITAN_LOOP_TEST_SPMD_BACKEND", compat.SPMD_BACKEND)
+WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
+# fp32 sums in another order; measured 1e-6 relative to the largest entry of a tensor
+RELATIVE_TOLERANCE = 1e-5
+CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of one layout; the shard degree takes what is left of the world."""
+
+    tp: int = 1
+    replicate: int = 1
+    sequence_parallel: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: the micro-batches' recurrent steps and the model's variant."""
+
+    steps: tuple[int, ...] = (4, 1, 2)
+    checkpointing: str = "none"
+    tie_weights: bool = False
+    exit_gate: bool = True
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+
+
+def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    # Alone there is nothing to place, and no process group that a mesh could be built on.
+    backend = BACKEND if world > 1 else compat.SPMD_BACKEND
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=layout.tp,
+        data_parallel_replicate_degree=layout.replicate,
+        enable_sequence_parallel=layout.sequence_parallel,
+        spmd_backend=backend,
+    )
+    dist_utils.set_spmd_backend(backend)
+    dims = _meshes(world, layout.tp, layout.replicate, backend)
+    options = ModelOptions(
+        size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate
+    )
+    config = decoder_config(options, max_seq_len=SEQ_LEN)
+    set_loop_sharding(config, enable_sp=layout.sequence_parallel)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = config.build()
+    checkpointing = CHECKPOINTING[case.checkpointing]
+    parallelize_loop_decoder(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None if checkpointing is None else checkpointing(),
+        dump_folder="",
+        fsdp=case.fsdp,
+    )
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        model.init_states()
+        for index, parameter in enumerate(model.parameters()):
+            _perturb(parameter, seed=index)
+    return model, dims
+
+
+@functools.cache
+def _meshes(world: int, tp: int, replicate: int, backend: str) -> ParallelDims:
+    """One set of meshes a process: torch 2.15's spmd_types remembers the first of equal ones."""
+    return ParallelDims.from_config(
+        ParallelismConfig(
+            tensor_parallel_degree=tp,
+            data_parallel_replicate_degree=replicate,
+            spmd_backend=backend,
+        ),
+        world,
+    )
+
+
+def _perturb(parameter: Tensor, seed: int) -> None:
+    """Move off the symmetric initial point by the same whole-tensor noise in every layout."""
+    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    if isinstance(parameter, DTensor):
+        keep_shard(parameter, parameter.full_tensor() + noise)
+    else:
+        parameter.add_(noise)
+
+
+def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    result = []
+    for _ in range(count):
+        tokens = torch.randint(VOCABULARY, (WINDOWS, SEQ_LEN + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[0, :5] = IGNORE_INDEX
+        labels[2, 3] = IGNORE_INDEX
+        positions = (torch.arange(SEQ_LEN) % 7).expand(WINDOWS, -1).contiguous()
+        result.append((tokens[:, :-1].contiguous(), positions, labels.contiguous()))
+    return result
+
+
+def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the global loss of every micro-batch and the accumulated whole gradients."""
+    model, dims = build(layout, case)
+    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn.set_lm_head(model.lm_head)
+    loss_fn.entropy_weight = 0.1
+    context = dist_utils.get_spmd_context(parallel_dims=dims)
+    degree, rank = 1, 0
+    if dims.dp_enabled:
+        mesh = dims.get_mesh("batch")
+        degree, rank = mesh.size(), mesh.get_local_rank()
+    mine = slice(rank * WINDOWS // degree, (rank + 1) * WINDOWS // degree)
+    losses = []
+    for steps, (tokens, positions, labels) in zip(
+        case.steps, batches(len(case.steps)), strict=True
+    ):
+        valid = (labels != IGNORE_INDEX).sum()
+        with context():
+            output = model(tokens[mine], positions[mine], recurrent_steps=steps)
+            loss, _ = loss_fn(output, labels[mine], valid)
+            loss.backward()
+        total = loss.detach().clone()
+        if dims.dp_enabled:
+            total = dist_utils.dist_sum_tensor(total, dims.get_mesh("batch"))
+        losses.append(float(total))
+    reshard_units(model)
+    gradients = {
+        name.replace("_checkpoint_wrapped_module.", ""): _whole(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return losses, gradients
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+
+HELD = FSDPConfig(policy="per_step")
+LAYOUTS = {
+    "dp2": (2, Layout()),
+    "tp2": (2, Layout(tp=2)),
+    "tp2-no-sp": (2, Layout(tp=2, sequence_parallel=False)),
+    "dp4": (4, Layout()),
+    "dp2-tp2": (4, Layout(tp=2)),
+    "hsdp2x2": (4, Layout(replicate=2)),
+    "tp4": (4, Layout(tp=4)),
+}
+CASES = {
+    "R1": Case(steps=(1,)),
+    "R4": Case(steps=(4,)),
+    "R-changes": Case(),
+    "R-changes-selective": Case(checkpointing="selective"),
+    "R-changes-full": Case(checkpointing="full"),
+    "tied": Case(tie_weights=True),
+    "no-gate": Case(exit_gate=False),
+    "held": Case(fsdp=HELD),
+    "held-selective": Case(fsdp=HELD, checkpointing="selective"),
+    "held-full": Case(fsdp=HELD, checkpointing="full"),
+    "held-tied": Case(fsdp=HELD, tie_weights=True),
+}
+
+
+@functools.cache
+def one_process(case: str) -> tuple[list[float], dict[str, Tensor]]:
+    return losses_and_gradients(Layout(), CASES[case])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
+    world, degrees = LAYOUTS[layout]
+    expected_losses, expected = one_process(case)
+    for losses, gradients in gloo_pool(world).run(losses_and_gradients, degrees, CASES[case]):
+        assert losses == pytest.approx(expected_losses, rel=RELATIVE_TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            error = float((gradient - expected[name]).abs().max())
+            scale = float(expected[name].abs().max())  # 0 for the gate at R = 1, which is unused
+            assert error <= RELATIVE_TOLERANCE * scale, f"{name}: error {error:.1e} of {scale:.1e}"

@@ -1,0 +1,35 @@
+"""Depth reports: built from arrays, saved, and the newest found again."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation.depth_report import DepthReport, summarise_source
+from titan_loop.training.run_directory import RunDirectory
+
+
+def report(step: int) -> DepthReport:
+    n_bytes = np.array([10, 20, 30])
+    nats = math.log(2) * n_bytes * np.array([[2.5], [2.0]])
+    code = summarise_source([1, 4], nats, n_bytes, {"unigram": 60 * 3.0 * math.log(2)})
+    return DepthReport(step=step, tokens=100 * step, trained_recurrent_steps=4, sources={"c": code})
+
+
+def test_summary():
+    source = report(1).sources["c"]
+    assert source.depths[1].value == pytest.approx(2.5)
+    assert source.depths[4] == pytest.approx((2.0, 2.0, 2.0))
+    assert source.baselines["unigram"] == pytest.approx(3.0)
+    assert (source.windows, source.n_bytes) == (3, 60)
+
+
+def test_latest_is_the_largest_step(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match=r"no depth-step-N\.json"):
+        DepthReport.latest(run)
+    for step in (900, 1000):
+        assert report(step).save(run) == tmp_path / "evals" / f"depth-step-{step}.json"
+    assert DepthReport.latest(run) == report(1000)

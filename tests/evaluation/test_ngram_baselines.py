@@ -1,0 +1,113 @@
+"""N-gram baselines against dictionaries of counts and fractions."""
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation import ngram_baselines
+from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
+
+V = 7
+IGNORED = -100
+
+
+def windows(seed: int, count: int = 12, length: int = 9) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and labels over V − 1 tokens (one token is never seen), some labels ignored."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, V - 1, (count, length + 1)) * generator.integers(0, 2)
+    tokens = np.where(generator.random(tokens.shape) < 0.5, tokens, generator.integers(0, 3))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:].copy()
+    labels[generator.random(labels.shape) < 0.1] = IGNORED
+    return inputs, labels
+
+
+def pair_list(inputs: np.ndarray, labels: np.ndarray) -> list[tuple[int, int]]:
+    flat = zip(inputs.ravel().tolist(), labels.ravel().tolist(), strict=True)
+    return [(a, b) for a, b in flat if b != IGNORED]
+
+
+def fitted(seed: int, vocab_size: int = V) -> tuple[TokenCounts, list[tuple[int, int]]]:
+    counts, seen = TokenCounts(vocab_size), []
+    for chunk in range(3):
+        inputs, labels = windows(seed + chunk)
+        counts.add(inputs, labels)
+        seen += pair_list(inputs, labels)
+    return counts, seen
+
+
+def unigram(seen: list[tuple[int, int]], b: int) -> Fraction:
+    return Fraction(1 + sum(follower == b for _, follower in seen), len(seen) + V)
+
+
+def bigram(seen: list[tuple[int, int]], a: int, b: int) -> Fraction:
+    followers = Counter(follower for context, follower in seen if context == a)
+    if not followers:
+        return unigram(seen, b)
+    distinct = len(followers)
+    return (followers[b] + distinct * unigram(seen, b)) / (followers.total() + distinct)
+
+
+@pytest.mark.parametrize("seed", [0, 10, 20])
+def test_both_equal_brute_force(seed: int):
+    counts, seen = fitted(seed)
+    inputs, labels = windows(seed + 100)
+    labels[0, :3], inputs[1, :3] = V - 1, V - 1  # a label and a context never seen
+    for model, probability in (
+        (UnigramModel(counts), lambda a, b: unigram(seen, b)),
+        (BigramModel(counts), lambda a, b: bigram(seen, a, b)),
+    ):
+        nats = model.nats(inputs, labels)
+        assert nats.shape == labels.shape
+        assert (nats[labels == IGNORED] == 0).all()
+        expected = [-math.log(probability(a, b)) for a, b in pair_list(inputs, labels)]
+        assert np.allclose(nats[labels != IGNORED], expected, rtol=1e-12)
+
+
+def test_probabilities_sum_to_one():
+    counts, _ = fitted(0)
+    every = np.arange(V)
+    for model in (UnigramModel(counts), BigramModel(counts)):
+        for context in range(V):
+            nats = model.nats(np.full(V, context), every)
+            assert np.exp(-nats).sum() == pytest.approx(1.0, rel=1e-12)
+
+
+def test_nothing_read_is_uniform():
+    counts = TokenCounts(V)
+    for model in (UnigramModel(counts), BigramModel(counts)):
+        assert np.allclose(model.nats(np.array([0]), np.array([3])), math.log(V))
+
+
+def test_merging_in_between_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    once, _ = fitted(0)
+    expected = once.pairs()
+    counts = TokenCounts(V)
+    for chunk in range(3):
+        inputs, labels = windows(chunk)
+        for row in range(len(inputs)):
+            counts.add(inputs[row], labels[row])
+            if row % 3 == 0:
+                counts.pairs()
+    for ours, theirs in zip(counts.pairs(), expected, strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+def test_large_vocabulary_stays_sparse():
+    counts = TokenCounts(200_000)
+    counts.add(np.array([199_999, 5]), np.array([7, 199_999]))
+    assert len(counts.pairs()[0]) == 2
+    nats = BigramModel(counts).nats(np.array([199_999]), np.array([7]))
+    assert nats[0] == pytest.approx(-math.log((1 + 2 / 200_002) / 2))
+
+
+def test_token_outside_the_vocabulary_is_refused():
+    with pytest.raises(UserError, match="vocab_size=7 does not hold token 7; use at least 8"):
+        TokenCounts(V).add(np.array([1]), np.array([7]))
+
+
+def test_ignored_label_is_torchs():
+    assert ngram_baselines.IGNORED_LABEL == IGNORED

@@ -1,0 +1,93 @@
+"""A run directory with one checkpoint, written without training."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.inference.reference import CONTEXT, make_model
+from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.tensors import write_checkpoint
+from titan_loop.data.source_card import SourceCard
+from titan_loop.data.tokenizer import SPECIAL_TOKENS
+from titan_loop.training.run_directory import RunDirectory
+
+VOCABULARY = 300
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """The control tokens first, then one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_run(folder: Path) -> Path:
+    """Write source and run below `folder`; return the run's folder."""
+    source = folder / "source"
+    source.mkdir()
+    byte_level_tokenizer().save(str(source / "tokenizer.json"))
+    digest = hashlib.sha256((source / "tokenizer.json").read_bytes()).hexdigest()
+    SourceCard(
+        name="source",
+        tokenizer_sha256=digest,
+        vocab_size=VOCABULARY,
+        eos_id=0,
+        token_bytes=2,
+        splits={},
+        licence="",
+        versions={},
+        command="",
+    ).write(source)
+    model = make_model(vocab_size=VOCABULARY)
+    run = RunDirectory(folder / "run")
+    write_checkpoint(
+        run.checkpoint(5),
+        model.state_dict(),
+        {
+            "step": 5,
+            "trainer": {
+                "step": 5,
+                "tokens": 0,
+                "recurrent_steps": 2,
+                "architecture": architecture(model.config),
+            },
+            "data": {},
+            "lineage": {},
+        },
+    )
+    run.create_or_open(
+        ["test"],
+        config={
+            "model": {"size": "debugmodel", "vocab_size": VOCABULARY},
+            "training": {"seq_len": CONTEXT},
+            "dataloader": {"mixture": [f"{source}=1"]},
+            "checkpoint": {"folder": "checkpoints"},
+        },
+    )
+    return run.path
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that tests only read."""
+    return write_run(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture
+def own_run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage; its source is still the shared one."""
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    """What `trained_run` was written from."""
+    return make_model(vocab_size=VOCABULARY).state_dict()

@@ -1,0 +1,158 @@
+"""The rules by themselves, on whole windows, and how they are written."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.inference.reference import make_model
+from titan_loop.errors import UserError
+from titan_loop.inference.exit_policy import (
+    ExitDecider,
+    HiddenDifference,
+    KLAndEntropy,
+    QExit,
+    StaticStep,
+    exit_steps,
+    parse_exit_policy,
+)
+from titan_loop.objectives.exit_distribution import q_exit_step
+
+
+def q_steps(exit_logit_RBL: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Run `exit_steps` on states that are their own exit logits."""
+    return exit_steps(
+        QExit(threshold),
+        list(exit_logit_RBL.unsqueeze(-1)),
+        gate=lambda hidden: hidden.squeeze(-1),
+        readout=lambda hidden: hidden,
+    )
+
+
+@given(st.integers(0, 2**31), st.integers(1, 8), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_q_exit_agrees_with_the_objective(seed, steps, threshold):
+    """In float64, where neither CDF rounds to 1."""
+    generator = torch.Generator().manual_seed(seed)
+    logit = torch.randn((steps, 2, 5), dtype=torch.float64, generator=generator) * 3
+    assert torch.equal(q_steps(logit, threshold), q_exit_step(logit, threshold))
+
+
+def test_q_exit_uses_at_least_and_the_last_step_takes_the_rest():
+    half = torch.zeros((4, 1, 1), dtype=torch.float64)  # λ = 1/2: CDF .5 .75 .875 1
+    expected = {0.0: 1, 0.5: 1, 0.51: 2, 0.75: 2, 0.875: 3, 0.9: 4, 1.0: 4}
+    assert {q: q_steps(half, q).item() for q in expected} == expected
+
+
+def test_certain_gates_do_not_round_the_threshold_away():
+    """1 − CDF(1) = 1e-13 is below what fp32 or even a CDF in float64 keeps beside 1."""
+    for dtype in (torch.bfloat16, torch.float32):
+        logit = torch.full((4, 1, 1), 30.0, dtype=dtype)
+        assert q_steps(logit, 1.0).item() == 4
+        assert q_steps(logit, 0.999999).item() == 1
+        # 1 − q = 1e-14 lies between S_1 = 1e-13 and S_2 = 1e-26.
+        assert q_steps(logit, 1 - 1e-14).item() == 2
+
+
+@torch.no_grad()
+def test_policies_on_whole_windows_agree_with_their_formulas():
+    model = make_model().double()
+    tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(0))
+    states = model(tokens, recurrent_steps=5).hidden_RBLD
+    log_prob = [model.readout(h).log_softmax(-1) for h in states]
+
+    def first(fires) -> torch.Tensor:
+        left = torch.full((2, 16), 5)
+        for r in (4, 3, 2):
+            left = torch.where(fires(r), r, left)
+        return left
+
+    def distance(r):
+        return (states[r - 1] - states[r - 2]).square().sum(-1).sqrt()
+
+    def divergence(r):
+        now, before = log_prob[r - 1], log_prob[r - 2]
+        return F.kl_div(before, now, reduction="none", log_target=True).sum(-1)
+
+    def entropy(r):
+        return torch.distributions.Categorical(logits=log_prob[r - 1]).entropy()
+
+    epsilon = float(distance(3).median())
+    kl, nats = float(divergence(3).median()), float(entropy(3).median())
+    cases = {
+        HiddenDifference(epsilon): first(lambda r: distance(r) < epsilon),
+        KLAndEntropy(kl, nats): first(lambda r: (divergence(r) < kl) & (entropy(r) < nats)),
+        StaticStep(3): torch.full((2, 16), 3),
+        StaticStep(): torch.full((2, 16), 5),
+    }
+    for policy, expected in cases.items():
+        got = exit_steps(policy, states, gate=model.gate, readout=model.readout)
+        assert torch.equal(got, expected)
+        assert len(got.unique()) > 1 or isinstance(policy, StaticStep)
+
+
+def test_the_decider_forgets_a_token_when_the_next_one_starts():
+    """Row 0 is at its token's second step while row 1 begins a new one."""
+    decider = ExitDecider(QExit(0.7), 9, gate=lambda h: h[..., 0], readout=lambda h: h)
+    half = torch.zeros((2, 1, 1))
+    first = decider.decide(torch.tensor([[1], [1]]), half, half)
+    second = decider.decide(torch.tensor([[2], [1]]), half, half)
+    assert first.tolist() == [[False], [False]]
+    assert second.tolist() == [[True], [False]]  # CDF .75 and .5
+    decider.select([1])
+    assert decider.decide(torch.tensor([[2]]), half[1:], half[1:]).tolist() == [[True]]
+
+
+def test_a_bf16_state_is_compared_in_fp32():
+    before = torch.full((1, 1, 4096), 1.0, dtype=torch.bfloat16)
+    now = before.clone()
+    now[..., :100] += 0.0078125
+    policy = HiddenDifference(0.0782)
+    step = torch.tensor([[2]])
+    decider = ExitDecider(policy, 4, gate=lambda h: h, readout=lambda h: h)
+    assert decider.decide(step, now, before).item()  # 10 · 0.0078125 = 0.078125
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("full", StaticStep()),
+        ("static:2", StaticStep(2)),
+        ("hidden:0.5", HiddenDifference(0.5)),
+        ("q:0.9", QExit(0.9)),
+        ("kl:0.01,3", KLAndEntropy(0.01, 3.0)),
+    ],
+)
+def test_policies_are_written_as_text(text, policy):
+    assert parse_exit_policy(text) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Q:0.9", "exit=Q:0.9 is not an exit policy"),
+        ("statik:2", "nearest: static"),
+        ("q:1.5", "exit=q:1.5 must be between 0 and 1"),
+        ("q:-0.1", "must be between 0 and 1"),
+        ("q:nan", "must be between 0 and 1"),
+        ("q", "q takes 1 number"),
+        ("q:x", "q takes 1 number"),
+        ("kl:0.1", "kl takes 2 number"),
+        ("kl:-1,2", "two bounds of at least 0 nats"),
+        ("static:0", "exit=static:0 must name a step of at least 1"),
+        ("static:1.5", "static takes 1 number"),
+        ("hidden:-1", "must be a distance of at least 0"),
+        ("full:3", "full takes 0 number"),
+    ],
+)
+def test_mistakes_in_a_policy_are_one_line(text, message):
+    with pytest.raises(UserError, match=message) as raised:
+        parse_exit_policy(text)
+    assert "\n" not in str(raised.value)
+
+
+def test_infinite_bounds_are_allowed():
+    assert parse_exit_policy("hidden:inf") == HiddenDifference(math.inf)

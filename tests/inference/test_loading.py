@@ -1,0 +1,112 @@
+"""A checkpoint on disk becomes the model that was saved, or one line says why not."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.inference.conftest import byte_level_tokenizer
+from tests.inference.reference import CONTEXT, prompts
+from titan_loop.errors import UserError
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.loading import (
+    check_vocabulary,
+    load_checkpoint,
+    load_matching_tokenizer,
+)
+from titan_loop.inference.request import Request
+
+
+def test_run_and_checkpoint_give_the_saved_weights(trained_run, weights):
+    for path in (trained_run, trained_run / "checkpoints" / "step-5"):
+        loaded = load_checkpoint(path)
+        assert loaded.checkpoint == trained_run / "checkpoints" / "step-5"
+        assert loaded.recurrent_steps == 2
+        state = loaded.model.state_dict()
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[name], weights[name]) for name in weights)
+        assert not loaded.model.training
+        assert loaded.model.config.max_seq_len == CONTEXT
+
+
+def test_gate_and_rotations_stay_wide_in_half_precision(trained_run):
+    loaded = load_checkpoint(trained_run, dtype=torch.bfloat16, context_tokens=16)
+    dtypes = {name: value.dtype for name, value in loaded.model.named_parameters()}
+    assert {dtypes.pop(name) for name in [*dtypes] if "exit_gate" in name} == {torch.float32}
+    assert {*dtypes.values()} == {torch.bfloat16}
+    assert loaded.model.rope_table.cache.dtype == torch.float32
+    assert loaded.model.config.max_seq_len == 16
+    engine = Engine(loaded.model, recurrent_steps=4, kv_cache="averaged")
+    assert len(engine.complete([Request(prompt=prompts(4)[0], max_new_tokens=5)])[0].tokens) == 5
+
+
+def test_the_tokenizer_comes_from_the_source(trained_run):
+    loaded = load_checkpoint(trained_run)
+    text = "naïve 漢 <|im_end|>"
+    tokenizer = load_matching_tokenizer(loaded)
+    assert tokenizer.encode(text).ids == byte_level_tokenizer().encode(text).ids
+    same = loaded.source / "tokenizer.json"
+    assert load_matching_tokenizer(loaded, same).get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_imported_run_has_its_tokenizer_beside_it(own_run):
+    loaded = load_checkpoint(own_run)
+    shutil.copyfile(loaded.source / "tokenizer.json", own_run / "tokenizer.json")
+    imported = replace(load_checkpoint(own_run), source=None)
+    assert load_matching_tokenizer(imported).get_vocab_size() == 259
+
+
+def refusal(call) -> str:
+    with pytest.raises(UserError) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_what_is_no_checkpoint_is_refused(own_run, tmp_path):
+    assert "is not a folder" in refusal(lambda: load_checkpoint(tmp_path / "nowhere"))
+    assert "has no manifest.json" in refusal(lambda: load_checkpoint(tmp_path))
+    checkpoint = own_run / "checkpoints" / "step-5"
+    (checkpoint / "manifest.json").rename(tmp_path / "manifest.json")
+    assert "has no manifest.json" in refusal(lambda: load_checkpoint(checkpoint))
+    assert "has no committed checkpoint" in refusal(lambda: load_checkpoint(own_run))
+
+
+def test_a_checkpoint_outside_its_run_is_refused(trained_run, tmp_path):
+    alone = shutil.copytree(trained_run / "checkpoints" / "step-5", tmp_path / "alone")
+    assert "give a checkpoint inside its run" in refusal(lambda: load_checkpoint(alone))
+
+
+def test_a_context_without_room_is_refused(trained_run):
+    assert "context=1 must be at least 2" in refusal(
+        lambda: load_checkpoint(trained_run, context_tokens=1)
+    )
+
+
+def test_another_tokenizer_is_refused(trained_run, tmp_path):
+    loaded = load_checkpoint(trained_run)
+    larger = byte_level_tokenizer()
+    larger.add_tokens([f"word{i}" for i in range(60)])
+    larger.save(str(tmp_path / "larger.json"))
+    message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "larger.json"))
+    assert "has token 318, the model's vocabulary has 300" in message
+    other = byte_level_tokenizer()
+    other.add_tokens(["word"])
+    other.save(str(tmp_path / "other.json"))
+    message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "other.json"))
+    assert "is not the one" in message
+    message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "none.json"))
+    assert "is not a file" in message
+
+
+def test_without_a_source_the_tokenizer_must_be_given(own_run):
+    loaded = replace(load_checkpoint(own_run), source=own_run / "gone")
+    assert "give --tokenizer" in refusal(lambda: load_matching_tokenizer(loaded))
+
+
+def test_spare_rows_of_a_padded_vocabulary_are_allowed():
+    check_vocabulary(byte_level_tokenizer(), 259, "of the test")
+    assert "has token 258" in refusal(
+        lambda: check_vocabulary(byte_level_tokenizer(), 258, "of the test")
+    )

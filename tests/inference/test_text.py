@@ -1,0 +1,133 @@
+"""Text streams: nothing shown too early, nothing lost, stop strings wherever tokens cut them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.inference.reference import CONTEXT, make_model
+from titan_loop.data.tokenizer import END_OF_TEXT
+from titan_loop.errors import UserError
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import QExit
+from titan_loop.inference.request import Completion
+from titan_loop.inference.sampling import Sampling
+from titan_loop.inference.speculative import SelfSpeculation
+from titan_loop.inference.text import TextEngine
+from titan_loop.inference.text_stream import TextStream
+
+
+def byte_tokenizer(letters: str = "") -> Tokenizer:
+    """One token a byte, or only the given letters; the end of text comes last."""
+    alphabet = letters or sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Return the pieces a stream gives for the bytes of `text`, and whether it stopped."""
+    stream = TextStream(TOKENIZER, stop)
+    pieces = []
+    for token in TOKENIZER.encode(text).ids:
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            return pieces, True
+    return [*pieces, stream.rest()], stream.stopped
+
+
+@given(
+    st.text(alphabet="ab\né漢🙂", max_size=20),
+    st.lists(st.text(alphabet="ab\né漢🙂", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_text_ends_before_the_first_stop_string(text, stop):
+    pieces, stopped = feed(text, tuple(stop))
+    # The first to be complete, and among those that complete together the earliest to begin.
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    if not ends:
+        assert ("".join(pieces), stopped) == (text, False)
+        return
+    complete = text[: min(ends)]
+    assert stopped
+    assert "".join(pieces) == complete[: min(complete.find(s) for s in stop if s in complete)]
+
+
+def test_text_is_shown_as_soon_as_it_is_certain():
+    pieces, _ = feed("ab\n\nc", ("\n\n\n",))
+    assert pieces == ["a", "b", "", "", "\n\nc", ""]
+
+
+def test_a_character_of_several_tokens_appears_whole():
+    pieces, _ = feed("é漢", ())
+    assert pieces == ["", "é", "", "", "漢", ""]
+
+
+def test_half_a_character_at_the_end_is_not_swallowed():
+    stream = TextStream(TOKENIZER)
+    halves = TOKENIZER.encode("é").ids
+    assert stream.push(halves[0]) == ""
+    assert stream.rest() == "\ufffd"
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(UserError, match="stop='' would end"):
+        TextStream(TOKENIZER, ("",))
+
+
+def text_engine(**options) -> TextEngine:
+    model = make_model(vocab_size=8).double()
+    return TextEngine(Engine(model, **options), byte_tokenizer("abcdef"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"exit_policy": QExit(0.6)}, {"speculation": SelfSpeculation(1, 3)}]
+)
+def test_generation_stops_at_strings_that_several_tokens_make(options):
+    free = text_engine(**options).complete(["abc", "f"], max_new_tokens=20)
+    text = free[0].text
+    assert len(text) == len(free[0].tokens) >= 5
+    stop = text[2:4]
+    engine = text_engine(**options)
+    got = engine.complete(["abc", "f"], max_new_tokens=20, stop=[stop])
+    assert got[0].text == text[: text.find(stop)]
+    assert got[0].finish == "stop_string"
+    assert len(got[0].tokens) == text.find(stop) + 2  # the tokens say what was computed
+
+
+def test_a_stream_gives_the_same_as_completing():
+    engine = text_engine(exit_policy=QExit(0.6))
+    sampling = Sampling(temperature=1.0)
+    arguments = {"max_new_tokens": 9, "stop": ["aa"], "sampling": sampling}
+    whole = engine.complete(
+        ["abc", "fade"], **arguments, generator=torch.Generator().manual_seed(2)
+    )
+    collected = [Completion(), Completion()]
+    order = []
+    for event in engine.stream(
+        ["abc", "fade"], **arguments, generator=torch.Generator().manual_seed(2)
+    ):
+        collected[event.row].add(event)
+        order.append(event.row)
+    assert collected == whole
+    one_by_one = engine.complete(
+        ["abc", "fade"], **arguments, rows=1, generator=torch.Generator().manual_seed(2)
+    )
+    assert one_by_one == whole
+    assert order[:2] == [0, 1]
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused():
+    with pytest.raises(UserError, match="has token 8, the model's vocabulary has 8"):
+        TextEngine(Engine(make_model(vocab_size=8)), byte_tokenizer("abcdefgh"))
+
+
+def test_a_prompt_longer_than_the_context_is_one_line():
+    with pytest.raises(UserError, match=f"prompt 0 has 60 tokens, the context of {CONTEXT}"):
+        text_engine().complete(["a" * 60])

@@ -1,0 +1,75 @@
+"""Masks and kernels: the explicit mask against its definition, Flex in eager form against it."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torchtitan.models.common import attention as titan_attention
+from torchtitan.models.common.attention import FlexAttention, create_varlen_metadata_for_document
+
+from titan_loop.errors import UserError
+from titan_loop.models import sizes
+from titan_loop.models.attention import DocumentAttention, document_mask, inner_attention_config
+from titan_loop.models.sizes import ModelOptions, build_decoder
+
+LENGTHS = (50, 1, 77)
+# The eager kernel takes its softmax in fp32 in another order.
+FP32_TOLERANCE = 2e-5
+
+
+def positions() -> torch.Tensor:
+    row = torch.cat([torch.arange(length) for length in LENGTHS])
+    return torch.stack([row, torch.arange(len(row))])
+
+
+def test_the_mask_allows_exactly_earlier_tokens_of_the_same_document():
+    mask = document_mask(positions())
+    assert mask.shape == (2, 1, 128, 128)
+    document = [index for index, length in enumerate(LENGTHS) for _ in range(length)]
+    for query in range(128):
+        for key in range(128):
+            same = document[query] == document[key]
+            assert bool(mask[0, 0, query, key]) == (same and key <= query)
+            assert bool(mask[1, 0, query, key]) == (key <= query)
+
+
+def test_varlen_offsets_cut_where_documents_start():
+    offsets = create_varlen_metadata_for_document(positions()).cu_seq_q
+    assert offsets.tolist() == [0, 50, 51, 128, 256]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch):
+    """The CUDA path's mask and wiring, run with the uncompiled kernel on CPU."""
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
+    monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    options = ModelOptions(size="debugmodel")
+    torch.manual_seed(0)
+    reference = build_decoder(options, max_seq_len=128)
+    monkeypatch.setattr(sizes, "inner_attention_config", lambda backend: FlexAttention.Config())
+    flex = build_decoder(options, max_seq_len=128)
+    flex.load_state_dict(reference.state_dict())
+    tokens = torch.randint(128, (2, 128))
+    with torch.no_grad():
+        want = reference(tokens, positions())
+        for got in (
+            flex(tokens, positions()),
+            flex(tokens, positions(), flex.get_attention_masks(positions())),
+        ):
+            torch.testing.assert_close(
+                got.hidden_RBLD[-1], want.hidden_RBLD[-1], atol=FP32_TOLERANCE, rtol=0
+            )
+
+
+def test_different_lengths_need_a_mask():
+    kernel = DocumentAttention(DocumentAttention.Config())
+    q, kv = torch.randn(1, 1, 2, 8), torch.randn(1, 3, 2, 8)
+    with pytest.raises(ValueError, match="1 queries and 3 keys need an explicit mask"):
+        kernel(q, kv, kv)
+    assert kernel(q, kv, kv, attention_masks=torch.ones(1, 1, 1, 3).bool()).shape == q.shape
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU choice")
+def test_auto_takes_sdpa_without_cuda():
+    assert isinstance(inner_attention_config("auto"), DocumentAttention.Config)
+    with pytest.raises(UserError, match="varlen needs CUDA"):
+        inner_attention_config("varlen")

@@ -1,0 +1,333 @@
+"""Identities of the looped decoder: what looping must equal, and what it must not touch."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from titan_loop.models.context import CacheSlot
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.recurrence import Recurrence
+from titan_loop.models.sizes import SIZES, ModelOptions, build_decoder
+
+SEQ_LEN = 32
+# fp32 sums of a few hundred terms of size one, in another order
+FP32_TOLERANCE = 2e-5
+
+
+def make_model(seed: int = 0, **options: Any) -> LoopDecoder:
+    torch.manual_seed(seed)
+    model = build_decoder(ModelOptions(size="debugmodel", **options), max_seq_len=2 * SEQ_LEN)
+    with torch.no_grad():  # away from the symmetric start: norms of 1, a silent gate, tiny matrices
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def make_batch(seed: int = 1, lengths: tuple[int, ...] = (13, 9, 10)) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(128, (2, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    return tokens, positions
+
+
+def tensors(output: LoopOutput) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def total(output: LoopOutput) -> Tensor:
+    return sum(leaf.square().sum() for leaf in tensors(output))
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("1.4b", 1_434_652_673), ("2.6b", 2_667_974_657)],
+)
+def test_released_sizes_have_exactly_the_released_parameter_counts(size, parameters):
+    model = build_decoder(ModelOptions(size=size), max_seq_len=64, device="meta")
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("53m", 53), ("134m", 134), ("374m", 374), ("778m", 778)]
+)
+def test_scaling_study_sizes_match_their_printed_names(size, millions):
+    model = build_decoder(ModelOptions(size=size), max_seq_len=64, device="meta")
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_quickstart_has_about_a_million_parameters():
+    model = build_decoder(ModelOptions(size="quickstart"), max_seq_len=64, device="meta")
+    assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.3e6
+
+
+def test_output_shapes_and_dtypes():
+    tokens, positions = make_batch()
+    output = make_model()(tokens, positions)
+    assert len(output.hidden_RBLD) == SIZES["debugmodel"].recurrent_steps
+    assert {h.shape for h in output.hidden_RBLD} == {(2, SEQ_LEN, 64)}
+    assert {g.shape for g in output.exit_logit_RBL} == {(2, SEQ_LEN)}
+    assert {g.dtype for g in output.exit_logit_RBL} == {torch.float32}
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_looping_equals_the_unrolled_stack_of_tied_copies(steps):
+    """R loops over N layers == R·N layers in a row; gradients are sums over the copies."""
+    looped = make_model(recurrent_steps=steps)
+    unrolled = [copy.deepcopy(looped) for _ in range(steps)]
+    tokens, positions = make_batch()
+
+    output = looped(tokens, positions)
+    total(output).backward()
+
+    context = unrolled[0].make_context(tokens, positions)
+    hidden = unrolled[0].tok_embeddings(tokens)
+    states, logits = [], []
+    for one_copy in unrolled:
+        for layer in one_copy.layers.values():
+            hidden = layer(hidden, context)
+        hidden = one_copy.norm(hidden)
+        states.append(hidden)
+        logits.append(one_copy.exit_gate(hidden))
+    expected = LoopOutput(tuple(states), tuple(logits))
+    total(expected).backward()
+
+    for got, want in zip(tensors(output), tensors(expected), strict=True):
+        assert torch.equal(got, want)
+    for name, parameter in looped.named_parameters():
+        copies = [dict(m.named_parameters())[name].grad for m in unrolled]
+        if all(gradient is None for gradient in copies):
+            assert parameter.grad is None
+            continue
+        summed = sum(gradient for gradient in copies if gradient is not None)
+        scale = summed.abs().max()
+        assert torch.allclose(parameter.grad, summed, atol=FP32_TOLERANCE * float(scale), rtol=0)
+
+
+def test_one_step_without_gate_is_the_plain_decoder_bitwise():
+    """Reference: the textbook sandwich-norm decoder, written out."""
+    model = make_model(recurrent_steps=1, exit_gate=False)
+    tokens, positions = make_batch()
+    output = model(tokens, positions)
+    assert output.exit_logit_RBL == ()
+    x = torch.nn.functional.embedding(tokens, model.tok_embeddings.weight)
+    context = model.make_context(tokens, positions)
+    for layer in model.layers.values():
+        x = x + layer.attention_post_norm(layer.attention(layer.attention_norm(x), context))
+        x = x + layer.ffn_post_norm(layer.feed_forward(layer.ffn_norm(x)))
+    assert torch.equal(output.hidden_RBLD[0], model.norm(x))
+    assert torch.equal(model.readout(output.hidden_RBLD[0]), model.norm(x) @ model.lm_head.weight.T)
+
+
+def _reference_forward(model: LoopDecoder, tokens: Tensor, positions: Tensor, steps: int):
+    """Slow float64 forward from the format's description alone, one head at a time."""
+    weights = {name: value.detach().double() for name, value in model.state_dict().items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
+
+    n_heads, head_dim = 4, 16
+    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+    angle = positions.double()[..., None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+    document = (positions == 0).cumsum(1)
+    length = tokens.shape[1]
+    allowed = (document[:, :, None] == document[:, None]) & torch.ones(length, length).tril().bool()
+    h = weights["tok_embeddings.weight"][tokens]
+    states = []
+    for _ in range(steps):
+        for index in range(2):
+            layer = f"layers.{index}"
+            x = norm(h, f"{layer}.attention_norm")
+            q, k, v = (x @ weights[f"{layer}.attention.qkv_linear.w{c}.weight"].T for c in "qkv")
+            heads = []
+            for head in range(n_heads):
+                span = slice(head * head_dim, (head + 1) * head_dim)
+                scores = rotate(q[..., span]) @ rotate(k[..., span]).mT / head_dim**0.5
+                heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
+            out = torch.cat(heads, -1) @ weights[f"{layer}.attention.wo.weight"].T
+            h = h + norm(out, f"{layer}.attention_post_norm")
+            x = norm(h, f"{layer}.ffn_norm")
+            w1, w2, w3 = (weights[f"{layer}.feed_forward.w{i}.weight"].T for i in (1, 2, 3))
+            out = (torch.nn.functional.silu(x @ w1) * (x @ w3)) @ w2
+            h = h + norm(out, f"{layer}.ffn_post_norm")
+        h = norm(h, "norm")
+        states.append(h)
+    gate = weights["exit_gate.weight"][0]
+    return states, [state @ gate + weights["exit_gate.bias"] for state in states]
+
+
+def test_forward_agrees_with_an_independent_float64_reference():
+    model = make_model().double()
+    tokens, positions = make_batch()
+    output = model(tokens, positions, recurrent_steps=4)
+    states, logits = _reference_forward(model, tokens, positions, 4)
+    # The rotary table is fp32 (as in the released checkpoints): 1e-7 relative, amplified by 8
+    # layers.
+    for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, states + logits, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=0)
+
+
+def test_recurrent_steps_is_runtime_state():
+    model = make_model()
+    tokens, positions = make_batch()
+    deep = model(tokens, positions, recurrent_steps=7)
+    model.recurrent_steps = 2
+    shallow = model(tokens, positions)
+    assert (len(deep.hidden_RBLD), len(shallow.hidden_RBLD)) == (7, 2)
+    assert torch.equal(deep.hidden_RBLD[1], shallow.hidden_RBLD[1])
+    with pytest.raises(ValueError, match="recurrent_steps=0"):
+        model(tokens, positions, recurrent_steps=0)
+
+
+def test_run_continues_from_any_step():
+    model = make_model()
+    tokens, positions = make_batch()
+    whole = model(tokens, positions, recurrent_steps=4).hidden_RBLD
+    context = model.make_context(tokens, positions)
+    continued = model.run(whole[1], 2, 4, context)
+    assert torch.equal(continued[-1], whole[-1])
+
+
+def test_readout_and_gate_stand_alone():
+    model = make_model()
+    tokens, positions = make_batch()
+    output = model(tokens, positions)
+    last = output.hidden_RBLD[-1]
+    assert torch.equal(model.gate(last), output.exit_logit_RBL[-1])
+    assert model.readout(last).shape == (2, SEQ_LEN, 128)
+    with pytest.raises(ValueError, match="no exit gate"):
+        make_model(exit_gate=False).gate(last)
+
+
+def test_documents_do_not_see_each_other_bitwise():
+    model = make_model()
+    tokens, positions = make_batch(lengths=(13, 9, 10))
+    before = model(tokens, positions).hidden_RBLD
+    changed = tokens.clone()
+    changed[:, 13:22] = (changed[:, 13:22] + 1) % 128
+    after = model(changed, positions).hidden_RBLD
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, :13], new[:, :13])
+        assert torch.equal(old[:, 22:], new[:, 22:])
+        assert not torch.equal(old[:, 13:22], new[:, 13:22])
+
+
+def test_a_document_in_the_middle_equals_the_document_alone():
+    model = make_model()
+    tokens, positions = make_batch(lengths=(13, 9, 10))
+    together = model(tokens, positions).hidden_RBLD[-1][:, 13:22]
+    alone = model(tokens[:, 13:22]).hidden_RBLD[-1]
+    torch.testing.assert_close(together, alone, atol=FP32_TOLERANCE, rtol=0)
+
+
+class _ConcatenatingCache:
+    """The simplest cache there is: one list a slot."""
+
+    def __init__(self) -> None:
+        self.slots: dict[CacheSlot, tuple[Tensor, Tensor]] = {}
+
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+        if slot in self.slots:
+            k_BLNH = torch.cat((self.slots[slot][0], k_BLNH), dim=1)
+            v_BLNH = torch.cat((self.slots[slot][1], v_BLNH), dim=1)
+        self.slots[slot] = (k_BLNH, v_BLNH)
+        return k_BLNH, v_BLNH
+
+
+def test_decoding_with_a_cache_equals_the_full_forward():
+    """A prefill of 5 tokens, then one at a time; the cache is addressed by (step, layer)."""
+    model = make_model()
+    tokens, _ = make_batch()
+    full = model(tokens).hidden_RBLD[-1]
+    cache, outputs = _ConcatenatingCache(), []
+    for start, stop in [(0, 5), *((i, i + 1) for i in range(5, SEQ_LEN))]:
+        positions = torch.arange(start, stop).expand(2, -1)
+        mask = (torch.arange(stop) <= torch.arange(start, stop)[:, None]).expand(2, 1, -1, -1)
+        piece = tokens[:, start:stop]
+        context = model.make_context(piece, positions, mask, cache)
+        outputs.append(model.run(model.tok_embeddings(piece), 0, 3, context)[-1])
+    torch.testing.assert_close(torch.cat(outputs, 1), full, atol=FP32_TOLERANCE, rtol=0)
+    assert set(cache.slots) == {CacheSlot(s, n) for s in (1, 2, 3) for n in (0, 1)}
+
+
+def test_the_recurrence_can_be_replaced():
+    """A hook between steps sees the state, the step and, through the model, the readout."""
+    seen = []
+
+    class Decoded(Recurrence):
+        def between_steps(self, model, hidden_BLD, step):
+            seen.append((step, model.readout(hidden_BLD).shape))
+            return hidden_BLD * 0
+
+    model = make_model(recurrent_steps=3)
+    model.recurrence = Decoded(Recurrence.Config())
+    tokens, positions = make_batch()
+    states = model(tokens, positions).hidden_RBLD
+    assert seen == [(1, (2, SEQ_LEN, 128)), (2, (2, SEQ_LEN, 128))]
+    assert torch.equal(states[1], states[2])  # both start from zero
+
+
+def test_grouped_query_attention_equals_repeated_key_value_heads():
+    grouped = make_model(n_kv_heads=2)
+    full = make_model()
+    state = grouped.state_dict()
+    for name, value in list(state.items()):
+        if ".wk." in name or ".wv." in name:
+            state[name] = value.view(2, 16, 64).repeat_interleave(2, dim=0).reshape(64, 64)
+    full.load_state_dict(state)
+    tokens, positions = make_batch()
+    torch.testing.assert_close(
+        grouped(tokens, positions).hidden_RBLD[-1],
+        full(tokens, positions).hidden_RBLD[-1],
+        atol=FP32_TOLERANCE,
+        rtol=0,
+    )
+
+
+def test_tied_head_shares_the_embedding_and_sums_its_gradient():
+    tied = make_model(tie_weights=True)
+    assert tied.lm_head.weight is tied.tok_embeddings.weight
+    untied = make_model(tie_weights=False)
+    untied.load_state_dict(tied.state_dict())
+    tokens, positions = make_batch()
+    for model in (tied, untied):
+        model.readout(model(tokens, positions).hidden_RBLD[-1]).square().mean().backward()
+    summed = untied.lm_head.weight.grad + untied.tok_embeddings.weight.grad
+    torch.testing.assert_close(tied.lm_head.weight.grad, summed, atol=1e-6, rtol=1e-5)
+
+
+def _initial_gradient_norm(model: LoopDecoder, steps: int) -> float:
+    tokens, labels = torch.randint(1024, (2, 2, 64), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    output = model(tokens, recurrent_steps=steps)
+    for state in output.hidden_RBLD:
+        assert 0.99 < float(state.detach().square().mean().sqrt()) < 1.01
+    logits = model.readout(output.hidden_RBLD[-1])
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    return float(
+        torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    )
+
+
+def test_initialisation_survives_eight_recurrent_steps_of_24_layers():
+    """The R visits' gradients may add up, but must not multiply: with all norm gains 1 they do."""
+    torch.manual_seed(0)
+    options = ModelOptions(size="quickstart", n_layers=24)
+    model = build_decoder(options, max_seq_len=64)
+    growth = _initial_gradient_norm(model, 8) / _initial_gradient_norm(model, 1)
+    assert growth < 4
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("post_norm.weight"):
+                parameter.fill_(1.0)
+    assert _initial_gradient_norm(model, 8) / _initial_gradient_norm(model, 1) > 20

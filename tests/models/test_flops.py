@@ -1,0 +1,58 @@
+"""FLOPs: torchtitan's own number at R = 1, and the terms a loop adds."""
+
+import pytest
+import titan_loop.compat  # noqa: F401 (must come before torchtitan)
+import torch
+from torchtitan.models.utils import get_dense_model_nparams_and_flops
+
+from titan_loop.models.flops import training_flops_per_token
+from titan_loop.models.sizes import ModelOptions, decoder_config
+
+SEQ_LEN = 512
+
+
+def test_baseline_equals_torchtitan_up_to_norm_weights():
+    config = decoder_config(
+        ModelOptions(size="quickstart", recurrent_steps=1, exit_gate=False), max_seq_len=SEQ_LEN
+    )
+    with torch.device("meta"):
+        model = config.build()
+    layer = config.layers[0]
+    _, upstream = get_dense_model_nparams_and_flops(
+        model,
+        n_layers=len(config.layers),
+        n_heads=layer.attention.n_heads,
+        head_dims=2 * config.dim // layer.attention.n_heads,
+        seq_len=SEQ_LEN,
+    )
+    # Upstream charges every weight but the embedding's; norms are no matrix products.
+    norms = sum(p.numel() for name, p in model.named_parameters() if name.endswith("norm.weight"))
+    assert norms == config.dim * (4 * len(config.layers) + 1)
+    assert config.training_flops_per_token(SEQ_LEN, 1) == upstream - 6 * norms
+
+
+@pytest.mark.parametrize(("steps", "readouts", "gate"), [(1, 1, False), (4, 4, True), (8, 1, True)])
+def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
+    per_layer = 6 * 500_000 + 12 * 16 * 16 * SEQ_LEN
+    expected = steps * 6 * per_layer + 6 * readouts * 256 * 2048 + (6 * steps * 256 if gate else 0)
+    assert expected == training_flops_per_token(
+        layer_parameters=500_000,
+        n_layers=6,
+        n_heads=16,
+        head_dim=16,
+        dim=256,
+        vocab_size=2048,
+        seq_len=SEQ_LEN,
+        recurrent_steps=steps,
+        readouts=readouts,
+        gate=gate,
+    )
+
+
+def test_a_frozen_language_model_runs_forward_only():
+    config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
+    steps = 4
+    gate = steps * config.dim  # multiply-adds a token
+    whole = config.training_flops_per_token(SEQ_LEN, steps) - 6 * gate
+    gate_only = config.training_flops_per_token(SEQ_LEN, steps, "exit_gate") - 4 * gate
+    assert 3 * gate_only == whole

@@ -1,0 +1,452 @@
+"""The streamed head against materialised logits: values, gradients, memory, sliced vocabulary."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
+
+from titan_loop.errors import UserError
+from titan_loop.models.readout import LMHead
+
+
+class Tolerance(TypedDict):
+    """What `torch.testing.assert_close` takes."""
+
+    rtol: float
+    atol: float
+
+
+EXACT: Tolerance = {"rtol": 1e-10, "atol": 1e-10}
+"""float64 against float64: only the order of sums differs."""
+SINGLE: Tolerance = {"rtol": 2e-5, "atol": 2e-6}
+"""fp32 against float64: 2^-24 through sums over D, V and R of this size."""
+BF16: Tolerance = {"rtol": 3e-2, "atol": 3e-2}
+"""bf16 matmuls (2^-9 per rounding) against float64."""
+
+
+def build_head(
+    width: int, vocab: int, *, chunk_tokens: int = 5, dtype: torch.dtype = torch.float64
+) -> LMHead:
+    head = LMHead.Config(in_features=width, out_features=vocab, chunk_tokens=chunk_tokens).build()
+    return head.to(dtype)
+
+
+def draw_inputs(
+    *,
+    steps: int = 3,
+    batch: int = 2,
+    length: int = 8,
+    width: int = 6,
+    vocab: int = 11,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Hidden states, labels with some ignored, and weights, of which one is 0."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = tuple(
+        torch.randn(batch, length, width, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
+        for _ in range(steps)
+    )
+    labels = torch.randint(vocab, (batch, length), generator=generator)
+    labels[0, 0] = IGNORE_INDEX
+    labels[-1, -2:] = IGNORE_INDEX
+    weight = torch.rand(steps, batch, length, generator=generator, dtype=torch.float64)
+    weight[0, 0, 1] = 0.0
+    return (
+        hidden,
+        labels,
+        weight.to(torch.promote_types(dtype, torch.float32)).requires_grad_(),
+    )
+
+
+def materialised(
+    hidden: Sequence[Tensor], head_weight: Tensor, labels: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The definition: all logits at once, in float64."""
+    logits = torch.stack([h.double() for h in hidden]) @ head_weight.double().T
+    flat_labels = labels.expand(len(hidden), *labels.shape).flatten()
+    ce = F.cross_entropy(
+        logits.flatten(0, -2), flat_labels, reduction="none", ignore_index=IGNORE_INDEX
+    ).view(len(hidden), *labels.shape)
+    return (weight.double() * ce).sum(), ce
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, EXACT), (torch.float32, SINGLE)],
+    ids=["f64", "f32"],
+)
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 100])
+def test_loss_and_every_gradient_equal_materialised_logits(
+    dtype: torch.dtype, tolerance: Tolerance, chunk_tokens: int
+):
+    head = build_head(6, 11, chunk_tokens=chunk_tokens, dtype=dtype)
+    hidden, labels, weight = draw_inputs(dtype=dtype)
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    want_loss, want_ce = materialised(hidden, head.weight, labels, weight)
+    assert loss.dtype == ce.dtype == dtype
+    torch.testing.assert_close(loss.double(), want_loss, **tolerance)
+    torch.testing.assert_close(ce.double(), want_ce, **tolerance)
+    inputs = (*hidden, head.weight, weight)
+    # A factor on the loss: backward must scale what forward computed.
+    for got, want in zip(
+        gradients(3.0 * loss, *inputs), gradients(3.0 * want_loss, *inputs), strict=True
+    ):
+        torch.testing.assert_close(got, want, **tolerance)
+
+
+def test_gradcheck():
+    head = build_head(3, 5, chunk_tokens=2)
+    hidden, labels, weight = draw_inputs(steps=2, batch=1, length=4, width=3, vocab=5)
+
+    def loss(head_weight: Tensor, weight: Tensor, *hidden: Tensor) -> Tensor:
+        return torch.func.functional_call(
+            head,
+            {"weight": head_weight},
+            (hidden,),
+            {"labels_BL": labels, "weight_RBL": weight},
+        )[0]
+
+    assert torch.autograd.gradcheck(loss, (head.weight, weight, *hidden))
+
+
+def test_ignored_labels_have_neither_loss_nor_gradient():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    ignored = labels == IGNORE_INDEX
+    assert (ce[:, ignored] == 0).all()
+    *hidden_grads, weight_grad = gradients(loss, *hidden, weight)
+    assert all((grad[ignored] == 0).all() for grad in hidden_grads)
+    assert (weight_grad[:, ignored] == 0).all()
+
+    # A weight that is not finite at an ignored label is not passed on, either.
+    broken = torch.where(ignored, torch.inf, weight.detach())
+    assert torch.equal(head(hidden, labels_BL=labels, weight_RBL=broken)[0], loss)
+
+
+def test_all_labels_ignored_gives_zero():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    ignored = torch.full_like(labels, IGNORE_INDEX)
+    loss, _ = head(hidden, labels_BL=ignored, weight_RBL=weight)
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in gradients(loss, *hidden, head.weight, weight))
+
+
+def test_gradient_of_the_weights_is_the_cross_entropy():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    assert torch.equal(gradients(loss, weight)[0], ce)
+
+
+def test_recurrent_steps_change_between_calls():
+    head = build_head(6, 11)
+    for steps in (4, 1, 2):
+        hidden, labels, weight = draw_inputs(steps=steps)
+        loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+        want_loss, want_ce = materialised(hidden, head.weight, labels, weight)
+        torch.testing.assert_close(loss, want_loss, **EXACT)
+        torch.testing.assert_close(ce, want_ce, **EXACT)
+        for got, want in zip(
+            gradients(loss, *hidden, head.weight),
+            gradients(want_loss, *hidden, head.weight),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_second_backward_through_a_retained_graph_is_the_same():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    loss, _ = head(hidden, labels_BL=labels, weight_RBL=weight)
+    inputs = (*hidden, head.weight, weight)
+    first = torch.autograd.grad(2.0 * loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(2.0 * loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["head", "hidden", "both"])
+def test_frozen_inputs_get_no_gradient(frozen: str):
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    if frozen in ("head", "both"):
+        head.requires_grad_(False)
+    if frozen in ("hidden", "both"):
+        hidden = tuple(h.detach() for h in hidden)
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    loss.backward()
+    assert (head.weight.grad is None) == (frozen != "hidden")
+    assert all((h.grad is None) == (frozen != "head") for h in hidden)
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, ce)
+
+
+def test_without_grad_mode_only_the_loss_is_computed():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    want_loss, want_ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    with torch.no_grad(), LiveMemory() as memory:
+        loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    assert torch.equal(loss, want_loss)
+    assert torch.equal(ce, want_ce)
+    assert not loss.requires_grad
+    assert head.weight.shape not in memory.shapes, "a gradient of the head weight was allocated"
+
+
+def test_bf16_accumulates_the_loss_in_fp32():
+    head = build_head(64, 97, chunk_tokens=16, dtype=torch.bfloat16)
+    hidden, labels, weight = draw_inputs(length=32, width=64, vocab=97, dtype=torch.bfloat16)
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
+    assert loss.dtype == ce.dtype == torch.float32
+    want_loss, want_ce = materialised(hidden, head.weight, labels, weight)
+    torch.testing.assert_close(ce.double(), want_ce, **BF16)
+    # Were the sum itself in bf16, 192 terms would be off by percents.
+    torch.testing.assert_close(loss.double(), want_loss, rtol=2e-3, atol=0.0)
+    inputs = (*hidden, head.weight)
+    for got, want in zip(gradients(loss, *inputs), gradients(want_loss, *inputs), strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - want).norm() < 0.02 * want.norm()
+
+
+def test_large_logits_stay_finite():
+    head = build_head(6, 11, dtype=torch.float32)
+    hidden, labels, weight = draw_inputs(dtype=torch.float32)
+    large = tuple((1e4 * h).detach().requires_grad_() for h in hidden)
+    loss, _ = head(large, labels_BL=labels, weight_RBL=weight)
+    want_loss, _ = materialised(large, head.weight, labels, weight)
+    torch.testing.assert_close(loss.double(), want_loss, rtol=1e-4, atol=1e-2)
+    assert all(g.isfinite().all() for g in gradients(loss, *large, head.weight, weight))
+
+
+def test_single_state_gives_logits():
+    head = build_head(6, 11)
+    hidden, _, _ = draw_inputs(steps=1)
+    assert torch.equal(head(hidden[0]), F.linear(hidden[0], head.weight))
+
+
+def test_bad_settings_name_the_field():
+    with pytest.raises(UserError, match=r"lm_head\.bias=True"):
+        LMHead.Config(in_features=4, out_features=5, bias=True).build()
+    with pytest.raises(UserError, match=r"lm_head\.chunk_tokens=0"):
+        LMHead.Config(in_features=4, out_features=5, chunk_tokens=0).build()
+
+
+def test_label_outside_the_vocabulary_is_an_error():
+    head = build_head(6, 11)
+    hidden, labels, weight = draw_inputs()
+    labels[0, 3] = 11
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        head(hidden, labels_BL=labels, weight_RBL=weight)
+
+
+def test_weights_rounded_by_fsdp_are_an_error():
+    head = build_head(6, 11, dtype=torch.bfloat16)
+    hidden, labels, weight = draw_inputs(dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="cast_forward_inputs=False"):
+        head(hidden, labels_BL=labels, weight_RBL=weight.bfloat16())
+
+
+class LiveMemory(TorchDispatchMode):
+    """Records the storages that operations allocate: the largest one, and the peak of all alive."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+        self.largest_bytes = self.live_bytes = self.peak_bytes = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._alive:
+                    self._allocated(storage)
+                    self.shapes.add(tensor.shape)
+        return result
+
+    def _allocated(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self.live_bytes -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.live_bytes += size
+        self.largest_bytes = max(self.largest_bytes, size)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
+def test_memory_grows_with_the_hidden_states_only():
+    steps, width, vocab, chunk_tokens, length = 4, 16, 4096, 32, 128
+    head = build_head(width, vocab, chunk_tokens=chunk_tokens, dtype=torch.float32)
+    itemsize = 4
+    memory = {}
+    for tokens in (length, 4 * length):
+        hidden, labels, weight = draw_inputs(
+            steps=steps,
+            batch=1,
+            length=tokens,
+            width=width,
+            vocab=vocab,
+            dtype=torch.float32,
+        )
+        head.zero_grad()
+        with LiveMemory() as memory[tokens]:
+            loss, _ = head(hidden, labels_BL=labels, weight_RBL=weight)
+            loss.backward()
+    short, long = memory[length], memory[4 * length]
+
+    # The largest tensor is one chunk of logits, whatever L is: never L × V.
+    assert short.largest_bytes == long.largest_bytes == chunk_tokens * vocab * itemsize
+    # What grows: the saved gradients of R states and one scaled copy of each in backward, and a
+    # handful of per-token scalars (labels, weights, CE).
+    grown_tokens = 3 * length
+    hidden_gradients = 2 * steps * grown_tokens * width * itemsize
+    token_scalars = 8 * steps * grown_tokens * itemsize
+    assert 0 < long.peak_bytes - short.peak_bytes <= hidden_gradients + token_scalars
+
+
+def check_sliced_vocabulary(rank: int, world: int) -> None:
+    """On every rank of a gloo group: the sliced head equals the whole one under both backends."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    for vocab in (12, 11, 2 * world - 1):
+        torch.manual_seed(0)  # the same whole head on every rank
+        head = build_head(6, vocab)
+        hidden, labels, weight = draw_inputs(vocab=vocab)
+        whole = head(hidden, labels_BL=labels, weight_RBL=weight)
+        want = gradients(whole[0], *hidden, head.weight, weight)
+        _check_dtensor_head(head, hidden, labels, weight, whole, want, mesh)
+        _check_plain_head(head, hidden, labels, weight, whole, want, mesh)
+
+
+def _check_dtensor_head(
+    head: LMHead,
+    hidden: tuple[Tensor, ...],
+    labels: Tensor,
+    weight: Tensor,
+    whole: tuple[Tensor, Tensor],
+    want: tuple[Tensor, ...],
+    mesh: Any,
+) -> None:
+    sliced = build_head(6, head.out_features)
+    sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    states = [distribute_tensor(h.detach(), mesh, [Replicate()]).requires_grad_() for h in hidden]
+    # As in the model, something upstream reads the state: the partial gradient is reduced there.
+    loss, ce = sliced(tuple(states), labels_BL=labels, weight_RBL=weight)
+    _check_equal_on_all_ranks(loss, ce, whole)
+    *got_hidden, got_head, got_weight = gradients(loss, *states, sliced.weight, weight)
+    for got, expected in zip((*got_hidden, got_head), want[:-1], strict=True):
+        assert isinstance(got, DTensor)
+        torch.testing.assert_close(got.full_tensor(), expected, **EXACT)
+    torch.testing.assert_close(got_weight, want[-1], **EXACT)
+
+
+def _check_plain_head(
+    head: LMHead,
+    hidden: tuple[Tensor, ...],
+    labels: Tensor,
+    weight: Tensor,
+    whole: tuple[Tensor, Tensor],
+    want: tuple[Tensor, ...],
+    mesh: Any,
+) -> None:
+    """`spmd_types`: tensors are plain, and the gradient of a replicated input is a partial sum."""
+    rows = -(-head.out_features // mesh.size())
+    start = rows * mesh.get_local_rank()
+    sliced = build_head(6, head.out_features)
+    sliced.weight = torch.nn.Parameter(head.weight.detach()[start : start + rows].clone())
+    backend = get_spmd_backend()
+    set_spmd_backend("spmd_types")
+    try:
+        with set_current_spmd_mesh(mesh):
+            loss, ce = sliced(hidden, labels_BL=labels, weight_RBL=weight)
+            *got_hidden, got_head, got_weight = gradients(loss, *hidden, sliced.weight, weight)
+    finally:
+        set_spmd_backend(backend)
+    _check_equal_on_all_ranks(loss, ce, whole)
+    for got, expected in zip(got_hidden, want[:-2], strict=True):
+        dist.all_reduce(got)
+        torch.testing.assert_close(got, expected, **EXACT)
+    torch.testing.assert_close(got_head, want[-2][start : start + rows], **EXACT)
+    torch.testing.assert_close(got_weight, want[-1], **EXACT)
+
+
+def _check_equal_on_all_ranks(loss: Tensor, ce: Tensor, whole: tuple[Tensor, Tensor]) -> None:
+    torch.testing.assert_close(loss, whole[0], **EXACT)
+    torch.testing.assert_close(ce, whole[1], **EXACT)
+    for value in (loss.detach(), ce):
+        largest = value.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        assert torch.equal(largest, value), "ranks disagree"
+
+
+def check_fully_sharded_head(rank: int, world: int) -> None:
+    """On every rank of a gloo group: FSDP's ordinary hooks serve the streamed head, any R."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    torch.manual_seed(0)  # the same head on every rank
+    whole, sharded = build_head(6, 11), build_head(6, 11)
+    sharded.load_state_dict(whole.state_dict())
+    fully_shard(sharded, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
+    assert isinstance(sharded, FSDPModule)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+    for steps in (3, 1):
+        hidden, labels, weight = draw_inputs(steps=steps, batch=world)
+        want_loss, _ = whole(hidden, labels_BL=labels, weight_RBL=weight)
+        want = gradients(want_loss, *hidden, whole.weight)
+        mine = tuple(h[rank : rank + 1].detach().requires_grad_() for h in hidden)
+        sharded.zero_grad()
+        loss, _ = sharded(
+            mine, labels_BL=labels[rank : rank + 1], weight_RBL=weight[:, rank : rank + 1].detach()
+        )
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, want_loss.detach(), **EXACT)
+        for h, expected in zip(mine, want[:-1], strict=True):
+            torch.testing.assert_close(h.grad, expected[rank : rank + 1], **EXACT)
+        assert isinstance(sharded.weight.grad, DTensor)
+        torch.testing.assert_close(sharded.weight.grad.full_tensor(), want[-1], **EXACT)
+
+    low = build_head(6, 11)
+    fully_shard(low, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="cast_forward_inputs=False"):
+        low(mine, labels_BL=labels[rank : rank + 1], weight_RBL=weight[:, rank : rank + 1])
+
+
+@pytest.mark.parametrize("check", [check_sliced_vocabulary, check_fully_sharded_head])
+def test_on_two_ranks(gloo_pool, check):
+    gloo_pool(2).run(on_this_rank, check)
+
+
+def on_this_rank(check: Callable[[int, int], None]) -> None:
+    check(dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,205 @@
+"""The exit distribution: properties for any logits, a slow float64 reference, printed numbers."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.objectives.exit_distribution import (
+    exit_cdf,
+    exit_entropy_nats,
+    exit_log_pmf,
+    exit_pmf,
+    geometric_prior,
+    kl_to_prior,
+    mean_exit_step,
+    q_exit_step,
+    uniform_prior,
+)
+
+FP32_SUM = 1e-6
+"""A few roundings of 2^-24 per step, for at most 8 steps of probabilities."""
+FP32_ULP = 2**-23
+"""expm1 is accurate to an ulp, not monotone to the last bit."""
+PRINTED = 5e-4
+"""Numbers given to three digits."""
+
+logits = st.lists(
+    st.one_of(
+        st.floats(-1e4, 1e4, width=32),
+        st.floats(-5, 5, width=32),
+        st.sampled_from([math.inf, -math.inf, 0.0, 1e4, -1e4]),
+    ),
+    min_size=1,
+    max_size=8,
+)
+any_logits = settings(deadline=None, max_examples=200)
+
+
+def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    """One token's gate logits, (R, 1, 1)."""
+    return torch.tensor(values, dtype=dtype).view(-1, 1, 1)
+
+
+def slow_pmf(values: list[float]) -> list[float]:
+    """The definition, multiplied out, with λ and 1 − λ each computed without cancellation."""
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+
+    survival, pmf = 1.0, []
+    for gate in values[:-1]:
+        pmf.append(sigmoid(gate) * survival)
+        survival *= sigmoid(-gate)
+    return [*pmf, survival]
+
+
+@any_logits
+@given(logits)
+def test_pmf_is_a_distribution(values: list[float]):
+    pmf = exit_pmf(column(values))
+    assert pmf.dtype == torch.float32
+    assert (pmf >= 0).all()
+    assert pmf.sum().item() == pytest.approx(1.0, abs=FP32_SUM)
+
+
+@any_logits
+@given(logits)
+def test_cdf_rises_to_exactly_one(values: list[float]):
+    cdf = exit_cdf(column(values))
+    assert (cdf >= 0).all()
+    assert (cdf <= 1).all()
+    assert (cdf.diff(dim=0) >= -FP32_ULP).all()
+    assert cdf[-1].item() == 1.0
+    torch.testing.assert_close(cdf, exit_pmf(column(values)).cumsum(0), rtol=0, atol=FP32_SUM)
+
+
+@any_logits
+@given(logits)
+def test_entropy_and_gradients_are_finite(values: list[float]):
+    logit = column(values).requires_grad_()
+    steps = len(values)
+    entropy = exit_entropy_nats(logit)
+    assert -FP32_SUM <= entropy.item() <= math.log(steps) + FP32_SUM
+    kl = kl_to_prior(logit, uniform_prior(steps))
+    mean_step = mean_exit_step(logit)
+    assert 1 - FP32_SUM * steps <= mean_step.item() <= steps + FP32_SUM * steps
+    (entropy + kl + mean_step).sum().backward()
+    assert logit.grad is not None
+    assert logit.grad.isfinite().all()
+    assert logit.grad[-1].item() == 0.0, "the last gate is unused"
+
+
+@any_logits
+@given(st.lists(st.floats(-300, 300), min_size=1, max_size=8))
+def test_equals_the_slow_float64_reference(values: list[float]):
+    want = slow_pmf(values)
+    logit = column(values, torch.float64)
+    assert exit_pmf(logit).flatten().tolist() == pytest.approx(want, rel=1e-9, abs=1e-300)
+    entropy = -sum(p * math.log(p) for p in want if p > 0)
+    assert exit_entropy_nats(logit).item() == pytest.approx(entropy, rel=1e-9, abs=1e-12)
+    mean = sum(r * p for r, p in enumerate(want, start=1))
+    assert mean_exit_step(logit).item() == pytest.approx(mean, rel=1e-9)
+
+
+def test_gradcheck():
+    generator = torch.Generator().manual_seed(0)
+    logit = torch.randn(4, 2, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    prior = geometric_prior(4, 0.3).double()
+    for function in (
+        exit_log_pmf,
+        exit_pmf,
+        exit_cdf,
+        exit_entropy_nats,
+        mean_exit_step,
+        lambda x: kl_to_prior(x, prior),
+    ):
+        assert torch.autograd.gradcheck(function, (logit,))
+
+
+def test_one_step_always_exits_there_and_keeps_the_gate_in_the_graph():
+    logit = torch.tensor([[[-3.0, 7.0]]], requires_grad=True)
+    assert torch.equal(exit_pmf(logit), torch.ones(1, 1, 2))
+    assert torch.equal(exit_cdf(logit), torch.ones(1, 1, 2))
+    assert torch.equal(q_exit_step(logit, 1.0), torch.ones(1, 2, dtype=torch.int64))
+    exit_entropy_nats(logit).sum().backward()
+    assert logit.grad is not None
+    assert (logit.grad == 0).all()
+
+
+def test_entropy_of_the_uniform_distribution_is_log_r():
+    # λ_r = 1 / (R − r + 1) leaves every step the same mass.
+    rates = torch.tensor([1 / 4, 1 / 3, 1 / 2])
+    logit = torch.cat([torch.logit(rates), torch.zeros(1)]).view(4, 1, 1)
+    torch.testing.assert_close(exit_pmf(logit), torch.full((4, 1, 1), 0.25))
+    assert exit_entropy_nats(logit).item() == pytest.approx(math.log(4), abs=FP32_SUM)
+    assert kl_to_prior(logit, uniform_prior(4)).item() == pytest.approx(0, abs=FP32_SUM)
+
+
+def test_q_exit_is_the_first_step_that_reaches_the_threshold():
+    logit = torch.logit(torch.tensor([0.25, 0.5, 0.5, 0.5])).view(4, 1, 1)  # CDF .25 .625 .8125 1
+    for threshold, step in ((0.0, 1), (0.2, 1), (0.26, 2), (0.7, 3), (0.9, 4), (1.0, 4)):
+        assert q_exit_step(logit, threshold).item() == step, threshold
+    # At the threshold itself: ≥, not >.
+    assert q_exit_step(logit, exit_cdf(logit)[1].item()).item() == 2
+
+
+@any_logits
+@given(logits, st.floats(0, 1))
+def test_q_exit_is_the_literal_minimum(values: list[float], threshold: float):
+    cdf = exit_cdf(column(values)).flatten().tolist()
+    # The comparison happens in fp32, as in the model.
+    threshold = torch.tensor(threshold, dtype=torch.float32).item()
+    want = min(m for m, mass in enumerate(cdf, start=1) if mass >= threshold)
+    assert q_exit_step(column(values), threshold).item() == want
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, math.nan])
+def test_q_exit_rejects_impossible_thresholds(threshold: float):
+    with pytest.raises(UserError, match="threshold="):
+        q_exit_step(torch.zeros(2, 1, 1), threshold)
+
+
+def test_geometric_prior_is_renormalised():
+    prior = geometric_prior(4, 0.1)
+    assert prior.tolist() == pytest.approx([0.291, 0.262, 0.236, 0.212], abs=PRINTED)
+    assert prior.sum().item() == pytest.approx(1.0, abs=FP32_SUM)
+    ratios = prior[1:] / prior[:-1]
+    torch.testing.assert_close(ratios, torch.full((3,), 0.9))
+    # η → 0 is the uniform prior.
+    torch.testing.assert_close(geometric_prior(5, 1e-9), uniform_prior(5))
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0, -0.2, math.nan])
+def test_geometric_prior_rejects_impossible_eta(eta: float):
+    with pytest.raises(UserError, match="geometric_eta="):
+        geometric_prior(4, eta)
+
+
+@any_logits
+@given(logits, st.floats(0.05, 0.95))
+def test_kl_is_never_negative_and_complements_the_entropy(values: list[float], eta: float):
+    logit, steps = column(values), len(values)
+    assert kl_to_prior(logit, geometric_prior(steps, eta)).item() >= -FP32_SUM * steps
+    uniform = kl_to_prior(logit, uniform_prior(steps)).item()
+    complement = math.log(steps) - exit_entropy_nats(logit).item()
+    assert uniform == pytest.approx(complement, abs=FP32_SUM * steps)
+
+
+def test_published_mean_distribution_has_the_published_mean_exit():
+    # Ouro, mean pmf on MMLU: {0.0004, 0.0855, 0.3793, 0.5348}, mean exit 3.45 (its entropy: 0.916).
+    pmf = torch.tensor([0.0004, 0.0855, 0.3793, 0.5348], dtype=torch.float64)
+    survival = 1 - torch.cat([torch.zeros(1), pmf.cumsum(0)[:-1]])
+    logit = torch.cat([torch.logit((pmf / survival)[:-1]), torch.zeros(1)]).view(4, 1, 1)
+    assert mean_exit_step(logit).item() == pytest.approx(3.45, abs=5e-3)
+    assert exit_entropy_nats(logit).item() == pytest.approx(0.916, abs=PRINTED)
+
+
+def test_half_precision_logits_are_computed_in_fp32():
+    logit = torch.tensor([-8.0, 0.5, 1.0]).view(3, 1, 1)
+    assert exit_pmf(logit.bfloat16()).dtype == torch.float32
+    assert torch.equal(exit_pmf(logit.bfloat16()), exit_pmf(logit))

@@ -1,0 +1,289 @@
+"""The Stage II loss against its definition in float64: gradients, metrics, what it teaches."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.errors import UserError
+from titan_loop.models.exit_gate import ExitGate
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.gate_loss import (
+    AdaptiveGateLoss,
+    adaptive_loss,
+    continue_target,
+    improvement_nats,
+)
+
+EXACT = 1e-12
+"""float64 against float64: only the order of sums differs."""
+STEPS, BATCH, LENGTH, WIDTH, VOCAB = 4, 3, 5, 6, 11
+SLOPE, THRESHOLD = 50.0, 0.005
+
+
+def draw(steps: int = STEPS) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate logits, cross entropies around each other by a few γ, and labels with ignored ones."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(steps, BATCH, LENGTH, generator=generator, dtype=torch.float64) * 2
+    ce = 3 + 0.02 * torch.randn(steps, BATCH, LENGTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
+    labels[torch.rand(BATCH, LENGTH, generator=generator) < 0.25] = IGNORE_INDEX
+    assert (labels == IGNORE_INDEX).any()
+    return logits.requires_grad_(), ce.masked_fill(labels == IGNORE_INDEX, 0.0), labels
+
+
+def definition(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) -> Tensor:
+    """The formula, term by term: steps are counted from 1 as in the paper."""
+    steps = len(logits)
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for b in range(labels.shape[0]):
+        for position in range(labels.shape[1]):
+            if labels[b, position] == IGNORE_INDEX:
+                continue
+            count += 1
+            for r in range(2, steps + 1):
+                gain = max(0.0, float(ce[r - 2, b, position] - ce[r - 1, b, position]))
+                w = 1 / (1 + math.exp(-SLOPE * (gain - THRESHOLD)))
+                gate = r - 1 if look_ahead else r
+                rate = torch.sigmoid(logits[gate - 1, b, position])
+                total = total - (w * torch.log(1 - rate) + (1 - w) * torch.log(rate))
+    return total / count / steps
+
+
+def loss_of(logits: Tensor, ce: Tensor, labels: Tensor, *, look_ahead: bool) -> Tensor:
+    valid = (labels != IGNORE_INDEX).sum()
+    return adaptive_loss(
+        logits,
+        ce,
+        labels,
+        slope=SLOPE,
+        threshold=THRESHOLD,
+        look_ahead=look_ahead,
+        valid_tokens=valid,
+    ).loss
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+@pytest.mark.parametrize("steps", [2, 4])
+def test_loss_and_gradient_equal_the_definition(steps: int, look_ahead: bool):
+    logits, ce, labels = draw(steps)
+    got = loss_of(logits, ce, labels, look_ahead=look_ahead)
+    want = definition(logits, ce, labels, look_ahead=look_ahead)
+    torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
+    (got_gradient,) = torch.autograd.grad(got, logits)
+    (want_gradient,) = torch.autograd.grad(want, logits)
+    torch.testing.assert_close(got_gradient, want_gradient, rtol=EXACT, atol=EXACT)
+    untaught = steps - 1 if look_ahead else 0
+    taught = [r for r in range(steps) if got_gradient[r].any()]
+    assert taught == [r for r in range(steps) if r != untaught]
+    assert not got_gradient[:, labels == IGNORE_INDEX].any()
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_gradcheck(look_ahead: bool):
+    logits, ce, labels = draw()
+    assert torch.autograd.gradcheck(
+        lambda value: loss_of(value, ce, labels, look_ahead=look_ahead), (logits,)
+    )
+
+
+def test_one_token_by_hand():
+    """Step 2 gains 0.045 nats, step 3 loses: w = sigmoid(2) and sigmoid(−0.25)."""
+    ce = torch.tensor([2.0, 1.955, 2.5], dtype=torch.float64).view(3, 1, 1)
+    logits = torch.zeros(3, 1, 1, dtype=torch.float64, requires_grad=True)
+    label = torch.zeros(1, 1, dtype=torch.int64)
+    improvement = improvement_nats(ce)
+    torch.testing.assert_close(improvement.flatten(), torch.tensor([0.045, 0.0]).double())
+    w = continue_target(improvement, slope=SLOPE, threshold=THRESHOLD).flatten()
+    assert w.tolist() == pytest.approx([0.8807970779778823, 0.43782349911420193])
+    loss = loss_of(logits, ce, label, look_ahead=False)
+    assert loss.item() == pytest.approx(2 * math.log(2) / 3)  # two terms, divided by R = 3
+    (gradient,) = torch.autograd.grad(loss, logits)
+    # d/dg [−w log(1−λ) − (1−w) log λ] = λ − (1 − w)
+    assert gradient.flatten().tolist() == pytest.approx(
+        [0.0, (w[0].item() - 0.5) / 3, (w[1].item() - 0.5) / 3]
+    )
+
+
+def test_the_best_gate_continues_with_the_target_probability():
+    _, ce, labels = draw()
+    valid = labels != IGNORE_INDEX
+    for look_ahead in (False, True):
+        w = continue_target(improvement_nats(ce), slope=SLOPE, threshold=THRESHOLD)
+        logits = torch.zeros(STEPS, BATCH, LENGTH, dtype=torch.float64)
+        logits[slice(0, -1) if look_ahead else slice(1, None)] = torch.logit(1 - w)
+        logits.requires_grad_()
+        loss = loss_of(logits, ce, labels, look_ahead=look_ahead)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert gradient.abs().max() < EXACT
+        assert torch.sigmoid(logits[1:-1])[:, valid].max() <= 1 - w.min()
+        assert w.min() >= torch.sigmoid(torch.tensor(-SLOPE * THRESHOLD).double())
+
+
+def test_no_gradient_reaches_the_cross_entropies():
+    logits, ce, labels = draw()
+    ce.requires_grad_()
+    loss = loss_of(logits, ce, labels, look_ahead=False)
+    assert torch.autograd.grad(loss, ce, allow_unused=True) == (None,)
+
+
+def test_saturated_gates_have_a_finite_loss_and_gradient():
+    _, ce, labels = draw()
+    for logit in (-1e4, 1e4):
+        logits = torch.full((STEPS, BATCH, LENGTH), logit, requires_grad=True)
+        loss = loss_of(logits, ce.float(), labels, look_ahead=False)
+        assert torch.isfinite(loss)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert torch.isfinite(gradient).all()
+        assert gradient.any()
+
+
+def build_loss(head: LMHead, **settings: float) -> AdaptiveGateLoss:
+    loss_fn = AdaptiveGateLoss.Config(**settings).build()  # pyright: ignore[reportArgumentType]
+    loss_fn.set_lm_head(head)
+    return loss_fn
+
+
+def build_head(vocab: int = VOCAB) -> LMHead:
+    torch.manual_seed(0)
+    head = LMHead.Config(in_features=WIDTH, out_features=vocab, chunk_tokens=7).build().double()
+    return head.requires_grad_(False)
+
+
+def draw_output() -> tuple[LoopOutput, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    hidden = tuple(
+        torch.randn(BATCH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+        for _ in range(STEPS)
+    )
+    logits, _, labels = draw()
+    return LoopOutput(hidden, tuple(logits)), labels
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_the_loss_class_reads_cross_entropies_out_of_the_head(look_ahead: bool):
+    head = build_head()
+    pred, labels = draw_output()
+    logits = torch.stack(pred.exit_logit_RBL)
+    ce = torch.stack(
+        [
+            torch.nn.functional.cross_entropy(
+                (hidden @ head.weight.T).flatten(0, 1), labels.flatten(), reduction="none"
+            ).view(labels.shape)
+            for hidden in pred.hidden_RBLD
+        ]
+    )
+    valid = labels != IGNORE_INDEX
+    loss, metrics = build_loss(head, look_ahead=look_ahead)(pred, labels, valid.sum())
+    want = definition(logits, ce, labels, look_ahead=look_ahead)
+    torch.testing.assert_close(loss, want, rtol=1e-10, atol=1e-10)
+
+    gates = range(1, STEPS) if look_ahead else range(2, STEPS + 1)
+    steps = range(1, STEPS + 1)
+    assert list(metrics) == [
+        *(f"ce/step_{r}" for r in steps),
+        *(f"exit/pmf_{r}" for r in steps),
+        "exit/entropy_nats",
+        "exit/mean_step",
+        *(f"improvement/step_{r}" for r in steps[1:]),
+        *(f"gate/target_{r}" for r in gates),
+        *(f"gate/bce_{r}" for r in gates),
+    ]
+    assert not any(value.requires_grad or value.ndim for value in metrics.values())
+    for r in steps[1:]:
+        gain = (ce[r - 2] - ce[r - 1]).clamp(min=0)[valid]
+        assert metrics[f"improvement/step_{r}"].item() == pytest.approx(gain.mean().item())
+        target = torch.sigmoid(SLOPE * (gain - THRESHOLD)).mean()
+        gate = r - 1 if look_ahead else r
+        assert metrics[f"gate/target_{gate}"].item() == pytest.approx(target.item())
+    bce = sum(metrics[f"gate/bce_{gate}"].item() for gate in gates)
+    assert bce / STEPS == pytest.approx(loss.item())
+
+
+def test_micro_batches_add_up_to_the_batch():
+    head = build_head()
+    pred, labels = draw_output()
+    loss_fn = build_loss(head)
+    tokens = (labels != IGNORE_INDEX).sum()
+    whole, whole_metrics = loss_fn(pred, labels, tokens)
+    parts = []
+    for rows in (slice(0, 1), slice(1, BATCH)):
+        part = LoopOutput(
+            tuple(h[rows] for h in pred.hidden_RBLD), tuple(g[rows] for g in pred.exit_logit_RBL)
+        )
+        parts.append(loss_fn(part, labels[rows], tokens))
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole, rtol=EXACT, atol=EXACT)
+    for name, value in whole_metrics.items():
+        assert sum(metrics[name].item() for _, metrics in parts) == pytest.approx(value.item())
+
+
+def test_neither_states_nor_head_get_a_gradient():
+    head = build_head().requires_grad_()
+    pred, labels = draw_output()
+    for hidden in pred.hidden_RBLD:
+        hidden.requires_grad_()
+    loss, _ = build_loss(head)(pred, labels, (labels != IGNORE_INDEX).sum())
+    inputs = (*pred.hidden_RBLD, head.weight)
+    assert torch.autograd.grad(loss, inputs, allow_unused=True) == (None,) * len(inputs)
+
+
+def test_loss_of_a_bf16_model_stays_fp32():
+    head = build_head().bfloat16()
+    pred, labels = draw_output()
+    pred = LoopOutput(
+        tuple(h.bfloat16() for h in pred.hidden_RBLD), tuple(g.float() for g in pred.exit_logit_RBL)
+    )
+    loss, metrics = build_loss(head)(pred, labels, (labels != IGNORE_INDEX).sum())
+    assert loss.dtype == torch.float32
+    assert all(value.dtype == torch.float32 for value in metrics.values())
+
+
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_a_gate_learns_which_tokens_gain_from_another_step(look_ahead: bool):
+    """Every step brings half of the tokens 0.5 nats or more and the others nothing.
+
+    The state shows the kind of token in its sign; nothing else separates the two.
+    """
+    generator = torch.Generator().manual_seed(3)
+    tokens = 256
+    kind = torch.where(torch.rand(1, tokens, generator=generator) < 0.5, 1.0, -1.0)
+    noise = torch.randn(1, tokens, 4, generator=generator)
+    # Logit of label 0 among 4: it grows by one a step for the first kind of token.
+    hidden = []
+    for step in range(STEPS):
+        signal = torch.where(kind > 0, step - 2.0, 1.0)
+        hidden.append(torch.cat([signal.unsqueeze(-1), kind.unsqueeze(-1), noise], dim=-1))
+    head = LMHead.Config(in_features=WIDTH, out_features=4).build().requires_grad_(False)
+    head.weight.zero_()
+    head.weight[0, 0] = 1.0
+    labels = torch.zeros(1, tokens, dtype=torch.int64)
+    gate = ExitGate.Config(in_features=WIDTH).build()
+    torch.nn.init.zeros_(gate.weight)
+    torch.nn.init.zeros_(gate.bias)
+    loss_fn = build_loss(head, look_ahead=look_ahead)
+    optimizer = torch.optim.Adam(gate.parameters(), lr=0.1)
+    for _ in range(150):
+        optimizer.zero_grad()
+        pred = LoopOutput(tuple(hidden), tuple(gate(h) for h in hidden))
+        loss, metrics = loss_fn(pred, labels, tokens)
+        loss.backward()
+        optimizer.step()
+    assert min(metrics[f"improvement/step_{r}"] for r in range(2, STEPS + 1)) > 0.1
+    taught = range(STEPS - 1) if look_ahead else range(1, STEPS)
+    for r in taught:
+        rate = torch.sigmoid(gate(hidden[r])).detach()
+        assert rate[kind > 0].max() < 0.1
+        assert rate[kind < 0].mean() == pytest.approx(1 - 0.438, abs=0.05)
+
+
+def test_bad_settings_name_the_field():
+    head = build_head()
+    for name, value in (("slope", 0.0), ("slope", math.nan), ("threshold", -0.1)):
+        with pytest.raises(UserError, match=rf"loss\.{name}={value}"):
+            build_loss(head, **{name: value})
+    with pytest.raises(UserError, match=r"R=1: .* at least 2"):
+        loss_of(*draw(1), look_ahead=False)

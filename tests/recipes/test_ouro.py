@@ -1,0 +1,264 @@
+"""Ouro's recipe against the paper's Tables 1-5, as the trainer will read it, step by step."""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titan_loop.data.mixture import parse_mixture
+from titan_loop.data.packing import pack_source
+from titan_loop.data.shards import index_path
+from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import build_decoder
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
+from titan_loop.recipes.recipe import Stage
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.training.step_plan import plan_step
+from titan_loop.training.trainer import LoopTrainer
+
+MI, T, B = 2**20, 10**12, 10**9
+EOS, VOCABULARY = 0, 49_152
+
+STAGE_1 = {
+    "nemotron-cc": 0.734,
+    "map-cc": 0.13,
+    "ultra-fineweb-zh": 0.02,
+    "opencoder-pretrain": 0.075,
+    "megamath-web": 0.041,
+}
+STAGE_2 = {
+    "nemotron-cc-high-quality": 0.665,
+    "nemotron-cc-math-v1": 0.15,
+    "megamath-high-quality": 0.046,
+    "opc-annealing-corpus": 0.005,
+    "nemotron-synthetic-code": 0.038,
+    "nemotron-sft-code": 0.034,
+    "nemotron-sft-general": 0.062,
+}
+# stage: tokens, window, RoPE base, then (learning rate, batch tokens, R, β) at the first, the
+# middle and the last token. The rates at the middle of a cosine are the mean of both ends.
+TABLE: dict[str, tuple[Any, ...]] = {
+    "1a": (3 * T, 4096, 1e4, (0.0, 4 * MI, 8, 0.1), (3e-4, 8 * MI, 8, 0.1), (3e-4, 8 * MI, 8, 0.1)),
+    "1b": (3 * T, 4096, 1e4, *[(3e-4, 8 * MI, 4, 0.05)] * 3),
+    "ct_annealing": (
+        14 * T // 10,
+        16_384,
+        4e4,
+        (3e-4, 8 * MI, 4, 0.05),
+        (1.65e-4, 8 * MI, 4, 0.05),
+        (3e-5, 8 * MI, 4, 0.05),
+    ),
+    "longct": (20 * B, 65_536, 1e6, *[(3e-5, 8 * MI, 4, 0.05)] * 3),
+    "mid_training": (
+        300 * B,
+        32_768,
+        1e6,
+        (3e-5, 8 * MI, 4, 0.05),
+        (2e-5, 8 * MI, 4, 0.05),
+        (1e-5, 8 * MI, 4, 0.05),
+    ),
+    "sft": (
+        60 * B,
+        32_768,
+        1e6,
+        (2e-5, 4 * MI, 4, 0.05),
+        (1e-5, 4 * MI, 4, 0.05),
+        (0.0, 4 * MI, 4, 0.05),
+    ),
+    # The gate's loss has no entropy term.
+    "gate": (2 * B, 32_768, 1e6, *[(3e-4, 8 * MI, 4, 0.0)] * 3),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every source the recipes name, small but valid, with 49,152 tokens and packed windows."""
+    root = tmp_path_factory.mktemp("ouro")
+    ids = np.full(2 * 65_536 + 512, 7, dtype="<u2")
+    ends = np.arange(256, len(ids) + 1, 256, dtype="<u8")
+    ids[ends - 1] = EOS
+    stages = [s for name in ("ouro_1_4b", "ouro_scaling_study") for s in load_recipe(name).stages]
+    packed: dict[str, set[int]] = {}
+    for stage in stages:
+        for entry in parse_mixture(stage.config.dataloader.mixture):
+            lengths = packed.setdefault(entry.path, set())
+            if entry.packed:
+                lengths.add(stage.config.training.seq_len)
+    for path, lengths in packed.items():
+        folder = root / path
+        splits = {}
+        for split in ("train", "held_out"):
+            shard = folder / split / "00000.ds"
+            shard.parent.mkdir(parents=True)
+            ids.tofile(shard)
+            ends.tofile(index_path(shard))
+            card = ShardCard(
+                file=shard.name,
+                documents=len(ends),
+                tokens=len(ids),
+                bytes=shard.stat().st_size,
+                sha256=hashlib.sha256(shard.read_bytes()).hexdigest(),
+            )
+            splits[split] = SplitCard(
+                documents=len(ends),
+                tokens=len(ids),
+                text_bytes=0,
+                max_token_id=VOCABULARY - 1,
+                shards=(card,),
+            )
+        (folder / "tokenizer.json").write_text(json.dumps({}))
+        SourceCard(
+            name=folder.name,
+            tokenizer_sha256="the same",
+            vocab_size=VOCABULARY,
+            eos_id=EOS,
+            token_bytes=2,
+            splits=splits,
+            licence="test",
+            versions={},
+            command="test",
+        ).write(folder)
+        for seq_len in lengths:
+            pack_source(folder, seq_len=seq_len)
+    return root
+
+
+@pytest.fixture
+def stages(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
+    monkeypatch.chdir(corpus)
+    recipe = load_recipe("ouro_1_4b")
+    for stage in recipe.stages:
+        if stage.name == "sft":  # the small sources cannot fill it, as a real one must
+            stage.config.dataloader.mixture = [
+                entry.replace(":max_epochs=2", "") for entry in stage.config.dataloader.mixture
+            ]
+        stage.config.resolve(world_size=128)
+    return {stage.name: stage for stage in recipe.stages}
+
+
+def test_the_stages_are_the_paper_s_in_its_order(stages):
+    assert {name: stage.parent for name, stage in stages.items()} == {
+        "1a": None,
+        "1b": "1a",
+        "ct_annealing": "1b",
+        "longct": "ct_annealing",
+        "mid_training": "longct",
+        "gate": "mid_training",
+        "sft": "mid_training",
+    }
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_what_the_trainer_reads_is_the_paper_s_table(stages, name):
+    config = stages[name].config
+    tokens, window, rope_base, *moments = TABLE[name]
+    assert config.total_tokens == tokens
+    assert config.training.seq_len == window
+    assert config.model_spec.model.layers[0].attention.rope.theta == rope_base
+    for at, expected in zip((0, tokens // 2, tokens - 1), moments, strict=True):
+        plan = plan_step(config, step=1, tokens=at, seed=0)
+        rate, batch_tokens, recurrent_steps, entropy_weight = expected
+        assert plan.learning_rate == pytest.approx(rate, rel=1e-6, abs=1e-12)
+        assert plan.windows * window == batch_tokens
+        assert plan.recurrent_steps == recurrent_steps
+        assert plan.entropy_weight == entropy_weight
+
+
+def test_adamw_and_clipping_are_the_same_everywhere(stages):
+    for stage in stages.values():
+        adamw = stage.config.adamw
+        assert (adamw.weight_decay, adamw.beta1, adamw.beta2) == (0.1, 0.9, 0.95)
+        assert stage.config.training.max_norm == 1.0
+
+
+def shares(config: LoopTrainer.Config) -> dict[str, float]:
+    entries = parse_mixture(config.dataloader.mixture)
+    total = math.fsum(entry.weight for entry in entries)
+    return {Path(entry.path).name: entry.weight / total for entry in entries}
+
+
+def test_the_mixtures_are_the_paper_s(stages):
+    assert shares(stages["1a"].config) == pytest.approx(STAGE_1, abs=2e-3)
+    assert shares(stages["1b"].config) == shares(stages["1a"].config)
+    assert shares(stages["ct_annealing"].config) == pytest.approx(STAGE_2, abs=2e-3)
+    assert shares(stages["longct"].config) == {"prolong-64k": 1.0}
+    mid_training = shares(stages["mid_training"].config)
+    assert mid_training["mid-training-sft"] == pytest.approx(0.3)
+    assert not {"map-cc", "ultra-fineweb-zh"} & mid_training.keys()
+    assert math.fsum(mid_training[name] for name in STAGE_2) == pytest.approx(0.6, abs=1e-5)
+    sft = shares(stages["sft"].config)
+    assert sft["sft-math"] / sft["sft-code"] == pytest.approx(3500 / 3200)
+
+
+def test_warm_up_and_ramp_come_before_the_plateau(stages):
+    config = stages["1a"].config
+    plans = [plan_step(config, step=1, tokens=at * B, seed=0) for at in (0, 4, 8, 50, 100)]
+    assert [plan.learning_rate for plan in plans] == pytest.approx([0, 1.5e-4, 3e-4, 3e-4, 3e-4])
+    batches = [plan.windows * 4096 for plan in plans]
+    assert batches[0] == 4 * MI
+    assert batches[-1] == 8 * MI
+    assert batches == sorted(batches)
+    assert batches[3] == pytest.approx(6 * MI, rel=0.1)
+
+
+def test_stage_two_trains_the_gate_alone(stages):
+    config = stages["gate"].config
+    assert config.trainable == "exit_gate"
+    assert isinstance(config.loss, AdaptiveGateLoss.Config)
+    assert (config.loss.slope, config.loss.threshold) == (50.0, 0.005)
+    assert not config.checkpoint.carry.optimizer
+
+
+def test_the_larger_model_is_the_smaller_one_upcycled(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    recipe = load_recipe("ouro_2_6b")
+    first, second, *rest = recipe.stages
+    assert first.config.model.size == "1.4b"
+    assert second.config.checkpoint.carry.upcycle == "stacked"
+    assert all(stage.config.checkpoint.carry.upcycle == "no" for stage in [first, *rest])
+    for stage in (first, second):
+        stage.config.resolve(world_size=128)
+    layers = []
+    for stage in (first, second):
+        model = stage.config.model_spec.model
+        assert isinstance(model, LoopDecoder.Config)
+        layers.append(len(model.layers))
+    assert layers == [24, 48]
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("53m", 53), ("134m", 134), ("374m", 374), ("778m", 778)]
+)
+def test_the_scaling_study_has_the_paper_s_sizes(corpus, monkeypatch, size, millions):
+    monkeypatch.chdir(corpus)
+    recipe = load_recipe("ouro_scaling_study")
+    assert len(recipe.stages) == 20
+    for steps in (1, 2, 4, 8):
+        config = recipe.stage(f"{size}-r{steps}").config
+        assert config.total_tokens == 20 * B
+        assert config.recurrence.steps(0) == steps
+        assert config.model.exit_gate == (steps > 1)
+        model = build_decoder(config.model, max_seq_len=4096, device="meta")
+        assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+
+
+def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
+    recipe = load_recipe("ouro_prior_ablation")
+    losses: list[Any] = [stage.config.loss for stage in recipe.stages]
+    assert [loss.prior for loss in losses] == ["uniform"] + ["geometric"] * 9
+    assert [loss.geometric_eta for loss in losses[1:]] == pytest.approx(
+        [tenths / 10 for tenths in range(1, 10)]
+    )
+
+
+def test_a_batch_that_the_ramp_cannot_split_is_refused(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    config = load_recipe("ouro_1_4b").stage("1a").config
+    with pytest.raises(UserError):
+        config.resolve(world_size=96)

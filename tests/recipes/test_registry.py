@@ -1,0 +1,68 @@
+"""Recipes are listed without being imported, and found by name or as module:function."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.recipes.registry import load_recipe, recipe_summaries
+
+RECIPES = """
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.trainer import LoopTrainer
+def one(): return LoopTrainer.Config(total_tokens=5)
+def two(): return Recipe(name="two", stages=[Stage(name="a", config=one()),
+    Stage(name="b", parent="a", config=LoopTrainer.Config(total_tokens=6))])
+def none(): return Recipe(name="none", stages=[])
+def number(): return 3
+"""
+
+
+@pytest.fixture
+def own_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "own_recipes.py").write_text(RECIPES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_recipes", raising=False)
+    return "own_recipes"
+
+
+def test_every_recipe_of_the_package_has_a_summary_and_loads():
+    summaries = recipe_summaries()
+    assert "quickstart" in summaries
+    for name, summary in summaries.items():
+        assert summary, name
+        assert load_recipe(name).stages
+
+
+def test_a_recipe_in_the_working_folder_is_found(own_recipes):
+    one, two = load_recipe(f"{own_recipes}:one"), load_recipe(f"{own_recipes}:two")
+    assert [stage.config.total_tokens for stage in one.stages] == [5]
+    assert [stage.config.total_tokens for stage in two.stages] == [5, 6]
+    assert [stage.parent for stage in two.stages] == [None, "a"]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("onee", "has no function 'onee'; nearest: one"),
+        ("none", "recipe none has no stage"),
+        ("number", "returns int; return a LoopTrainer.Config"),
+    ],
+)
+def test_what_is_no_recipe_is_refused(own_recipes, function, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(f"{own_recipes}:{function}")
+
+
+@pytest.mark.parametrize("name", [":f", "module:", ":", ".module:f"])
+def test_a_name_with_a_part_missing_is_refused(name: str):
+    with pytest.raises(UserError, match=r"must be NAME or PACKAGE\.MODULE:FUNCTION"):
+        load_recipe(name)
+
+
+def test_a_recipe_with_a_missing_import_is_a_defect_of_the_recipe(own_recipes, tmp_path):
+    (tmp_path / "own_recipes.py").write_text("import no_such_module_anywhere\n")
+    with pytest.raises(ModuleNotFoundError):
+        load_recipe(f"{own_recipes}:one")

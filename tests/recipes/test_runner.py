@@ -1,0 +1,275 @@
+"""A real chain of stages in one process: what is carried, what begins anew, what is passed over."""
+
+import gc
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.cli import main
+from titan_loop.data.loader import WindowLoader
+from titan_loop.errors import UserError
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.status import read_status
+from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+STEPS = 4
+
+
+def chain(source: Path, folder: Path) -> Recipe:
+    """Three stages: higher R; half of it on a larger RoPE base; a fork without moments."""
+    first = tiny_config(source, folder, steps=STEPS)
+    first.recurrence.steps = Schedule.constant(4)
+    second = tiny_config(source, folder, steps=STEPS)
+    second.recurrence.steps = Schedule.constant(2)
+    second.model.rope_theta = 40_000.0
+    fork = tiny_config(source, folder, steps=STEPS)
+    fork.checkpoint.carry.optimizer = False
+    return Recipe(
+        name="chain",
+        folder=str(folder),
+        stages=[
+            Stage(name="1a", config=first),
+            Stage(name="1b", parent="1a", config=second),
+            Stage(name="fork", parent="1a", config=fork),
+        ],
+    )
+
+
+def checkpoint(folder: Path, stage: str, step: int = STEPS) -> Path:
+    return folder / stage / "checkpoints" / f"step-{step}"
+
+
+def losses(folder: Path, stage: str) -> list[float]:
+    return [record["loss"] for record in RunDirectory(folder / stage).read_metrics()]
+
+
+def test_a_chain_carries_weights_and_says_so(source, tmp_path):
+    run_recipe(chain(source, tmp_path))
+    parent = reference(checkpoint(tmp_path, "1a"))
+    for stage in ("1b", "fork"):
+        first = read_manifest(checkpoint(tmp_path, stage, 2))
+        assert first["lineage"]["parent"] == parent
+        assert first["lineage"]["stage"] == stage
+        assert first["trainer"]["tokens"] == 2 * BATCH_TOKENS  # counted from the stage's start
+        # A stage that starts from trained weights starts lower than the first did.
+        assert losses(tmp_path, stage)[0] < losses(tmp_path, "1a")[0] - 0.1
+        # The keep policy may delete that one; the last still says where the stage came from.
+        last = read_manifest(checkpoint(tmp_path, stage))
+        assert last["lineage"]["parent"] != parent
+        assert last["lineage"]["origin"] == parent
+    steps = RunDirectory(tmp_path / "1b").read_metrics()
+    assert [record["recurrent_steps"] for record in steps] == [2] * STEPS
+    assert read_manifest(checkpoint(tmp_path, "1b"))["stage_end"]
+    # Moments were carried to one branch and not to the other; R differs, too.
+    assert losses(tmp_path, "1b")[1:] != losses(tmp_path, "fork")[1:]
+
+
+def test_an_interrupted_chain_goes_on_where_it_was(source, tmp_path, monkeypatch):
+    run_recipe(chain(source, tmp_path / "whole"))
+    broken = chain(source, tmp_path / "broken")
+    broken.stages[1].config.training.steps = 2  # stands for a job that ended in the second stage
+    run_recipe(Recipe(name="chain", folder=broken.folder, stages=broken.stages[:2]))
+    assert committed_steps(tmp_path / "broken" / "1b" / "checkpoints") == [2]
+    run_recipe(chain(source, tmp_path / "broken"))
+    for stage in ("1a", "1b", "fork"):
+        assert losses(tmp_path / "broken", stage) == losses(tmp_path / "whole", stage)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    run_recipe(chain(source, tmp_path / "broken"))  # nothing is left
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_stage_alone_needs_its_parent(source, tmp_path):
+    with pytest.raises(UserError, match=r"stage 1b starts from 1a, which has 0 of 1024 tokens"):
+        run_recipe(chain(source, tmp_path), only="1b")
+    run_recipe(chain(source, tmp_path), only="1a")
+    run_recipe(chain(source, tmp_path), only="1b")
+    assert not (tmp_path / "fork").exists()
+
+
+def test_flags_for_a_stage_alone_are_not_for_its_parent(source, tmp_path):
+    """The rehearsal of a recipe whose own numbers are another size."""
+    rehearsed = chain(source, tmp_path)
+    for stage in rehearsed.stages[:2]:
+        stage.config.model.n_layers = 3
+    run_recipe(rehearsed, only="1a")
+    later = chain(source, tmp_path)
+    later.stages[0].config.total_tokens *= 1000  # the recipe's own, as are its two layers
+    later.stages[0].config.dataloader = WindowLoader.Config(mixture=["gone=1"])
+    later.stages[1].config.model.n_layers = 3
+    run_recipe(later, only="1b")
+    manifest = read_manifest(checkpoint(tmp_path, "1b"))
+    assert manifest["trainer"]["architecture"]["n_layers"] == 3
+    plan = json.loads((tmp_path / "recipe.json").read_text())["stages"]
+    assert plan[0]["total_tokens"] == STEPS * BATCH_TOKENS
+    with pytest.raises(UserError, match=r"stage fork: .*model\.n_layers=2 \(checkpoint: 3\)"):
+        run_recipe(chain(source, tmp_path), only="fork")
+
+
+def test_what_a_parent_trained_is_what_its_run_says(source, tmp_path):
+    run_recipe(chain(source, tmp_path), only="1a")
+    path = RunDirectory(tmp_path / "1a").config_json
+    path.write_text(json.dumps({**json.loads(path.read_text()), "trainable": "exit_gate"}))
+    with pytest.raises(UserError, match="1a has moments for trainable=exit_gate"):
+        run_recipe(chain(source, tmp_path), only="1b")
+
+
+def test_no_stage_starts_from_a_parent_that_was_cut_short(source, tmp_path):
+    recipe = chain(source, tmp_path)
+    for stage in recipe.stages:
+        stage.config.training.steps = 2
+    with pytest.raises(UserError) as caught:
+        run_recipe(recipe)
+    assert str(caught.value) == (
+        f"stage 1b starts from 1a, which has {2 * BATCH_TOKENS} of {STEPS * BATCH_TOKENS} tokens "
+        f"in {tmp_path / '1a'}; train it to its end (without --training.steps), or fork with "
+        "--stage 1b --checkpoint.carry.parent CHECKPOINT"
+    )
+    assert committed_steps(tmp_path / "1a" / "checkpoints") == [2]
+    assert not (tmp_path / "1b").exists()
+
+
+def test_a_stage_that_has_begun_goes_on_without_its_parent(source, tmp_path):
+    run_recipe(chain(source, tmp_path), only="1a")
+    begun = chain(source, tmp_path)
+    begun.stages[1].config.training.steps = 2
+    run_recipe(begun, only="1b")
+    shutil.rmtree(tmp_path / "1a")
+    run_recipe(chain(source, tmp_path), only="1b")
+    assert committed_steps(tmp_path / "1b" / "checkpoints") == [2, 4]
+
+
+def test_the_flag_for_a_parent_forks_a_stage(source, tmp_path, monkeypatch):
+    half = chain(source, tmp_path)
+    half.stages[0].config.training.steps = 2
+    run_recipe(half, only="1a")
+    parent = checkpoint(tmp_path, "1a", 2)
+    monkeypatch.setattr("titan_loop.cli.train.load_recipe", lambda name: chain(source, tmp_path))
+    flags = ["--dump-folder", str(tmp_path), "--checkpoint.carry.parent", str(parent)]
+    assert main.main(["train", "chain", "--stage", "1b", *flags]) == 0
+    manifest = read_manifest(checkpoint(tmp_path, "1b", 2))
+    assert manifest["lineage"]["parent"] == reference(parent)
+    (root,) = read_status(tmp_path)
+    assert {child.name for child in root.children} == {"1b", "fork"}
+
+
+def test_a_stage_is_forked_from_any_checkpoint(source, tmp_path):
+    run_recipe(chain(source, tmp_path), only="1a")
+    config = tiny_config(source, tmp_path / "mine", steps=STEPS)
+    config.checkpoint.carry.parent = str(checkpoint(tmp_path, "1a", 2))
+    run_recipe(Recipe.of_one_run("mine", config))
+    manifest = read_manifest(tmp_path / "mine" / "checkpoints" / "step-2")
+    assert manifest["lineage"]["parent"] == reference(checkpoint(tmp_path, "1a", 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda recipe: setattr(recipe.stages[2].config.model, "n_layers", 3),
+            r"stage fork: .*model\.n_layers=3 \(checkpoint: 2\)",
+        ),
+        (
+            lambda recipe: setattr(recipe.stages[1].config.training, "seq_len", 0),
+            r"stage 1b: training\.seq_len=0 must be at least 1",
+        ),
+    ],
+)
+def test_a_mistake_in_any_stage_stops_the_first(source, tmp_path, change, message):
+    recipe = chain(source, tmp_path / "run")
+    change(recipe)
+    with pytest.raises(UserError, match=message):
+        run_recipe(recipe)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stage_may_start_from_its_parent_s_layers_twice(source, tmp_path):
+    recipe = chain(source, tmp_path)
+    wider = recipe.stages[1]
+    wider.config.model.n_layers = 4
+    wider.config.checkpoint.carry.upcycle = "stacked"
+    run_recipe(Recipe(name="chain", folder=str(tmp_path), stages=recipe.stages[:2]))
+    upcycled = read_manifest(tmp_path / "1b" / "upcycled")["lineage"]
+    assert upcycled["parent"] == reference(checkpoint(tmp_path, "1a"))
+    assert upcycled["upcycled"]["layers"] == [0, 1, 0, 1]
+    first = read_manifest(checkpoint(tmp_path, "1b", 2))
+    assert first["lineage"]["parent"] == reference(tmp_path / "1b" / "upcycled")
+    assert first["trainer"]["architecture"]["n_layers"] == 4
+    last = read_manifest(checkpoint(tmp_path, "1b"))["lineage"]
+    assert last["origin"] == reference(checkpoint(tmp_path, "1a"))
+    assert last["upcycled"] == upcycled["upcycled"]
+    # Half the steps through twice the layers: nearly the parent's function, no spike.
+    assert losses(tmp_path, "1b")[0] < losses(tmp_path, "1a")[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "upcycle", "message"),
+    [
+        (3, "stacked", "stage 1b: layers=3 is not a multiple of the checkpoint's 2 layers"),
+        (4, "no", r"stage 1b: .*model\.n_layers=4 \(checkpoint: 2\)"),
+        (4, "sideways", r"stage 1b: checkpoint\.carry\.upcycle=sideways is unknown"),
+    ],
+)
+def test_layers_that_cannot_be_duplicated_are_refused(source, tmp_path, layers, upcycle, message):
+    recipe = chain(source, tmp_path)
+    recipe.stages[1].config.model.n_layers = layers
+    recipe.stages[1].config.checkpoint.carry.upcycle = upcycle
+    with pytest.raises(UserError, match=message):
+        run_recipe(recipe)
+    assert not (tmp_path / "1a").exists()
+
+
+@pytest.mark.parametrize("parent", ["missing", "run"])
+def test_a_parent_without_checkpoint_is_refused(source, tmp_path, parent):
+    (tmp_path / "run").mkdir()
+    config = tiny_config(source, tmp_path / "mine")
+    config.checkpoint.carry.parent = str(tmp_path / parent)
+    with pytest.raises(UserError, match="is neither a checkpoint nor a run that has one"):
+        run_recipe(Recipe.of_one_run("mine", config))
+
+
+def test_a_new_gate_may_keep_its_initial_values(source, tmp_path):
+    plain = tiny_config(source, tmp_path / "plain")
+    plain.model.exit_gate = False
+    run_recipe(Recipe.of_one_run("plain", plain))
+    for keep, message in (([], "exit_gate"), (["exit_gate.*"], "")):
+        gated = tiny_config(source, tmp_path / "gated")
+        gated.checkpoint.carry.parent = str(tmp_path / "plain")
+        gated.checkpoint.carry.keep_initial = keep
+        recipe = Recipe.of_one_run("gated", gated)
+        if message:
+            with pytest.raises(UserError, match=message):
+                run_recipe(recipe)
+        else:
+            run_recipe(recipe)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_returns_between_stages(source, tmp_path):
+    """Five equal stages in one process leave no model behind, and memory within 5 %."""
+    config = [tiny_config(source, tmp_path, steps=2) for _ in range(5)]
+    for one in config:
+        one.model.dim, one.model.n_heads, one.model.n_layers = 256, 4, 8
+    stages = [Stage(name=f"s{i}", config=one) for i, one in enumerate(config)]
+    resident: list[int] = []
+    for stage in stages:
+        run_recipe(Recipe(name="five", folder=str(tmp_path), stages=[stage]))
+        resident.append(resident_bytes())
+        assert not [thing for thing in gc.get_objects() if type(thing) is LoopTrainer]
+    assert not dist.is_initialized()
+    assert resident[-1] < 1.05 * resident[1]

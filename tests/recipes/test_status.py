@@ -1,0 +1,95 @@
+"""The tree of stages and forks, from the files that runs leave."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.cli import main
+from titan_loop.errors import UserError
+from titan_loop.json_files import append_jsonl
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.status import read_status, status_lines, write_plan
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.trainer import LoopTrainer
+
+
+def stage(name: str, parent: str | None = None) -> Stage:
+    return Stage(name=name, parent=parent, config=LoopTrainer.Config(total_tokens=1000))
+
+
+def run(path: Path, tokens: int, *, saved: int, parent: str = "", total: int = 1000) -> None:
+    """Leave what a run leaves: its config, its last record, its last checkpoint."""
+    config: dict[str, Any] = {
+        "total_tokens": total,
+        "checkpoint": {"folder": "checkpoints", "carry": {"parent": parent}},
+    }
+    directory = RunDirectory(path)
+    directory.create_or_open(["test"], config=config)
+    record = {"step": 1, "tokens": tokens, "loss": 2.5, "tokens_per_second": 4.0}
+    append_jsonl(directory.metrics_jsonl, record)
+    if saved:
+        content = {"step": 1, "trainer": {"tokens": saved}, "data": {}, "lineage": {}, "files": {}}
+        write_manifest(directory.checkpoint(1), content)
+
+
+@pytest.fixture
+def recipe_folder(tmp_path: Path) -> Path:
+    stages = [stage("1a"), stage("1b", "1a"), stage("2.6b", "1a"), stage("annealing", "1b")]
+    write_plan(Recipe(name="mine", stages=stages), tmp_path)
+    run(tmp_path / "1a", 1000, saved=1000)
+    run(tmp_path / "1b", 520, saved=500, parent="1a")
+    run(tmp_path / "trial", 10, saved=0, parent=str(tmp_path / "1a" / "checkpoints" / "step-1"))
+    return tmp_path
+
+
+def test_the_tree_says_how_far_everything_is(recipe_folder):
+    assert status_lines(read_status(recipe_folder)) == [
+        "1a               complete, 1,000 tokens, loss 2.5000",
+        "├─ 1b            52.0% of 1,000 tokens, loss 2.5000, about 2.0 minutes left",
+        "│  └─ annealing  not begun from 1b, 1,000 tokens",
+        "├─ 2.6b          not begun from 1a, 1,000 tokens",
+        "└─ trial         1.0% of 1,000 tokens, loss 2.5000, about 4.1 minutes left, not of the "
+        "recipe",
+        "next: 1b",
+    ]
+
+
+def test_a_run_alone_is_a_tree_of_one(tmp_path, capsys):
+    run(tmp_path / "mine", 1000, saved=1000)
+    assert main.main(["status", str(tmp_path / "mine")]) == 0
+    assert capsys.readouterr().out == (
+        "mine  complete, 1,000 tokens, loss 2.5000\neverything is trained\n"
+    )
+
+
+def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
+    (RunDirectory(recipe_folder / "1b").checkpoint(1) / "manifest.json").write_text("{ torn")
+    first, damaged, *rest, following = status_lines(read_status(recipe_folder))
+    assert first.endswith("complete, 1,000 tokens, loss 2.5000")
+    assert damaged.startswith("├─ 1b            no checkpoint in ")
+    assert "is usable (step-1: " in damaged
+    assert len(rest) == 3
+    assert following == "next: 1b"
+
+
+def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
+    """Both children of the first stage come before the child of one of them."""
+    stages = [stage("1a"), stage("1b", "1a"), stage("2.6b", "1a"), stage("annealing", "1b")]
+    write_plan(Recipe(name="mine", stages=stages), tmp_path)
+    for name in ("1a", "1b"):
+        run(tmp_path / name, 1000, saved=1000)
+    lines = status_lines(read_status(tmp_path))
+    assert lines[-1] == "next: 2.6b"
+
+
+def test_what_is_neither_run_nor_recipe_is_refused(tmp_path, recipe_folder):
+    with pytest.raises(UserError, match="is not a folder"):
+        read_status(tmp_path / "missing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="neither a run nor a recipe's stages"):
+        read_status(tmp_path / "empty")
+    (recipe_folder / "recipe.json").write_text("{")
+    with pytest.raises(UserError, match=r"recipe\.json is damaged"):
+        read_status(recipe_folder)

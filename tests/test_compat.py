@@ -1,0 +1,147 @@
+"""The runtime shims: launcher variables, threads, and real memory figures on CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import titan_loop.compat as compat
+import torch
+
+from titan_loop.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_started_by_hand_it_is_a_world_of_one():
+    environment: dict[str, str] = {}
+    assert compat.start_runtime(environment) == (0, 1)
+    assert environment["LOCAL_RANK"] == "0"
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_under_torchrun_nothing_changes():
+    environment = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    before = dict(environment)
+    assert compat.start_runtime(environment) == (3, 4)
+    assert environment == before
+
+
+@pytest.mark.parametrize("tasks_per_node", ["4", "4(x2)", "4,3"])
+def test_slurm_variables_are_translated(tasks_per_node):
+    environment = {
+        "SLURM_STEP_ID": "0",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_TASKS_PER_NODE": tasks_per_node,
+    }
+    assert compat.start_runtime(environment) == (5, 8)
+    assert environment["LOCAL_RANK"] == "1"
+    assert environment["LOCAL_WORLD_SIZE"] == "4"
+
+
+def test_an_interactive_slurm_allocation_with_one_task_is_a_world_of_one():
+    assert compat.start_runtime({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == (0, 1)
+
+
+def test_an_allocation_without_srun_is_a_world_of_one():
+    assert compat.start_runtime({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing"),
+    [
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "MASTER_ADDR"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "WORLD_SIZE"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+    ],
+)
+def test_a_variable_the_launcher_forgot_is_named(environment, missing):
+    with pytest.raises(UserError, match=missing):
+        compat.start_runtime(environment)
+
+
+def test_ranks_that_share_cores_get_their_share_of_threads(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert compat.threads_per_rank(1) == cores
+    assert compat.threads_per_rank(2 * cores) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert compat.threads_per_rank(4) == 3
+
+
+_GROWTH = """
+import torch
+from titan_loop import compat
+
+device = compat.CpuDevice()
+
+
+def peak():
+    return device.memory_stats()["active_bytes.all.peak"]
+
+
+device.reset_peak_memory_stats()
+before = peak()
+block = torch.ones(128 * 2**20)  # 512 MiB, touched
+grown = peak() - before
+del block
+device.reset_peak_memory_stats()
+print(grown, peak() - before)
+"""
+
+
+def _kernel_resets_peaks() -> bool:
+    """Return whether writing `clear_refs` really starts a new peak; containers may forbid it."""
+    block = bytearray(os.urandom(1)) * (64 * 2**20)
+    del block
+    before = compat.peak_resident_bytes()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return compat.peak_resident_bytes() < before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures host memory")
+def test_peak_memory_is_real_and_reset_where_the_kernel_allows_it():
+    # In a process of its own: an earlier test's peak would hide ours where none can be reset.
+    program = subprocess.run(
+        [sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=True
+    )
+    grown, after_reset = (int(figure) / 2**20 for figure in program.stdout.split())
+    assert 400 < grown < 700
+    if _kernel_resets_peaks():
+        assert after_reset < 200
+    else:
+        assert abs(after_reset - grown) < 8  # the kernel counts pages per core, in batches
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures host memory")
+def test_a_peak_that_cannot_be_reset_is_the_peak_since_the_start(monkeypatch):
+    device = compat.CpuDevice()
+
+    def refuse(path, mode="r"):
+        if mode == "w":
+            raise PermissionError(path)
+        return open(path, mode)
+
+    monkeypatch.setattr(compat, "open", refuse, raising=False)
+    before = device.memory_stats()["active_bytes.all.peak"]
+    device.reset_peak_memory_stats()
+    device.reset_peak_memory_stats()
+    assert device.memory_stats()["active_bytes.all.peak"] > before - 8 * 2**20
+
+
+def test_device_properties_name_the_host():
+    assert compat.CpuDevice().get_device_name() == "CPU"
+    assert compat.CpuDevice().get_device_properties().total_memory > 2**30

@@ -1,0 +1,202 @@
+"""Every torchtitan and torch seam this package stands on.
+
+An upgrade fails here first, with the name of the seam, instead of somewhere inside a run.
+"""
+
+import dataclasses
+import inspect
+import re
+from importlib import metadata
+
+import pytest
+import titan_loop.compat as compat
+import torch
+import torch.distributed as dist
+import torchtitan.trainer
+from torchtitan.components.checkpointer import CheckpointManager, base
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper
+from torchtitan.components.metrics import DeviceMemoryMonitor, MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.config import configs
+from torchtitan.config.manager import ConfigManager, custom_registry
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.models.common import decoder_sharding
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.rope import CosSinRoPE
+from torchtitan.protocols.module import Module
+from torchtitan.tools import utils as titan_utils
+from torchtitan.trainer import Trainer
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(function) -> str:
+    return inspect.getsource(function)
+
+
+def fields(config) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)}
+
+
+def test_versions_are_within_the_tested_bounds():
+    assert metadata.version("torchtitan") == "0.3.0"
+    assert (2, 13) <= tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 16)
+
+
+def test_trainer_methods_we_override_exist_with_their_arguments():
+    assert parameters(Trainer.train_step) == ["self", "data_iterator"]
+    assert parameters(Trainer._forward_backward_body) == [
+        "self",
+        "inputs",
+        "labels",
+        "global_valid_tokens",
+        "extra_kwargs",
+    ]
+    assert parameters(Trainer.batch_generator) == ["self", "data_iterable"]
+    assert set(parameters(Trainer.forward_backward_step)) == {
+        "self",
+        "input_dict",
+        "labels",
+        "global_valid_tokens",
+    }
+
+
+def test_trainer_hands_over_what_we_rely_on():
+    body = source(Trainer.__init__)
+    for seam in (
+        "isinstance(self.loss_fn, ChunkedLossWrapper)",
+        "self.loss_fn.set_lm_head(lm_head)",
+        'states={"train_state": self}',
+        "config.lr_scheduler.build(",
+        "self.fwd_bwd_fn = self._forward_backward_body",
+        "model_config.update_from_config(",
+        "model_config.get_nparams_and_flops(model, config.training.seq_len)",
+    ):
+        assert seam in body, seam
+    loop = source(Trainer.train)
+    order = [
+        "self.checkpointer.load(",
+        "self.batch_generator(self.dataloader)",
+        "self.train_step(data_iterator)",
+        "self.checkpointer.save(",
+    ]
+    positions = [loop.index(seam) for seam in order]
+    assert positions == sorted(positions)
+    assert "last_step=(self.step == config.training.steps)" in loop
+
+
+def test_trainer_closes_what_ours_closes():
+    closed = re.findall(r"self\.(\w+)\.close\(\)", source(Trainer.close))
+    assert closed == ["checkpointer", "metrics_processor"]
+    assert "if not self.config.training.disable_cuda_graphs" in source(Trainer.close)
+
+
+def test_upstream_still_drops_the_loss_metrics():
+    """The reason for overriding `_forward_backward_body`; delete the override when this fails."""
+    assert "loss, _ = self.loss_fn(" in source(Trainer._forward_backward_body)
+
+
+def test_config_fields_we_set():
+    assert fields(Trainer.Config) >= {
+        "model_spec", "dump_folder", "metrics", "tokenizer", "dataloader", "optimizer",
+        "lr_scheduler", "training", "parallelism", "checkpoint", "activation_checkpoint",
+        "compile", "comm", "validator", "debug", "override", "loss", "hf_assets_path", "profiler",
+    }  # fmt: skip
+    assert fields(configs.TrainingConfig) >= {
+        "local_batch_size", "global_batch_size", "seq_len", "max_norm", "steps",
+        "enable_cpu_offload", "disable_cuda_graphs", "dtype", "mixed_precision_param",
+        "mixed_precision_reduce",
+    }  # fmt: skip
+    assert fields(configs.ParallelismConfig) >= {
+        "data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree",
+        "enable_sequence_parallel", "spmd_backend", "fsdp_reshard_after_forward",
+        "context_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree",
+    }  # fmt: skip
+    assert fields(CheckpointManager.Config) >= {
+        "enable", "folder", "interval", "keep_latest_k", "last_save_model_only", "load_step",
+        "async_mode", "last_save_in_hf",
+    }  # fmt: skip
+    assert "warmup_steps" in fields(LRSchedulersContainer.Config)
+
+
+def test_checkpoint_manager_hooks():
+    assert parameters(CheckpointManager._save) == ["self", "curr_step", "last_step"]
+    assert parameters(CheckpointManager._load) == ["self", "step"]
+    assert parameters(CheckpointManager._find_load_step) == ["self", "folder"]
+    assert parameters(CheckpointManager._create_checkpoint_id) == ["self", "step", "folder"]
+    assert "self._purge_stale_checkpoints()" in source(CheckpointManager._save)
+    assert (base.TRAIN_STATE, base.DATALOADER, base.LR_SCHEDULER) == (
+        "train_state",
+        "dataloader",
+        "lr_scheduler",
+    )
+
+
+def test_loss_wrapper_and_metrics_processor():
+    assert issubclass(ChunkedLossWrapper, BaseLoss)
+    assert "set_lm_head" in vars(ChunkedLossWrapper)
+    assert IGNORE_INDEX == -100
+    assert {"should_log", "log", "close"} <= set(vars(MetricsProcessor))
+    assert "device_module" in source(DeviceMemoryMonitor.get_peak_stats)
+
+
+def test_decoder_and_attention_seams():
+    assert fields(Decoder.Config) >= {
+        "dim", "vocab_size", "lm_head", "tok_embeddings", "norm", "layers", "enable_weight_tying",
+    }  # fmt: skip
+    assert fields(GQAttention.Config) >= {
+        "n_heads", "n_kv_heads", "head_dim", "qkv_linear", "wo", "inner_attention", "rope",
+    }  # fmt: skip
+    assert {"forward", "get_attention_masks", "init_states"} <= set(vars(Decoder))
+    assert "model.get_attention_masks(" in source(Trainer.post_dataloading_process)
+    assert "self._precompute_cache()" in source(CosSinRoPE._init_self_buffers)
+    assert "self._redistribute_inputs(" in source(Module.parallelize)
+    for name in (
+        "dense_activation_placement", "dense_param_placement", "dense_sequence_parallel_placement",
+        "norm_config", "set_decoder_sharding_config", "set_dense_ffn_sharding",
+        "set_gqa_attention_sharding", "set_gqa_inner_attention_local_map",
+    ):  # fmt: skip
+        assert name in vars(decoder_sharding)
+
+
+def test_parallelism_iterates_over_unique_layers():
+    assert 'get_submodule("layers")' in source(ActivationCheckpointing.apply)
+    assert {"get_mesh", "get_optional_mesh", "from_config"} <= set(dir(ParallelDims))
+    assert {"clip_grad_norm_", "dist_sum_tensor", "set_spmd_backend", "get_spmd_context"} <= set(
+        vars(dist_utils)
+    )
+
+
+def test_fsdp_seams():
+    from torch.distributed.fsdp import FSDPModule
+
+    assert {"set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "reshard"} <= set(
+        dir(FSDPModule)
+    )
+
+
+def test_optimizer_groups_match_by_regular_expression_in_order():
+    body = source(OptimizersContainer._build_param_groups)
+    assert "name not in claimed and pattern.search(name)" in body
+
+
+def test_command_line_registry_exists():
+    assert "register_tyro_rules" in vars(ConfigManager)
+    assert custom_registry is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks the shims for machines without CUDA")
+def test_cpu_shims_are_in_place_before_torchtitan_copies_them():
+    assert titan_utils.device_type == "cpu"
+    assert isinstance(titan_utils.device_module, compat.CpuDevice)
+    assert torchtitan.distributed.parallel_dims.device_type == "cpu"
+    assert dist_utils.device_type == "cpu"
+    assert dist_utils.get_local_device() == torch.device("cpu")
+    assert callable(dist.set_timeout)
+    stats = titan_utils.device_module.memory_stats()
+    assert stats["active_bytes.all.peak"] > 1e7

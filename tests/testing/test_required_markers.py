@@ -1,0 +1,74 @@
+"""`TITAN_LOOP_REQUIRE`: what is required must run; run on a small project with our conftest."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import MARKERS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SKIPPED = """
+import pytest
+@pytest.mark.slurm
+def test_needs_a_cluster():
+    pytest.skip("no controller")
+"""
+PASSED = """
+import pytest
+@pytest.mark.slurm
+def test_has_a_cluster():
+    pass
+def test_plain():
+    pass
+"""
+
+
+def run_session(folder: Path, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    (folder / "test_sample.py").write_text(text)
+    markers = "\n".join(f"    {name}: sample" for name in MARKERS)
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}\n")
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("TITAN_LOOP_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        cwd=folder,
+        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_known_markers_are_those_of_pyproject():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert tuple(line.split(":")[0] for line in settings["markers"]) == MARKERS
+
+
+@pytest.mark.parametrize(
+    ("text", "required", "code", "expected"),
+    [
+        (SKIPPED, "", 0, "slurm          1 skipped"),
+        (SKIPPED, "slurm", 1, "but slurm is required here"),
+        (PASSED, "slurm", 0, "slurm          1 passed"),
+        (PASSED, "slurm,network", 1, "FAILED network: required, but no such test ran"),
+        (PASSED, "slrum", 4, "TITAN_LOOP_REQUIRE=slrum is no marker"),
+    ],
+    ids=["a skip passes", "a required skip fails", "ran", "none collected", "unknown marker"],
+)
+def test_sessions(tmp_path, text, required, code, expected):
+    session = run_session(tmp_path, text, TITAN_LOOP_REQUIRE=required)
+    assert session.returncode == code, session.stdout + session.stderr
+    assert expected in session.stdout + session.stderr
+
+
+@pytest.mark.parametrize(("enforce", "code"), [({}, 0), ({"TITAN_LOOP_ENFORCE_BUDGETS": "1"}, 1)])
+def test_a_part_over_its_budget_fails_when_enforced(tmp_path, enforce, code):
+    session = run_session(tmp_path, PASSED, TITAN_LOOP_TEST_BUDGETS="unit=0", **enforce)
+    assert session.returncode == code, session.stdout
+    assert "0 s of 0 s" in session.stdout
+    assert ("FAILED unit" in session.stdout) == bool(enforce)

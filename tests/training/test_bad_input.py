@@ -1,0 +1,296 @@
+"""Every mistake a user can make in a config: one line that names field, value and fix."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.errors import UserError
+from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training.run import check_resumable
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+Change = Callable[[LoopTrainer.Config], Any]
+
+
+def _set(path: str, value: Any) -> Change:
+    def change(config: LoopTrainer.Config) -> None:
+        *parents, name = path.split(".")
+        target: Any = config
+        for parent in parents:
+            target = getattr(target, parent)
+        setattr(target, name, value)
+
+    return change
+
+
+CASES: dict[str, tuple[Change, int, str]] = {
+    "unknown size": (_set("model.size", "quikstart"), 1, r"model\.size=quikstart.*quickstart"),
+    "unknown attention": (_set("model.attention", "flx"), 1, r"model\.attention=flx.*flex"),
+    "attention needs CUDA": (_set("model.attention", "flex"), 1, "attention=flex needs CUDA"),
+    "heads by TP": (
+        _set("parallelism.tensor_parallel_degree", 8),
+        8,
+        r"tensor_parallel_degree=8 must divide model\.n_heads=4",
+    ),
+    "kv heads by TP": (
+        lambda c: (
+            _set("model.n_kv_heads", 1)(c),
+            _set("parallelism.tensor_parallel_degree", 2)(c),
+        ),
+        2,
+        r"tensor_parallel_degree=2 must divide model\.n_kv_heads=1",
+    ),
+    "window by TP": (
+        lambda c: (
+            _set("training.seq_len", 31)(c),
+            _set("parallelism.tensor_parallel_degree", 2)(c),
+        ),
+        2,
+        r"training\.seq_len=31 must be divisible by .*tensor_parallel_degree=2",
+    ),
+    "world does not factor": (
+        _set("parallelism.data_parallel_shard_degree", 3),
+        4,
+        "do not factor the world size 4",
+    ),
+    "replicas do not factor": (
+        _set("parallelism.data_parallel_replicate_degree", 3),
+        4,
+        "do not factor the world size 4",
+    ),
+    "context parallel": (
+        _set("parallelism.context_parallel_degree", 2),
+        2,
+        "context_parallel_degree=2 is not supported",
+    ),
+    "pipeline parallel": (
+        _set("parallelism.pipeline_parallel_degree", 2),
+        2,
+        "pipeline_parallel_degree=2 is not supported",
+    ),
+    "full_dtensor": (_set("parallelism.spmd_backend", "full_dtensor"), 1, "full_dtensor is not"),
+    "R of the model below 1": (
+        _set("model.recurrent_steps", 0),
+        1,
+        r"model\.recurrent_steps=0 must be at least 1",
+    ),
+    "vocabulary too small": (
+        _set("model.vocab_size", 200),
+        1,
+        r"model\.vocab_size=200 is too small: the data's largest token is 29\d",
+    ),
+    "missing source": (
+        _set("dataloader.mixture", ["/nowhere/source=1"]),
+        1,
+        "/nowhere/source",
+    ),
+    "no data": (_set("dataloader.mixture", []), 1, "mixture"),
+    "window longer than the source": (
+        _set("training.seq_len", 10**7),
+        1,
+        "training.seq_len . 1 = 10000001",
+    ),
+    "batch does not divide": (
+        _set("training.local_batch_size", 3),
+        1,
+        r"8 windows does not divide by local_batch_size=3",
+    ),
+    "a later point of the ramp does not divide": (
+        _set(
+            "batch.global_batch_tokens",
+            Schedule.steps([(0, BATCH_TOKENS * 2), (BATCH_TOKENS * 2, BATCH_TOKENS)]),
+        ),
+        8,
+        "8 windows does not divide by local_batch_size=2 × 8",
+    ),
+    "no tokens": (_set("total_tokens", 0), 1, "total_tokens=0 must be at least 1"),
+    "memory snapshot on CPU": (
+        _set("profiler.enable_memory_snapshot", True),
+        1,
+        "enable_memory_snapshot=True records CUDA allocations",
+    ),
+    "negative step limit": (_set("training.steps", -1), 1, r"training\.steps=-1 is negative"),
+    "R of the schedule below 1": (
+        _set("recurrence.steps", Schedule.constant(0)),
+        1,
+        r"recurrence\.steps='0",
+    ),
+    "model-only last checkpoint": (
+        _set("checkpoint.last_save_model_only", True),
+        1,
+        "last_save_model_only=True",
+    ),
+    "seed checkpoint": (
+        _set("checkpoint.create_seed_checkpoint", True),
+        1,
+        "create_seed_checkpoint",
+    ),
+    "initial weights": (
+        _set("checkpoint.initial_load_path", "/somewhere"),
+        1,
+        "initial_load_path=/somewhere is not supported",
+    ),
+    "spmd_types on an old torch": (
+        _set("parallelism.spmd_backend", "spmd_types"),
+        1,
+        r"spmd_types needs torch 2\.15",
+    ),
+    "a missing held-out source": (
+        lambda c: (_set("held_out.interval", 1)(c), _set("held_out.sources", ["/nowhere"])(c)),
+        1,
+        "/nowhere",
+    ),
+    "held-out text of generated data": (
+        lambda c: (
+            _set("held_out.interval", 1)(c),
+            _set("dataloader", ManoLoader.Config(max_operations=3))(c),
+        ),
+        1,
+        r"held_out\.interval=1: this data has no held-out text",
+    ),
+    "upstream's batch size": (
+        _set("training.global_batch_size", 64),
+        1,
+        r"training\.global_batch_size=64 is not used; set --batch\.global-batch-tokens",
+    ),
+    "held-out depth": (
+        lambda c: (_set("held_out.interval", 1)(c), _set("held_out.depths", [0])(c)),
+        1,
+        r"held_out\.depths=\[0\]",
+    ),
+    "width and heads": (_set("model.n_heads", 3), 1, r"model\.n_heads=3 must divide model\.dim=64"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_one_clear_line(source, tmp_path, case):
+    change, world_size, message = CASES[case]
+    config = tiny_config(source, tmp_path / "run")
+    change(config)
+    with pytest.raises(UserError, match=message) as caught:
+        config.resolve(world_size)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_recurrent_steps_below_one_are_refused_when_the_schedule_is_given():
+    with pytest.raises(UserError, match=r"recurrence\.steps"):
+        type(tiny_config(Path("x"), Path("y")).recurrence)(steps=Schedule.constant(0))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(source, tmp_path):
+    run = tmp_path / "run"
+    saved = tiny_config(source, run)
+    saved.resolve(1)
+    checkpoint = run / "checkpoints" / "step-2"
+    checkpoint.mkdir(parents=True)
+    manifest = {
+        "step": 2,
+        "trainer": {
+            "architecture": architecture(saved.model_spec.model),
+            "step": 2,
+            "tokens": 2 * BATCH_TOKENS,
+        },
+        "data": {},
+        "lineage": {},
+        "files": {},
+    }
+    write_manifest(checkpoint, manifest)
+    assert check_resumable(saved)
+    saved.total_tokens = 2 * BATCH_TOKENS
+    assert not check_resumable(saved)  # nothing left to train
+
+    other = tiny_config(source, run)
+    other.model.n_layers = 3
+    other.model.exit_gate = False
+    other.resolve(1)
+    with pytest.raises(UserError) as caught:
+        check_resumable(other)
+    message = str(caught.value)
+    assert "model.n_layers=3 (checkpoint: 2)" in message
+    assert "model.exit_gate=False (checkpoint: True)" in message
+    assert "\n" not in message
+
+    other = tiny_config(source, run)
+    other.checkpoint.load_step = 7
+    other.resolve(1)
+    with pytest.raises(UserError, match=r"checkpoint\.load_step=7 does not exist"):
+        check_resumable(other)
+    newer = run / "checkpoints" / "step-4"
+    newer.mkdir()
+    (newer / "manifest.json").write_text("{ torn")
+    other.checkpoint.load_step = 2
+    with pytest.raises(UserError, match=r"would leave newer checkpoints \[4\]"):
+        check_resumable(other)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("last_save_model_only", True),
+        ("async_mode", "sometimes"),
+        ("keep_every", -1),
+        ("save_attempts", 0),
+        ("retry_seconds", -1.0),
+    ],
+)
+def test_unusable_checkpoint_settings_are_refused(field, value):
+    from titan_loop.checkpoint.manager import LoopCheckpointManager
+
+    with pytest.raises(UserError, match=rf"checkpoint\.{field}={value}"):
+        LoopCheckpointManager.Config(**{field: value})
+
+
+_RUN = """
+import sys
+from pathlib import Path
+from titan_loop.errors import UserError
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+try:
+    run_training(tiny_config(Path(sys.argv[1]), Path(sys.argv[2])))
+except UserError as error:
+    print(error, file=sys.stderr)
+    raise SystemExit(2)
+"""
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_run_directory_below_a_file_is_refused(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    result = _run(sys.executable, "-c", _RUN, str(source), str(tmp_path / "file" / "run"))
+    assert result.returncode == 2
+    assert "cannot be written" in result.stderr
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv"
+)
+def test_a_run_directory_without_permission_is_refused(source, tmp_path):
+    """Root may write anywhere, so an unprivileged user tries."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    for folder in (source, *source.parents):
+        if folder == Path("/tmp"):
+            break
+        folder.chmod(0o755)
+    unprivileged = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    probe = _run(*unprivileged, sys.executable, "-c", "import titan_loop, torch")
+    if probe.returncode != 0:
+        pytest.skip("an unprivileged user cannot read this Python environment")
+    result = _run(*unprivileged, sys.executable, "-c", _RUN, str(source), str(locked / "run"))
+    assert result.returncode == 2
+    assert "cannot be written (Permission denied)" in result.stderr

@@ -1,0 +1,216 @@
+"""Metrics: the keys of metrics.jsonl, rates from global tokens, and the console line."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_loop.compat  # noqa: F401 (must come before torchtitan)
+from torchtitan.components.metrics import BaseLogger
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.data.batches import SourceProgress
+from titan_loop.errors import UserError
+from titan_loop.training import metrics
+from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
+from titan_loop.training.run_directory import RunDirectory
+
+KEYS = [
+    "step",
+    "tokens",
+    "loss",
+    "ce/step_1",
+    "ce/step_2",
+    "exit/pmf_1",
+    "exit/pmf_2",
+    "exit/entropy_nats",
+    "exit/mean_step",
+    "grad_norm",
+    "lr",
+    "recurrent_steps",
+    "entropy_weight",
+    "global_batch_tokens",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+    "data_hash",
+    "windows_consumed",
+    "data_wait",
+    "data/code/tokens",
+    "data/code/epochs",
+]
+
+RECORD = StepRecord(
+    step=1,
+    total_steps=200,
+    tokens=4096,
+    loss=5.1234,
+    grad_norm=0.83,
+    lr=3e-4,
+    recurrent_steps=2,
+    entropy_weight=0.1,
+    global_batch_tokens=4096,
+    data_hash="c0ffee",
+    windows_consumed=16,
+    sources=[SourceProgress("code", 16, 4096, 0.25)],
+    objective={
+        "ce/step_1": 5.4,
+        "ce/step_2": 5.2,
+        "exit/pmf_1": 0.5,
+        "exit/pmf_2": 0.5,
+        "exit/entropy_nats": 0.69,
+        "exit/mean_step": 1.5,
+    },
+    flops_per_token=1_000_000,
+)
+
+
+class Clock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(metrics.time, "perf_counter", lambda: self.now)
+
+
+def build(folder: Path, **fields: Any) -> LoopMetricsProcessor:
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=1,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=1,
+        world_size=1,
+        spmd_backend="partial_dtensor",
+    )
+    config = LoopMetricsProcessor.Config(**fields)
+    return config.build(parallel_dims=dims, dump_folder=str(folder), config_dict={"a": 1})
+
+
+def test_record_has_exactly_the_documented_keys(tmp_path: Path):
+    processor = build(tmp_path)
+    processor.start(step=0, tokens=0, total_steps=200)
+    returned = processor.log_step(RECORD)
+    (written,) = RunDirectory(tmp_path).read_metrics()
+    assert list(written) == KEYS
+    assert written == returned
+    assert written["mfu"] is None or titan_utils.device_type == "cuda"
+    assert isinstance(written["peak_memory_bytes"], int)
+    assert written["peak_memory_bytes"] > 2**20
+    assert written["tokens_per_second"] > 0
+    assert written["data_hash"] == "c0ffee"
+
+
+def test_rates_count_global_tokens_and_not_paused_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    clock = Clock(monkeypatch)
+    processor = build(tmp_path, device_peak_flops=1e10)
+    processor.start(step=5, tokens=10_000, total_steps=200)
+    clock.now += 4
+    with processor.paused():
+        clock.now += 50
+    with caplog.at_level(logging.INFO):
+        written = processor.log_step(replace(RECORD, step=9, tokens=14_000))
+    assert written["tokens_per_second"] == pytest.approx(1000)
+    assert written["mfu"] == pytest.approx(1000 * 1e6 / 1e10)
+    assert "ETA 3m11s" in caplog.text  # 191 steps at one second each
+    clock.now += 2
+    assert processor.log_step(replace(RECORD, step=10, tokens=15_000))["tokens_per_second"] == 500
+
+
+def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    processor = build(tmp_path)
+    with caplog.at_level(logging.INFO):
+        processor.start(step=0, tokens=0, total_steps=200)
+        processor.log_step(replace(RECORD, step=100, tokens=1_968_000, grad_norm=float("nan")))
+    announced, line = [record.message for record in caplog.records[-2:]]
+    assert announced == f"Writing metrics.jsonl, checkpoints/ to {tmp_path}"
+    assert line.startswith(
+        "step 100/200  50% | 1.97M tokens | loss 5.1234 | CE 5.400→5.200 | exit 1.50 | R 2 | "
+        "grad not finite | lr 3.00e-04 | "
+    )
+    assert "\n" not in line
+    assert " GiB | MFU " in line
+    assert " | ETA " in line
+
+
+def test_progress_off_still_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    processor = build(tmp_path, progress=False)
+    with caplog.at_level(logging.INFO):
+        processor.log_step(RECORD)
+    assert "tok/s" not in caplog.text
+    assert len(RunDirectory(tmp_path).read_metrics()) == 1
+
+
+def test_non_finite_numbers_are_null(tmp_path: Path):
+    build(tmp_path).log_step(replace(RECORD, loss=float("nan"), grad_norm=float("inf")))
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss"] is None
+    assert json.loads(text)["grad_norm"] is None
+    assert "NaN" not in text
+    assert "Infinity" not in text
+
+
+def test_first_last_and_every_log_freq_step_is_logged(tmp_path: Path):
+    processor = build(tmp_path, log_freq=10)
+    processor.start(step=0, tokens=0, total_steps=24)
+    assert [step for step in range(1, 25) if processor.should_log(step)] == [1, 10, 20, 24]
+
+
+def test_tensorboard_writes_into_tb(tmp_path: Path):
+    processor = build(tmp_path, enable_tensorboard=True)
+    processor.log_step(RECORD)
+    processor.close()
+    assert list((tmp_path / "tb").glob("events.out.tfevents.*"))
+
+
+def test_wandb_offline_writes_into_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    processor = build(tmp_path, enable_wandb=True)
+    processor.log_step(RECORD)
+    processor.close()
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Failing(BaseLogger):
+        def log(self, metrics: dict[str, Any], step: int) -> None:
+            raise OSError("disk full")
+
+    processor = build(tmp_path)
+    processor.logger = Failing()
+    processor.log_step(RECORD)
+    processor.log_step(replace(RECORD, step=2))
+    assert caplog.text.count("disk full") == 1
+    assert len(RunDirectory(tmp_path).read_metrics()) == 2
+
+
+def test_saving_for_all_ranks_is_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="save_for_all_ranks=True"):
+        build(tmp_path, save_for_all_ranks=True)
+
+
+def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):
+    def upstream_table(device_name: str) -> float:
+        return 989e12 if "H100" in device_name else 312e12
+
+    monkeypatch.setattr(titan_utils, "get_peak_flops", upstream_table)
+    assert metrics.known_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert metrics.known_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert metrics.known_peak_flops("NVIDIA GeForce RTX 4090") is None
+    monkeypatch.setattr(titan_utils, "get_peak_flops", lambda device_name: float("nan"))
+    assert metrics.known_peak_flops("CPU") is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.6, "1m00s"), (750, "12m30s"), (11_100, "3h05m"), (187_200, "2d04h")],
+)
+def test_durations(seconds: float, text: str):
+    assert metrics.format_duration(seconds) == text

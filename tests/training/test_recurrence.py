@@ -1,0 +1,81 @@
+"""Recurrent steps: rounding, clipping, and draws that every rank repeats."""
+
+import math
+
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.training.recurrence import (
+    RecurrenceConfig,
+    fewest_recurrent_steps,
+    most_recurrent_steps,
+    recurrent_steps_at,
+)
+from titan_loop.training.schedule import Schedule
+
+
+def test_scheduled_recurrence_rounds_and_clips():
+    config = RecurrenceConfig(steps=Schedule.parse("0:1 linear 10:5"), max_steps=4)
+    at = [recurrent_steps_at(config, tokens=t, step=0, seed=0) for t in (0, 3, 5, 10)]
+    assert at == [1, 2, 3, 4]
+
+
+def test_poisson_recurrence_is_a_function_of_seed_and_step():
+    config = RecurrenceConfig(steps=Schedule.constant(6), poisson=True, max_steps=12, min_steps=2)
+
+    def draws(seed: int) -> list[int]:
+        return [recurrent_steps_at(config, tokens=0, step=s, seed=seed) for s in range(2000)]
+
+    first = draws(0)
+    assert first == draws(0)
+    assert first != draws(1)
+    assert min(first) == 2
+    assert max(first) == 12
+    pmf = [math.exp(-6) * 6**k / math.factorial(k) for k in range(40)]
+    mean = sum(p * min(max(k, 2), 12) for k, p in enumerate(pmf))
+    # Standard error of the mean is about 2.4 / √2000 = 0.054; five of them, and the seed is fixed.
+    assert abs(sum(first) / len(first) - mean) < 0.27
+
+
+def test_memory_is_provided_for_the_largest_r():
+    scheduled = RecurrenceConfig(steps=Schedule.parse("0:1 linear 10:4.5 constant 20:2"))
+    assert most_recurrent_steps(scheduled) == 5
+    for mean in (1, 4, 8, 16):
+        config = RecurrenceConfig(steps=Schedule.constant(mean), poisson=True)
+        largest = most_recurrent_steps(config)
+        within = sum(math.exp(-mean) * mean**k / math.factorial(k) for k in range(largest + 1))
+        assert within > 0.999
+    config.max_steps = 8
+    assert most_recurrent_steps(config) == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"steps": Schedule.constant(0.4)}, "falls below 1"),
+        ({"min_steps": 0}, "min_steps=0"),
+        ({"min_steps": 3, "max_steps": 2}, "max_steps=2 is below min_steps=3"),
+    ],
+)
+def test_bad_recurrence(fields: dict, complaint: str):
+    with pytest.raises(UserError, match=complaint):
+        RecurrenceConfig(**fields)
+    config = RecurrenceConfig()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(UserError, match=complaint):
+        config.check()
+
+
+@pytest.mark.parametrize(
+    ("config", "fewest"),
+    [
+        (RecurrenceConfig(steps=Schedule.steps([(0, 4), (10, 2)])), 2),
+        (RecurrenceConfig(steps=Schedule.constant(4), max_steps=3), 3),
+        (RecurrenceConfig(steps=Schedule.constant(4), poisson=True), 1),
+        (RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2), 2),
+    ],
+)
+def test_the_fewest_steps_of_any_draw(config: RecurrenceConfig, fewest: int):
+    drawn = {recurrent_steps_at(config, tokens=t % 20, step=t, seed=0) for t in range(500)}
+    assert min(drawn) == fewest_recurrent_steps(config) == fewest

@@ -1,0 +1,418 @@
+"""One process: schedules reach the step, metrics the file, kills and NaNs do no harm."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import titan_loop.compat as compat
+import torch
+
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
+from titan_loop.training.callback import Callback
+from titan_loop.training.run import run_training
+from titan_loop.training.run_directory import RunDirectory, read_jsonl
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+STEPS = 6
+
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in RunDirectory(run).read_metrics()}
+
+
+def test_a_run_writes_what_its_schedules_say(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    learning_rate, entropy_weight = config.learning_rate, config.entropy_weight
+    run_training(config, command=["test"])
+    records = RunDirectory(tmp_path / "run").read_metrics()
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert [r["tokens"] for r in records] == [BATCH_TOKENS * i for i in range(1, STEPS + 1)]
+    assert [r["recurrent_steps"] for r in records] == [4, 4, 4, 2, 2, 2]
+    for record in records:
+        before = record["tokens"] - BATCH_TOKENS
+        assert record["lr"] == learning_rate(before)
+        assert record["entropy_weight"] == entropy_weight(before)
+        assert record["windows_consumed"] == record["step"] * BATCH_WINDOWS
+        steps = record["recurrent_steps"]
+        pmf = [record[f"exit/pmf_{r}"] for r in range(1, steps + 1)]
+        assert sum(pmf) == pytest.approx(1, abs=1e-5)
+        expected = sum(r * p for r, p in enumerate(pmf, start=1))
+        assert record["exit/mean_step"] == pytest.approx(expected, abs=1e-4)
+        assert f"ce/step_{steps}" in record
+        assert f"ce/step_{steps + 1}" not in record
+        assert record["mfu"] is None
+        assert record["peak_memory_bytes"] > 50e6
+        assert record["tokens_per_second"] > 0
+    resolved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert resolved["total_tokens"] == STEPS * BATCH_TOKENS
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
+
+
+def test_the_local_batch_does_not_change_the_loss(source, tmp_path):
+    """Accumulating 4 micro-batches of 2 windows equals one micro-batch of 8, and 8 of 1."""
+    results = []
+    for local_batch in (1, 2, 8):
+        config = tiny_config(source, tmp_path / f"run{local_batch}", steps=3)
+        config.training.local_batch_size = local_batch
+        run_training(config, command=["test"])
+        results.append(losses(tmp_path / f"run{local_batch}"))
+    for result in results[1:]:
+        for step, loss in results[0].items():
+            assert result[step] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_batch_ramp_changes_the_accumulation(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run")
+    config.batch.global_batch_tokens = Schedule.steps(
+        [(0, BATCH_TOKENS), (2 * BATCH_TOKENS, 2 * BATCH_TOKENS)]
+    )
+    run_training(config, command=["test"])
+    records = RunDirectory(tmp_path / "run").read_metrics()
+    assert [r["global_batch_tokens"] // BATCH_TOKENS for r in records] == [1, 1, 2, 2]
+    assert records[-1]["tokens"] == 6 * BATCH_TOKENS
+
+
+def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=40)
+    config.recurrence.steps = Schedule.constant(8)
+    config.checkpoint.enable = False
+    run_training(config, command=["test"])
+    series = losses(tmp_path / "run")
+    assert max(series.values()) < series[1] + 0.1  # no spike
+    assert series[40] < series[1] - 0.5
+
+
+def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
+    def config(steps: int) -> LoopTrainer.Config:
+        result = tiny_config(source, tmp_path / "run", steps=STEPS)
+        result.recurrence.poisson = True
+        result.recurrence.max_steps = 5
+        result.training.steps = steps
+        return result
+
+    run_training(config(4), command=["test"])
+    first = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
+    run_training(config(0), command=["test"])
+    again = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
+    assert again[:4] == first
+    assert len(set(again)) > 1
+    assert max(again) <= 5
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+config = tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), steps=12)
+config.checkpoint.interval = 3
+config.checkpoint.async_mode = sys.argv[3]
+run_training(config)
+"""
+
+
+def _child(source: Path, run: Path, async_mode: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _CHILD, str(source), str(run), async_mode]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kill_after_step", "async_mode"), [(2, "disabled"), (4, "async"), (8, "async_with_pinned_mem")]
+)
+def test_a_killed_run_continues_bitwise_from_its_last_checkpoint(
+    source, tmp_path, kill_after_step, async_mode
+):
+    whole = tmp_path / "whole"
+    assert _child(source, whole, "disabled").wait(120) == 0
+    killed = tmp_path / "killed"
+    process = _child(source, killed, async_mode)
+    metrics = RunDirectory(killed).metrics_jsonl
+    deadline = time.monotonic() + 120
+    while len(read_jsonl(metrics)) < kill_after_step and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert process.returncode == -signal.SIGKILL
+    checkpoints = committed_steps(killed / "checkpoints")
+    assert _child(source, killed, async_mode).wait(120) == 0
+
+    expected = {r["step"]: r for r in RunDirectory(whole).read_metrics()}
+    resumed = {r["step"]: r for r in RunDirectory(killed).read_metrics()}
+    assert resumed.keys() == expected.keys()
+    start = checkpoints[-1] if checkpoints else 0
+    for step in range(start + 1, 13):
+        for key in ("loss", "grad_norm", "data_hash", "tokens", "lr"):
+            assert resumed[step][key] == expected[step][key], (step, key)
+
+
+def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_path):
+    first = tiny_config(source, tmp_path / "run", steps=STEPS)
+    first.training.steps = 4
+    run_training(first, command=["test"])
+    second = tiny_config(source, tmp_path / "run", steps=STEPS)
+    second.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
+    run_training(second, command=["test"])
+    records = RunDirectory(tmp_path / "run").read_metrics()
+    assert [r["tokens"] for r in records[3:]] == [
+        BATCH_TOKENS * halves // 2 for halves in (8, 9, 10, 11, 12)
+    ]
+    assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == 8
+    run_training(second, command=["test"])  # nothing left: returns at once
+    assert len(RunDirectory(tmp_path / "run").read_metrics()) == len(records)
+
+
+def test_a_step_limit_does_not_end_the_stage(source, tmp_path):
+    for limit, ended in ((2, False), (0, True)):
+        config = tiny_config(source, tmp_path / "run", steps=3)
+        config.training.steps = limit
+        trainer = _trainer(config)
+        trainer.train()
+        trainer.close()
+        assert trainer.at_stage_end is ended
+
+
+def test_optimiser_settings_of_this_start_win_over_the_checkpoint_s(source, tmp_path):
+    first = tiny_config(source, tmp_path / "run", steps=STEPS)
+    first.training.steps = 2
+    run_training(first, command=["test"])
+    second = tiny_config(source, tmp_path / "run", steps=STEPS)
+    second.adamw.weight_decay, second.adamw.beta2 = 0.5, 0.99
+    trainer = _trainer(second)
+    trainer.train()
+    trainer.close()
+    (optimizer,) = trainer.optimizers
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
+
+
+def test_other_data_is_refused_on_resume(source, tmp_path):
+    first = tiny_config(source, tmp_path / "run", steps=STEPS)
+    first.training.steps = 2
+    run_training(first, command=["test"])
+    second = tiny_config(source, tmp_path / "run", steps=STEPS)
+    second.dataloader.seed = 1
+    with pytest.raises(UserError, match="seed"):
+        run_training(second, command=["test"])
+
+
+def test_an_uncommitted_checkpoint_is_not_used(source, tmp_path):
+    run = tmp_path / "run"
+    run_training(tiny_config(source, run, steps=STEPS), command=["test"])
+    before = losses(run)
+    (run / "checkpoints" / "step-6" / "manifest.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    run_training(tiny_config(source, run, steps=STEPS), command=["test"])
+    assert losses(run) == {step: before[step] for step in (5, 6)}
+    assert committed_steps(run / "checkpoints") == [2, 4, 6]
+
+
+def test_the_keep_policy_counts_committed_checkpoints_only(source, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    config = tiny_config(source, run, steps=STEPS)
+    config.checkpoint.keep_latest_k = 2
+    run_training(config, command=["test"])
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
+
+
+class _PoisonedAt:
+    """Makes the loss of the given steps infinite through the entropy weight."""
+
+    def __init__(self, trainer: LoopTrainer, steps: set[int]) -> None:
+        self.trainer, self.steps = trainer, steps
+        self.entropy_weight = trainer.config.entropy_weight
+        trainer.config.entropy_weight = self
+
+    def __call__(self, tokens: int) -> float:
+        poisoned = self.trainer.step in self.steps
+        return float("inf") if poisoned else self.entropy_weight(tokens)
+
+
+def _trainer(config: LoopTrainer.Config) -> LoopTrainer:
+    compat.start_runtime()
+    config.resolve(1)
+    return LoopTrainer(config)
+
+
+def test_a_non_finite_step_is_skipped_and_training_goes_on(source, tmp_path):
+    trainer = _trainer(tiny_config(source, tmp_path / "run", steps=STEPS))
+    _PoisonedAt(trainer, {2})
+    weights = {}
+    real_step = trainer.optimizers.step
+    trainer.optimizers.step = lambda: (weights.setdefault(trainer.step, True), real_step())
+    trainer.train()
+    trainer.close()
+    assert sorted(weights) == [1, 3, 4, 5, 6]
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+    records = RunDirectory(tmp_path / "run").read_metrics()
+    assert records[1]["loss"] is None
+    assert records[-1]["tokens"] == STEPS * BATCH_TOKENS  # the windows count as consumed
+
+
+def test_too_many_non_finite_steps_end_the_run(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.max_skipped_steps = 2
+    trainer = _trainer(config)
+    _PoisonedAt(trainer, {3, 4, 5, 6})
+    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+        trainer.train()
+    trainer.close()
+    assert trainer.step == 4
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_non_finite_weights_are_never_saved(source, tmp_path):
+    trainer = _trainer(tiny_config(source, tmp_path / "run", steps=STEPS))
+
+    class Poison:
+        def on_train_start(self, trainer): ...
+
+        def on_step_end(self, trainer, metrics):
+            if trainer.step == 4:
+                with torch.no_grad():
+                    trainer.model.norm.weight[0] = float("nan")
+
+        def on_train_end(self, trainer): ...
+
+    trainer.callbacks.append(Poison())
+    with pytest.raises(NonFiniteError, match=r"norm\.weight is not finite at step 4"):
+        trainer.train()
+    trainer.close()
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def _recipe_sha256(config: LoopTrainer.Config) -> str:
+    config.resolve(1)
+    return config.recipe_sha256()
+
+
+def test_the_recipe_s_hash_does_not_depend_on_place_or_length_of_a_start(source, tmp_path):
+    moved = tiny_config(source, tmp_path / "elsewhere")
+    moved.checkpoint.carry.parent = str(tmp_path / "elsewhere" / "1a")
+    moved.checkpoint.load_step = 4
+    moved.training.steps = 3
+    original = _recipe_sha256(tiny_config(source, tmp_path / "run"))
+    assert _recipe_sha256(moved) == original
+    other = tiny_config(source, tmp_path / "run")
+    other.learning_rate = Schedule.constant(1e-3)
+    assert _recipe_sha256(other) != original
+
+
+class _Plain:
+    """A callback without fields, whose representation is an address."""
+
+    def on_train_start(self, trainer: LoopTrainer) -> None: ...
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None: ...
+
+    def on_train_end(self, trainer: LoopTrainer) -> None: ...
+
+
+@dataclass
+class _Every(_Plain):
+    interval: int
+
+
+def test_callbacks_count_by_their_class_and_fields(source, tmp_path):
+    def config(*callbacks: Callback) -> LoopTrainer.Config:
+        result = tiny_config(source, tmp_path / "run")
+        result.callbacks = callbacks
+        return result
+
+    assert _recipe_sha256(config(_Plain())) == _recipe_sha256(config(_Plain()))
+    assert len({_recipe_sha256(config(_Every(interval))) for interval in (1, 1, 2)}) == 2
+    both = config(_Plain(), _Every(3))
+    both.resolve(1)
+    record = both.to_dict()
+    assert record["callbacks"] == [
+        {"class": f"{__name__}._Plain"},
+        {"class": f"{__name__}._Every", "interval": 3},
+    ]
+    assert " at 0x" not in json.dumps(record)  # `config.json` is the same in every process
+    assert "normal_matrix" in json.dumps(record)
+
+
+@pytest.mark.parametrize("broken", ["dataloader", "checkpointer", "metrics_processor"])
+def test_everything_is_closed_even_if_one_part_fails(broken):
+    closed = []
+
+    class Part:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.name == broken:
+                raise OSError(broken)
+
+    parts = ["dataloader", "checkpointer", "metrics_processor"]
+    lock = SimpleNamespace(release=lambda: closed.append("lock"))
+    trainer = SimpleNamespace(run_lock=lock, **{name: Part(name) for name in parts})
+    with pytest.raises(OSError, match=broken):
+        LoopTrainer.close(trainer)
+    assert closed == [*parts, "lock"]
+
+
+def test_callbacks_see_every_step_and_the_logged_record(source, tmp_path):
+    seen = []
+
+    class Recorder:
+        def on_train_start(self, trainer):
+            seen.append(("start", trainer.step))
+
+        def on_step_end(self, trainer, metrics):
+            seen.append((trainer.step, metrics.get("loss") is not None))
+
+        def on_train_end(self, trainer):
+            seen.append(("end", trainer.step))
+
+    config = tiny_config(source, tmp_path / "run", steps=4)
+    config.metrics.log_freq = 3
+    config.callbacks = (Recorder(),)
+    run_training(config, command=["test"])
+    assert seen == [("start", 0), (1, True), (2, False), (3, True), (4, True), ("end", 4)]
+
+
+def test_held_out_losses_at_several_depths_cost_no_gradient_and_change_nothing(source, tmp_path):
+    plain = tiny_config(source, tmp_path / "plain", steps=4)
+    run_training(plain, command=["test"])
+    config = tiny_config(source, tmp_path / "held", steps=4)
+    config.held_out.interval = 2
+    config.held_out.depths = [1, 2, 6]
+    config.held_out.windows = 5
+    run_training(config, command=["test"])
+    assert losses(tmp_path / "held") == losses(tmp_path / "plain")
+    records = read_jsonl(RunDirectory(tmp_path / "held").held_out_jsonl)
+    assert [r["step"] for r in records] == [2, 4]
+    for record in records:
+        for depth in (1, 2, 6):
+            assert 3 < record[f"source/ce/step_{depth}"] < 7
+            assert 1 < record[f"source/bits_per_byte/step_{depth}"] < 10
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch's own
+def test_profiler_and_flight_recorder_switches_pass_through(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.profiler.enable_profiling = True
+    config.profiler.profile_freq = 5
+    config.comm.trace_buf_size = 10
+    run_training(config, command=["test"])
+    assert list((tmp_path / "run" / "profiling" / "traces").rglob("*.json*"))
+    assert (tmp_path / "run" / "comm_traces").is_dir()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "10"

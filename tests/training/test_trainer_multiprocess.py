@@ -1,0 +1,186 @@
+"""Several ranks: one consistent run at every world size, one decision about non-finite steps."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_loop.checkpoint.difference import differences
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import NonFiniteError
+from titan_loop.json_files import read_jsonl
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.trainer import LoopTrainer
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 6
+# Ranks sum their shares of a loss in another order than one process does.
+RELATIVE_TOLERANCE = 1e-5
+
+
+def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTrainer:
+    """Build a trainer on the first `world` ranks' layout, as a launcher would have."""
+    os.environ.update(
+        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    clock = SimpleNamespace(perf_counter=__import__("time").perf_counter, sleep=lambda _: None)
+    __import__("torchtitan.trainer").trainer.time = clock
+    config = tiny_config(source, run, steps=STEPS)
+    config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
+    config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
+    config.fsdp.policy = changes.get("fsdp", "per_visit")
+    config.training.steps = changes.get("steps", 0)
+    config.held_out.interval = changes.get("held_out", 0)
+    config.held_out.windows = 5
+    config.max_skipped_steps = changes.get("max_skipped_steps", 10)
+    config.resolve(world)
+    return LoopTrainer(config)
+
+
+def train(source: Path, run: Path, world: int, changes: dict[str, Any]) -> None:
+    trainer = make_trainer(source, run, world, **changes)
+    trainer.train()
+    trainer.close()
+
+
+def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: list[int]) -> Any:
+    """Inject a NaN into one local gradient of rank 1 only; report what every rank did."""
+    trainer = make_trainer(source, run, world, max_skipped_steps=2)
+    updates: list[int] = []
+    real_step, real_body = trainer.optimizers.step, trainer.fwd_bwd_fn
+
+    def body(*args: Any) -> torch.Tensor:
+        loss = real_body(*args)
+        if dist.get_rank() == 1 and trainer.step in steps:
+            trainer.model.norm.weight.grad.to_local().fill_(float("nan"))
+        return loss
+
+    def step() -> None:
+        updates.append(trainer.step)
+        real_step()
+
+    trainer.fwd_bwd_fn, trainer.optimizers.step = body, step
+    error = ""
+    try:
+        trainer.train()
+    except NonFiniteError as caught:
+        error = str(caught)
+    trainer.close()
+    finite = all(torch.isfinite(p.to_local()).all() for p in trainer.model.parameters())
+    return updates, error, finite, trainer.step
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return RunDirectory(run).read_metrics()
+
+
+LAYOUTS = {
+    "one": (1, {}),
+    "dp2": (2, {}),
+    "dp2-held": (2, {"fsdp": "per_step"}),
+    "tp2": (2, {"tp": 2}),
+    "dp2-tp2": (4, {"tp": 2}),
+    "hsdp2x2": (4, {"replicate": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(source: Path, tmp_path_factory: pytest.TempPathFactory, gloo_pool) -> dict[str, Path]:
+    """The same run on every layout, with all its checkpoints."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, (world, changes) in LAYOUTS.items():
+        gloo_pool(world).run(train, source, folder / name, world, {**changes, "held_out": 3})
+    return {name: folder / name for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_trains_the_same_run(runs, layout):
+    """Same initial weights, windows, schedules, metrics and held-out losses as one process."""
+    for got, want in zip(records(runs[layout]), records(runs["one"]), strict=True):
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            if key in ("tokens_per_second", "peak_memory_bytes", "data_wait"):
+                continue
+            if isinstance(value, float):
+                assert got[key] == pytest.approx(value, rel=RELATIVE_TOLERANCE), key
+            else:
+                assert got[key] == value, key
+    got, want = (
+        (runs[name] / "held_out.jsonl").read_text().count("\n") for name in (layout, "one")
+    )
+    assert got == want == 2
+
+
+def test_layers_held_through_a_step_are_saved_bit_for_bit_as_without(runs):
+    """Weights and optimiser state of every checkpoint, with evaluations in between."""
+    for step in committed_steps(runs["dp2"] / "checkpoints"):
+        folders = [runs[name] / "checkpoints" / f"step-{step}" for name in ("dp2", "dp2-held")]
+        a, b = (CheckpointReader(folder) for folder in folders)
+        different = [d for d in differences(a, b) if not d.where.startswith("manifest")]
+        assert not different
+
+
+def continue_from(
+    source: Path, run: Path, world: int, changes: dict[str, Any], origins: list[Path]
+) -> None:
+    """Load step 4 of each origin into one trainer and train two steps; all go to one file."""
+    trainer = make_trainer(source, run, world, **changes)
+    trainer.batch_generator(None)
+    for origin in origins:
+        trainer.checkpointer.path = origin / "checkpoints"
+        assert trainer.checkpointer.load(4)
+        for _ in range(2):
+            trainer.step += 1
+            trainer.train_step(iter(()))
+    trainer.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_checkpoint_of_any_layout_continues_on_any_other(
+    gloo_pool, source, runs, tmp_path, layout
+):
+    """Losses after resharding equal the run that never stopped; so do LR, R, β and the data."""
+    world, changes = LAYOUTS[layout]
+    gloo_pool(world).run(
+        continue_from, source, tmp_path / "run", world, changes, list(runs.values())
+    )
+    continued = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    expected = records(runs["one"])[4:] * len(runs)
+    for got, want in zip(continued, expected, strict=True):
+        for key in ("step", "tokens", "lr", "recurrent_steps", "entropy_weight", "data_hash"):
+            assert got[key] == want[key], (got["step"], key)
+        assert got["loss"] == pytest.approx(want["loss"], rel=RELATIVE_TOLERANCE)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=RELATIVE_TOLERANCE)
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all(gloo_pool, source, tmp_path):
+    results = gloo_pool(2).run(
+        train_with_a_nan_on_rank_one, source, tmp_path / "run", 2, [3], timeout=90
+    )
+    for updates, error, finite, step in results:
+        assert (updates, error, finite, step) == ([1, 2, 4, 5, 6], "", True, 6)
+
+
+def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
+    gloo_pool, source, tmp_path
+):
+    results = gloo_pool(2).run(
+        train_with_a_nan_on_rank_one, source, tmp_path / "run", 2, [3, 4, 5], timeout=90
+    )
+    for updates, error, finite, step in results:
+        assert updates == [1, 2]
+        assert "2 steps in a row" in error
+        assert finite
+        assert step == 4
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]

@@ -1,0 +1,97 @@
+"""What a new run takes from another run's checkpoint before its first step.
+
+The weights always; the optimiser's state if wanted. Step, tokens and data start anew: a stage is a
+job with schedules of its own. R, β and the RoPE base may differ, the tensors may not, except those
+named to keep their initial values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from titan_loop.checkpoint.architecture import check_architecture
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.keys import KeyPolicy
+from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.checkpoint.upcycling import Moments, Upcycling
+from titan_loop.errors import UserError, nearest
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(kw_only=True, slots=True)
+class Carry:
+    """Where a run starts from when it has no checkpoint of its own."""
+
+    parent: str = ""
+    """A checkpoint, or a run whose newest one is meant; empty for initial weights. A damaged parent
+    is refused: a stage that starts from an older one should be somebody's decision."""
+
+    optimizer: bool = True
+    """Whether the optimiser's moments come along; otherwise they start at zero."""
+
+    keep_initial: list[str] = field(default_factory=list)
+    """Patterns of entries that the parent need not have, such as "exit_gate.*"."""
+
+    upcycle: Literal["no", "stacked", "interleaved"] = "no"
+    """How the parent's layers are duplicated where this model has more of them, a multiple."""
+
+    moments: Moments = "scale"
+    """What upcycling makes of the moments of duplicated layers."""
+
+    def check(self) -> None:
+        """Raise `UserError` for values that cannot be meant."""
+        for name, value, known in (
+            ("upcycle", self.upcycle, ("no", "stacked", "interleaved")),
+            ("moments", self.moments, get_args(Moments)),
+        ):
+            if value not in known:
+                raise UserError(
+                    f"checkpoint.carry.{name}={value} is unknown{nearest(value, known)}"
+                )
+
+    def upcycling(self, n_layers: int) -> Upcycling | None:
+        """Return how the parent becomes a model of `n_layers` layers; None if it stays as it is."""
+        if self.upcycle == "no":
+            return None
+        return Upcycling(n_layers=n_layers, mode=self.upcycle, moments=self.moments)
+
+    def key_policy(self) -> KeyPolicy:
+        """Return which entries of parent and run may differ."""
+        with_moments = [f"optimizer.*{pattern}" for pattern in self.keep_initial]
+        return KeyPolicy(
+            ignore_saved=() if self.optimizer else ("optimizer.*",),
+            keep_initial=(*self.keep_initial, *with_moments),
+        )
+
+    def find_parent(self) -> Path:
+        """Return the folder of the parent checkpoint.
+
+        Raises:
+            UserError: There is none, or none has a readable manifest.
+        """
+        path = Path(self.parent)
+        if (path / MANIFEST).is_file():
+            return path
+        folder = path / CHECKPOINTS
+        newest = newest_good(folder, look_at="manifest")
+        if newest is None:
+            raise UserError(
+                f"checkpoint.carry.parent={self.parent} is neither a checkpoint nor a run that "
+                "has one; train the parent first, or give another path"
+            )
+        return folder / f"step-{newest[0]}"
+
+
+def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Carry) -> None:
+    """Raise `UserError` naming every difference between parent and run that cannot be carried."""
+    may_differ = {"rope_theta"}
+    upcycling = carry.upcycling(wanted["n_layers"])
+    if upcycling is not None:
+        upcycling.sources(saved["n_layers"])  # refuses what is no multiple
+        may_differ.add("n_layers")
+    if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
+        may_differ.add("exit_gate")
+    fixed = {name: value for name, value in wanted.items() if name not in may_differ}
+    check_architecture(saved, fixed)

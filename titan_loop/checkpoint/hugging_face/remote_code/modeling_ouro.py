@@ -1,0 +1,561 @@
+"""A looped language model (LoopLM, Ouro) for transformers 4.57 and 5.x; written by titan_loop.
+
+    h_0 = embed(x)
+    h_r = norm(layer_N(... layer_1(h_{r-1}) ...)),   r = 1 ... R = `config.total_ut_steps`
+    exit logit_r = gate(h_r) in fp32,   logits_r = lm_head(h_r)
+
+Every token is read out at one recurrent step: the last, `exit_at_step` (counted from 0), or the
+first whose cumulated exit probability reaches `exit_threshold`. Once all tokens that are read out
+have exited, the remaining steps are not computed. With a cache that is exact: what the skipped
+steps would have read is kept, and they catch up if a later token goes deeper.
+
+Attention, masks and cache are written here, on torch alone, since those of transformers change from
+one version to the next.
+
+Shapes: B batch, L current tokens, K all tokens so far, D width, V vocabulary, N heads, H head
+width, R recurrent steps.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, sections 3.1 and 3.2; layout of the tensors as in
+the released checkpoints.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .configuration_ouro import OuroConfig
+
+
+class OuroCache:
+    """Keys and values of every (recurrent step, layer), and the states of tokens that exited early.
+
+    A token that exits after step r has no keys at step r + 1 yet. Its state is kept instead, and
+    goes through step r + 1 together with the first later token that does.
+    """
+
+    is_compileable = False  # read by `generate`
+
+    def __init__(self):
+        self._keys: dict[tuple[int, int], Tensor] = {}  # (B, N_kv, up to K, H)
+        self._values: dict[tuple[int, int], Tensor] = {}
+        self._waiting: dict[int, Tensor] = {}  # step -> (B, tokens that did not run it, D)
+        self.total_ut_steps: int | None = None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens have been seen."""
+        return self._keys[0, layer_idx].shape[2] if self._keys else 0
+
+    def start(self, total_ut_steps: int) -> None:
+        """Refuse to go on with another number of steps than the first tokens had."""
+        if self.total_ut_steps not in (None, total_ut_steps):
+            raise ValueError(
+                f"total_ut_steps={total_ut_steps}, but the cache was filled with "
+                f"{self.total_ut_steps}; start with a new cache"
+            )
+        self.total_ut_steps = total_ut_steps
+
+    def append(self, step: int, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add (B, N_kv, L, H) keys and values; return all of this step and layer."""
+        slot = (step, layer)
+        if slot in self._keys:
+            keys = torch.cat([self._keys[slot], keys], dim=2)
+            values = torch.cat([self._values[slot], values], dim=2)
+        self._keys[slot], self._values[slot] = keys, values
+        return keys, values
+
+    def catch_up(self, step: int, hidden_BLD: Tensor) -> Tensor:
+        """Return the input of `step`: states that wait for it, then `hidden_BLD`."""
+        waiting = self._waiting.pop(step, None)
+        return hidden_BLD if waiting is None else torch.cat([waiting, hidden_BLD], dim=1)
+
+    def wait(self, step: int, hidden_BLD: Tensor) -> None:
+        """Keep states that did not go through `step`, behind those that wait for it already."""
+        self._waiting[step] = self.catch_up(step, hidden_BLD)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows of the batch, for beam search."""
+        self._keys = {slot: keys[beam_idx] for slot, keys in self._keys.items()}
+        self._values = {slot: values[beam_idx] for slot, values in self._values.items()}
+        self._waiting = {step: states[beam_idx] for step, states in self._waiting.items()}
+
+
+class Context(NamedTuple):
+    """What all layers share in one step: rotations of the queries, mask, cache and the step."""
+
+    cos_BLH: Tensor
+    sin_BLH: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    cache: OuroCache | None
+    step: int
+
+
+class OuroRMSNorm(nn.Module):
+    """RMSNorm with statistics in fp32."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        wide = hidden_BLD.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(hidden_BLD.dtype)
+
+
+class OuroAttention(nn.Module):
+    """Causal attention with rotary positions; there may be fewer key-value than query heads."""
+
+    def __init__(self, config: OuroConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.grouped = config.num_key_value_heads != config.num_attention_heads
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, hidden_BLD: Tensor, context: Context) -> Tensor:
+        heads = (*hidden_BLD.shape[:2], -1, self.head_dim)
+        q_BNLH = self.q_proj(hidden_BLD).view(heads).transpose(1, 2)
+        k_BNLH = self.k_proj(hidden_BLD).view(heads).transpose(1, 2)
+        v_BNLH = self.v_proj(hidden_BLD).view(heads).transpose(1, 2)
+        q_BNLH = rotate(q_BNLH, context.cos_BLH, context.sin_BLH)
+        k_BNLH = rotate(k_BNLH, context.cos_BLH, context.sin_BLH)
+        if context.cache is not None:
+            k_BNLH, v_BNLH = context.cache.append(context.step, self.layer, k_BNLH, v_BNLH)
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH,
+            k_BNLH,
+            v_BNLH,
+            attn_mask=context.mask,
+            is_causal=context.is_causal,
+            enable_gqa=self.grouped,
+        )
+        return self.o_proj(out_BNLH.transpose(1, 2).flatten(2))
+
+
+class OuroMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: OuroConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden_BLD)) * self.up_proj(hidden_BLD))
+
+
+class OuroDecoderLayer(nn.Module):
+    """x + n2(attention(n1(x))), then x + n4(mlp(n3(x)))."""
+
+    def __init__(self, config: OuroConfig, layer: int):
+        super().__init__()
+        self.self_attn = OuroAttention(config, layer)
+        self.mlp = OuroMLP(config)
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = OuroRMSNorm(dim, eps)
+        self.input_layernorm_2 = OuroRMSNorm(dim, eps)
+        self.post_attention_layernorm = OuroRMSNorm(dim, eps)
+        self.post_attention_layernorm_2 = OuroRMSNorm(dim, eps)
+
+    def forward(self, hidden_BLD: Tensor, context: Context) -> Tensor:
+        attended_BLD = self.self_attn(self.input_layernorm(hidden_BLD), context)
+        hidden_BLD = hidden_BLD + self.input_layernorm_2(attended_BLD)
+        fed_BLD = self.mlp(self.post_attention_layernorm(hidden_BLD))
+        return hidden_BLD + self.post_attention_layernorm_2(fed_BLD)
+
+
+@dataclass
+class OuroModelOutput(ModelOutput):
+    """What the stack computed.
+
+    Attributes:
+        last_hidden_state: (B, L, D), each token at the step it is read out.
+        past_key_values: The cache, if one is used.
+        hidden_states: On demand, (B, L, D) after each step that was run.
+        exit_logits: (B, L, steps that were run), fp32.
+        exit_steps: (B, L) step each token is read out at, counted from 0; -1 for padding and tokens
+            outside `logits_to_keep` that had not exited when the others had.
+    """
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: OuroCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    exit_logits: Tensor | None = None
+    exit_steps: Tensor | None = None
+
+
+@dataclass
+class OuroCausalLMOutput(ModelOutput):
+    """As `OuroModelOutput`, with (B, kept tokens, V) logits of the step each token is read out at.
+
+    Attributes:
+        loss: Mean next-token cross entropy of these logits, with labels. Not the objective that
+            looped models are trained with.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: OuroCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    exit_logits: Tensor | None = None
+    exit_steps: Tensor | None = None
+
+
+class Readout:
+    """Decides at which step each token is read out, and keeps its state.
+
+        CDF(n) = 1 - prod_{j<=n} (1 - sigmoid(exit logit_j)),   read out at the first CDF(n) >= q
+
+    In log space and fp32, as the training code has it.
+
+    Args:
+        embedded_BLD: For shape and device.
+        threshold: q; None reads the last step.
+    """
+
+    def __init__(self, embedded_BLD: Tensor, threshold: float | None):
+        self.threshold = threshold
+        self.hidden_states: list[Tensor] = []  # (B, L, D) a step
+        self.exit_logits: list[Tensor] = []  # (B, L) a step
+        self.state_BLD = torch.zeros_like(embedded_BLD)
+        self.step_BL = embedded_BLD.new_full(embedded_BLD.shape[:2], -1, dtype=torch.long)
+        self._log_survival_BL = self.step_BL.float() * 0
+
+    def add(self, step: int, hidden_BLD: Tensor, logit_BL: Tensor, is_last: bool) -> None:
+        """Take the next step's states and exit logits."""
+        self.hidden_states.append(hidden_BLD)
+        self.exit_logits.append(logit_BL)
+        self._log_survival_BL = self._log_survival_BL + F.logsigmoid(-logit_BL)
+        if is_last:
+            here_BL = self.step_BL < 0
+        elif self.threshold is not None:
+            reached_BL = -torch.expm1(self._log_survival_BL) >= self.threshold
+            here_BL = reached_BL & (self.step_BL < 0)
+        else:
+            return
+        self.step_BL = torch.where(here_BL, step, self.step_BL)
+        self.state_BLD = torch.where(here_BL.unsqueeze(-1), hidden_BLD, self.state_BLD)
+
+    def is_complete(self, read_BL: Tensor) -> bool:
+        """Say whether every token that somebody will look at is read out."""
+        return self.threshold is not None and bool((self.step_BL >= 0)[read_BL].all())
+
+
+class OuroPreTrainedModel(PreTrainedModel):
+    """What both classes tell transformers."""
+
+    config_class = OuroConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _is_stateful = True  # assisted decoding would have to shorten the cache: `generate` refuses it
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Have `generate` leave the cache to `prepare_inputs_for_generation`."""
+        return False
+
+
+class OuroModel(OuroPreTrainedModel):
+    """Embedding, the stack applied up to `config.total_ut_steps` times, norm and exit gate."""
+
+    def __init__(self, config: OuroConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            OuroDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: OuroCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        exit_at_step: int | None = None,
+        exit_threshold: float | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ):
+        """Run recurrent steps until every token that is read out has exited.
+
+        Args:
+            input_ids: (B, L) tokens the cache has not seen.
+            attention_mask: (B, K) over all tokens so far, 0 at padding; positions do not count it.
+            past_key_values: An `OuroCache`.
+            inputs_embeds: (B, L, D) instead of `input_ids`.
+            use_cache: Whether to start a cache; None takes the config's, and none in training.
+            exit_at_step: Read every token out after this step, counted from 0.
+            exit_threshold: In [0, 1]; None takes the config's. 1.0 reads the last step.
+            logits_to_keep: Only the last so many tokens are read out; 0 for all.
+            output_hidden_states: Whether to return the state after each step.
+            return_dict: False returns a tuple.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        steps = self._steps(exit_at_step)
+        threshold = self._threshold(exit_at_step, exit_threshold)
+        hidden_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        length = hidden_BLD.shape[1]
+        cache = self._open_cache(past_key_values, use_cache)
+        total = length + (0 if cache is None else cache.get_seq_length())
+        token_BK = self._tokens(attention_mask, total)
+        read_BL = self._read_out(hidden_BLD, attention_mask, logits_to_keep)
+
+        readout = Readout(hidden_BLD, threshold)
+        context, step = None, 0
+        for step in range(steps):
+            if cache is not None:
+                hidden_BLD = cache.catch_up(step, hidden_BLD)
+            if context is None or context.cos_BLH.shape[1] != hidden_BLD.shape[1]:
+                context = self._context(hidden_BLD, token_BK, total, cache)
+            hidden_BLD = self._step(hidden_BLD, context._replace(step=step))
+            new_BLD = hidden_BLD[:, -length:]
+            readout.add(step, new_BLD, self._gate(new_BLD), is_last=step + 1 == steps)
+            if readout.is_complete(read_BL):
+                break
+        if cache is not None and step + 1 < self.config.total_ut_steps:
+            cache.wait(step + 1, hidden_BLD)
+
+        wants_states = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
+        output = OuroModelOutput(
+            last_hidden_state=readout.state_BLD,
+            past_key_values=cache,
+            hidden_states=tuple(readout.hidden_states) if wants_states else None,
+            exit_logits=torch.stack(readout.exit_logits, dim=-1),
+            exit_steps=readout.step_BL,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _steps(self, exit_at_step: int | None) -> int:
+        """Return how many steps to run at most."""
+        total = self.config.total_ut_steps
+        if exit_at_step is None:
+            return total
+        if not 0 <= exit_at_step < total:
+            raise ValueError(
+                f"exit_at_step={exit_at_step} must be in 0 ... {total - 1}; for more, raise "
+                "config.total_ut_steps"
+            )
+        return exit_at_step + 1
+
+    def _threshold(self, exit_at_step: int | None, exit_threshold: float | None) -> float | None:
+        """Return the threshold, None for reading the last step."""
+        if exit_at_step is not None and exit_threshold is not None:
+            raise ValueError("give either exit_at_step or exit_threshold")
+        if exit_at_step is not None:
+            return None
+        threshold = self.config.early_exit_threshold if exit_threshold is None else exit_threshold
+        if not 0.0 <= threshold <= 1.0:
+            raise ValueError(f"exit_threshold={threshold} must be in [0, 1]")
+        # 1 means never early, also where the cumulated probability rounds to 1.
+        return None if threshold == 1.0 else threshold
+
+    def _open_cache(self, cache: OuroCache | None, use_cache: bool | None):
+        if cache is None:
+            wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
+            cache = OuroCache() if wanted else None
+        elif not isinstance(cache, OuroCache):
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; keys are kept per recurrent step, "
+                "so it must be the OuroCache that an earlier call returned"
+            )
+        if cache is not None:
+            cache.start(self.config.total_ut_steps)
+        return cache
+
+    def _tokens(self, attention_mask: Tensor | None, total: int) -> Tensor | None:
+        """Return (B, K) True at tokens, None if there is no padding."""
+        if attention_mask is None:
+            return None
+        if attention_mask.ndim != 2 or attention_mask.shape[1] != total:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; it must be "
+                f"(batch, {total}): all tokens so far, those in the cache included"
+            )
+        token_BK = attention_mask != 0
+        return None if bool(token_BK.all()) else token_BK
+
+    def _read_out(
+        self, hidden_BLD: Tensor, attention_mask: Tensor | None, logits_to_keep: int
+    ) -> Tensor:
+        """Return (B, L) True at tokens whose readout anybody will look at."""
+        batch, length = hidden_BLD.shape[:2]
+        read_BL = torch.ones(batch, length, dtype=torch.bool, device=hidden_BLD.device)
+        if attention_mask is not None:
+            read_BL = attention_mask[:, -length:] != 0
+        if logits_to_keep:
+            recent_L = torch.arange(length, device=hidden_BLD.device) >= length - logits_to_keep
+            read_BL = read_BL & recent_L
+        return read_BL
+
+    def _context(
+        self,
+        hidden_BLD: Tensor,
+        token_BK: Tensor | None,
+        total: int,
+        cache: OuroCache | None,
+    ) -> Context:
+        """Build rotations and mask for the last `hidden_BLD.shape[1]` of all tokens."""
+        length, device = hidden_BLD.shape[1], hidden_BLD.device
+        place_K = torch.arange(total, device=device)
+        if token_BK is None:
+            position_BL = place_K[None, total - length :]
+        else:
+            position_BK = token_BK.long().cumsum(dim=1) - 1
+            position_BL = position_BK.clamp(min=0)[:, total - length :]
+        exponent = torch.arange(0, self.config.head_dim, 2, device=device).float()
+        frequency = self.config.rope_theta ** (-exponent / self.config.head_dim)
+        angle_BLH = position_BL[..., None].float() * frequency
+        angle_BLH = torch.cat([angle_BLH, angle_BLH], dim=-1)
+
+        mask = None
+        if token_BK is not None or 1 < length < total:
+            query_L1 = place_K[total - length :, None]
+            mask = (place_K <= query_L1)[None, None]
+            if token_BK is not None:
+                # A padded query keeps itself: without any key its softmax would be 0/0.
+                itself = place_K == query_L1
+                mask = mask & (token_BK[:, None, None] | itself)
+        return Context(
+            cos_BLH=angle_BLH.cos(),
+            sin_BLH=angle_BLH.sin(),
+            mask=mask,
+            is_causal=mask is None and length > 1,
+            cache=cache,
+            step=0,
+        )
+
+    def _step(self, hidden_BLD: Tensor, context: Context) -> Tensor:
+        for layer in self.layers:
+            hidden_BLD = layer(hidden_BLD, context)
+        return self.norm(hidden_BLD)
+
+    def _gate(self, hidden_BLD: Tensor) -> Tensor:
+        """Return (B, L) exit logits in fp32: in bf16 the cumulated probability rounds to 1."""
+        gate = self.early_exit_gate
+        return F.linear(hidden_BLD.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
+
+
+class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
+    """`OuroModel` with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: OuroConfig):
+        super().__init__(config)
+        self.model = OuroModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: OuroCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        exit_at_step: int | None = None,
+        exit_threshold: float | None = None,
+        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+    ):
+        """Return the logits of the step each token is read out at.
+
+        `labels` are (B, L) tokens like `input_ids`, -100 where there is no loss; they need all
+        logits. The other arguments are those of `OuroModel.forward`.
+        """
+        if labels is not None and logits_to_keep:
+            raise ValueError("labels need all logits; leave logits_to_keep at 0")
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            exit_at_step=exit_at_step,
+            exit_threshold=exit_threshold,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=output_hidden_states,
+        )
+        logits_BLV = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            predicted_TV = logits_BLV[:, :-1].float().flatten(0, 1)
+            loss = F.cross_entropy(predicted_TV, labels[:, 1:].flatten())
+        result = OuroCausalLMOutput(
+            loss=loss,
+            logits=logits_BLV,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            exit_logits=output.exit_logits,
+            exit_steps=output.exit_steps,
+        )
+        return result.to_tuple() if return_dict is False else result
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        past_key_values: OuroCache | None = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = None,
+        exit_at_step: int | None = None,
+        exit_threshold: float | None = None,
+        logits_to_keep: int = 0,
+        **kwargs,
+    ) -> dict:
+        """Hand the model what its cache has not seen; positions follow from the mask."""
+        if past_key_values is None and use_cache is not False:
+            past_key_values = OuroCache()
+        total = (input_ids if attention_mask is None else attention_mask).shape[1]
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if not 0 < total - seen <= input_ids.shape[1]:
+            raise ValueError(
+                f"input_ids has {input_ids.shape[1]} tokens and the cache {seen} of {total}; give "
+                "all tokens, those in the cache included"
+            )
+        return {
+            "input_ids": input_ids[:, seen - total :],
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+            "use_cache": use_cache,
+            "exit_at_step": exit_at_step,
+            "exit_threshold": exit_threshold,
+            "logits_to_keep": logits_to_keep,
+        }
+
+
+def rotate(x_BNLH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
+    """Rotate halves of each head by its token's position, in fp32; the dtype is kept."""
+    wide = x_BNLH.float()
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (wide * cos_BLH.unsqueeze(1) + turned * sin_BLH.unsqueeze(1)).to(x_BNLH.dtype)
+
+
+__all__ = ["OuroForCausalLM", "OuroModel", "OuroPreTrainedModel"]

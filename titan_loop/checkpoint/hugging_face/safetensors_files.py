@@ -1,0 +1,187 @@
+"""safetensors folders, one tensor at a time: single files and shards with an index.
+
+Reading is the library's, which refuses truncated files; writing is `safetensors_writer`'s.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titan_loop.checkpoint.safetensors_writer import write_safetensors
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_READABLE = {"F32", "BF16", "F16"}
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, by name.
+
+    Only one file is open at a time, so that at most one shard is in memory if tensors are read in
+    the order of `names`.
+
+    Args:
+        folder: Holds `model.safetensors`, or shards and their index.
+
+    Raises:
+        UserError: There are no safetensors, a file is missing or damaged, or index and files
+            disagree.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file_of: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file, listed in self._files().items():
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  a safetensors handle is no mapping
+                    part = opened.get_slice(name)
+                    if part.get_dtype() not in _READABLE:
+                        raise UserError(
+                            f"{folder / file}: {name} is {part.get_dtype()}; only F32, BF16 and "
+                            "F16 weights can be imported"
+                        )
+                    self.shapes[name] = tuple(part.get_shape())
+                    self._file_of[name] = file
+                held = {name for name in self._file_of if self._file_of[name] == file}
+            if listed is not None and held != listed:
+                raise UserError(
+                    f"{folder / INDEX} and {file} disagree about {_some(held ^ listed)}; download "
+                    "the folder again"
+                )
+        self._current: tuple[str, Any] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All tensors, file by file."""
+        return list(self.shapes)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; it is a view of the file, which is read where it is looked at."""
+        file = self._file_of[name]
+        if self._current is None or self._current[0] != file:
+            self.close()
+            self._current = (file, self._open(file))
+        return self._current[1].get_tensor(name)
+
+    def close(self) -> None:
+        """Let go of the file that is open."""
+        self._current = None
+
+    def _files(self) -> dict[str, set[str] | None]:
+        """Return the files, with the tensors the index says they hold (None without an index)."""
+        index = self._folder / INDEX
+        if not index.is_file():
+            if not (self._folder / SINGLE).is_file():
+                raise UserError(
+                    f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors are read"
+                )
+            return {SINGLE: None}
+        try:
+            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[str, set[str] | None] = {
+                file: {name for name in placed if placed[name] == file}
+                for file in sorted(set(placed.values()))
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{index} is not an index of safetensors ({error!r}); download it again"
+            ) from error
+        for file in files:
+            if Path(file).name != file:
+                raise UserError(
+                    f"{index} points outside its folder ({file!r}); do not use this folder"
+                )
+            if not (self._folder / file).is_file():
+                raise UserError(f"{self._folder / file} is missing; download it, or export again")
+        return files
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(str(self._folder / file), framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self._folder / file} is damaged or incomplete ({error}); download it again"
+            ) from error
+
+
+def write_folder(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    *,
+    max_shard_bytes: int,
+) -> None:
+    """Write tensors to one file, or to shards with an index; one tensor in memory at a time.
+
+    Args:
+        folder: Exists, and has no safetensors yet.
+        shapes: Every tensor, in the order they are written.
+        dtype: float32 or bfloat16; rounds to nearest even where that is narrower.
+        read: Returns a tensor by name.
+        max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
+
+    Raises:
+        ValueError: A tensor has another shape than announced.
+    """
+    shards = plan_shards(shapes, dtype, max_shard_bytes)
+    if len(shards) == 1:
+        _write_file(folder / SINGLE, shapes, shards[0], dtype, read)
+        return
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / file, shapes, names, dtype, read)
+        weight_map.update(dict.fromkeys(names, file))
+    total = sum(_bytes(shape, dtype) for shape in shapes.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def plan_shards(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_shard_bytes: int
+) -> list[list[str]]:
+    """Cut the tensors, in their order, into files of at most `max_shard_bytes`."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = _bytes(shape, dtype)
+        if shards[-1] and used + size > max_shard_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards
+
+
+def _write_file(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    names: list[str],
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+) -> None:
+    def converted(name: str) -> Tensor:
+        tensor = read(name)
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shapes[name]}")
+        return tensor.to(dtype)
+
+    announced = {name: (shapes[name], dtype) for name in names}
+    write_safetensors(path, announced, converted, {"format": "pt"})
+
+
+def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _some(names: set[str]) -> str:
+    first, *rest = sorted(names)
+    return first + (f" and {len(rest)} more" if rest else "")

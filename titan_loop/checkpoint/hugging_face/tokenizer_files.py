@@ -1,0 +1,157 @@
+"""The tokenizer of an exported folder: the same `tokenizer.json`, and what transformers adds to it.
+
+`tokenizer.json` is copied byte for byte and loaded by the generic fast class, in transformers 4 and
+5 alike. A class of a model family would build the pre-tokenizer anew in transformers 5, and the
+splitting of digits would be lost.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER = "tokenizer.json"
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+
+# What training renders conversations as, with the header of the answer that is asked for.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+PADDING_ROWS = 127
+"""Rows of the embedding that may lie behind the tokenizer's last id, as padding to a round size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerExport:
+    """A checked tokenizer and how text ends in it.
+
+    Attributes:
+        path: Its `tokenizer.json`.
+        end_of_text: The token between documents.
+        end_of_text_id: Its id.
+        turn_end_id: Id of the token that ends a turn; None for a model without a chat template.
+    """
+
+    path: Path
+    end_of_text: str
+    end_of_text_id: int
+    turn_end_id: int | None
+
+    @property
+    def eos_id(self) -> int:
+        """Where an answer ends: with the turn in a chat, else with the document."""
+        return self.end_of_text_id if self.turn_end_id is None else self.turn_end_id
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether the folder gets a chat template."""
+        return self.turn_end_id is not None
+
+    def write(self, folder: Path, *, max_positions: int) -> None:
+        """Write the tokenizer's files and `generation_config.json`."""
+        shutil.copyfile(self.path, folder / TOKENIZER)
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_positions,
+            "model_input_names": ["input_ids", "attention_mask"],
+            "padding_side": "left",
+            "clean_up_tokenization_spaces": False,
+            "bos_token": self.end_of_text,
+            "eos_token": TURN_END if self.has_chat else self.end_of_text,
+            "pad_token": self.end_of_text,
+        }
+        write_json(folder / "tokenizer_config.json", config)
+        if self.has_chat:
+            (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+        stop = [self.eos_id, self.end_of_text_id] if self.has_chat else self.end_of_text_id
+        write_json(
+            folder / "generation_config.json",
+            {
+                "bos_token_id": self.end_of_text_id,
+                "do_sample": False,
+                "eos_token_id": stop,
+                "pad_token_id": self.end_of_text_id,
+            },
+        )
+
+
+def open_tokenizer(
+    path: Path, *, vocab_size: int, end_of_text: str, chatml: bool, is_known: bool
+) -> TokenizerExport:
+    """Check that a tokenizer belongs to a model.
+
+    Args:
+        path: A `tokenizer.json`.
+        vocab_size: Rows of the model's embedding.
+        end_of_text: The token between documents.
+        chatml: Whether the model was trained on ChatML conversations.
+        is_known: Whether this is known to be the tokenizer of the training data; otherwise the size
+            of its vocabulary must speak for it.
+
+    Raises:
+        UserError: It is missing or none, of another vocabulary, or lacks a token.
+    """
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(path, tokenizer, vocab_size=vocab_size, is_known=is_known)
+    return TokenizerExport(
+        path=path,
+        end_of_text=end_of_text,
+        end_of_text_id=_require(tokenizer, path, end_of_text, "say which with --eos-token"),
+        turn_end_id=_turn_end(tokenizer, path) if chatml else None,
+    )
+
+
+def load_tokenizer(path: Path) -> "Tokenizer":
+    """Read a `tokenizer.json`.
+
+    Raises:
+        UserError: It is missing, or none.
+    """
+    from tokenizers import Tokenizer
+
+    if not path.is_file():
+        raise UserError(
+            f"tokenizer {path} is not a file; give the tokenizer.json of the training data"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
+
+
+def check_vocabulary(
+    path: Path, tokenizer: "Tokenizer", *, vocab_size: int, is_known: bool
+) -> None:
+    """Raise `UserError` unless the tokenizer's ids are rows of the embedding, and nearly all."""
+    ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    smallest = 1 if is_known else vocab_size - PADDING_ROWS
+    if not smallest <= ids <= vocab_size:
+        raise UserError(
+            f"tokenizer {path} has {ids} tokens, the model {vocab_size}: it is of another "
+            "vocabulary; give the one the model was trained with"
+        )
+
+
+def _turn_end(tokenizer: "Tokenizer", path: Path) -> int:
+    hint = "leave --chatml out, or give the tokenizer of the chat stage"
+    _require(tokenizer, path, TURN_START, hint)
+    return _require(tokenizer, path, TURN_END, hint)
+
+
+def _require(tokenizer: "Tokenizer", path: Path, token: str, hint: str) -> int:
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise UserError(f"tokenizer {path} has no token {token!r}; {hint}")
+    return found

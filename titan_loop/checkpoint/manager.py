@@ -1,0 +1,424 @@
+"""Every checkpoint is full, and counts only once its manifest stands beside it.
+
+    step-N/__r_0.distcp, .metadata   DCP: model and optimiser, resharded on load
+    step-N/manifest.json             written last, by rank 0: the commit record
+    step-N/tags.json                 names given by hand; a named checkpoint is kept for ever
+
+A folder without a valid manifest is never loaded, never counted by the keep policy, and overwritten
+when its step comes again. What the trainer and the loader need to continue is JSON inside the
+manifest: integers that mean the same on any number of ranks.
+
+Saving is synchronous, or a copy is made and a thread writes it: `async` copies before training goes
+on, `async_with_pinned_mem` beside the next forward and backward pass, into pinned memory on CUDA.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torchtitan.components.checkpointer.base import (
+    OPTIMIZER,
+    TRAIN_STATE,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.tools.logging import logger
+
+from titan_loop.checkpoint.agreement import from_rank_zero
+from titan_loop.checkpoint.carry import CHECKPOINTS, Carry
+from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
+from titan_loop.checkpoint.keys import KeyPolicy
+from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
+from titan_loop.checkpoint.retention import (
+    committed_steps,
+    discard,
+    read_tags,
+    stale_steps,
+    unfinished_steps,
+)
+from titan_loop.checkpoint.safe_reading import load_checkpoint
+from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
+from titan_loop.checkpoint.upcycling import upcycle_checkpoint
+from titan_loop.errors import UserError
+
+INHERITED = ("origin", "upcycled")
+"""What every checkpoint of a run repeats of where the run started: the keep policy may delete the
+first one, which alone names it as its parent."""
+
+
+class TrainState(Protocol):
+    """What the manager needs of a trainer."""
+
+    @property
+    def at_stage_end(self) -> bool:
+        """Whether all tokens of the stage have been trained on."""
+        ...
+
+    def before_save(self) -> None:
+        """Refuse, by raising, to save a state nobody should resume from."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON that continues the run on any number of ranks."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from such a state; raise `UserError` if it is another model's."""
+        ...
+
+    def check_parent(self, state_dict: dict[str, Any]) -> None:
+        """Raise `UserError` if weights from such a state cannot be carried over."""
+        ...
+
+    def lineage(self) -> dict[str, Any]:
+        """Return what is recorded of the run besides its state: recipe hash, stage, versions."""
+        ...
+
+
+class LoopCheckpointManager(BaseCheckpointManager):
+    """Saves, keeps, chooses and loads the checkpoints of one run."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """When to save, how, and which checkpoints to keep."""
+
+        enable: bool = True
+        """Whether to save and resume."""
+
+        folder: str = CHECKPOINTS
+        """Folder inside the run directory."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """Write in the training thread, or copy and let a thread write (see the module)."""
+
+        keep_every: int = 0
+        """Steps that are multiples of it are kept besides the latest; 0 for none."""
+
+        verify_hashes: bool = True
+        """Whether loading reads every file and compares its hash; sizes are always compared."""
+
+        save_attempts: int = 3
+        """How often a save is tried before training goes on without it."""
+
+        retry_seconds: float = 10.0
+        """Wait before the second attempt; it doubles each time."""
+
+        last_save_model_only: bool = False
+        """Kept False: a last checkpoint without optimiser state could not be resumed."""
+
+        initial_load_model_only: bool = False
+        """Not used: see `carry`."""
+
+        carry: Carry = field(default_factory=Carry)
+        """What to start from where the run has no checkpoint of its own."""
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            self.check()
+
+        def check(self) -> None:
+            """Raise `UserError` for unusable values and for upstream's fields without a use."""
+            unsupported = {
+                "create_seed_checkpoint": "ranks draw the same initial weights by themselves",
+                "initial_load_path": "checkpoint.carry.parent names what to start from",
+                "initial_load_in_hf": "titan-loop convert import makes a checkpoint of it",
+                "exclude_from_loading": "a checkpoint is loaded as a whole",
+            }
+            for name, reason in unsupported.items():
+                if getattr(self, name):
+                    raise UserError(
+                        f"checkpoint.{name}={getattr(self, name)} is not supported: {reason}; "
+                        "leave it unset"
+                    )
+            if self.last_save_model_only or self.last_save_in_hf:
+                raise UserError(
+                    "checkpoint.last_save_model_only=True would leave a last checkpoint that "
+                    "cannot be resumed; every checkpoint is full, leave it False"
+                )
+            for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
+                if getattr(self, name) < smallest:
+                    raise UserError(
+                        f"checkpoint.{name}={getattr(self, name)} must be at least {smallest}"
+                    )
+            self.carry.check()
+            modes = ("disabled", "async", "async_with_pinned_mem")
+            if self.async_mode not in modes:
+                raise UserError(
+                    f"checkpoint.async_mode={self.async_mode} is unknown; use {', '.join(modes)}"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        states: dict[str, Any],
+        base_folder: str = "",
+        **unused: Any,
+    ) -> None:
+        # Unused: the learning rate follows from the token count, formats are converted elsewhere.
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self.config = config
+        self.path = Path(base_folder) / config.folder
+        self.trainer: TrainState = states[TRAIN_STATE]
+        self.dataloader = dataloader
+        self.model = ModelWrapper(model_parts)
+        self.optimizers = optimizers
+        self.retry = RetryPolicy(config.save_attempts, config.retry_seconds)
+        self.parent: Reference | None = None
+        self.inherited: dict[str, Any] = {}
+        # A rank that dies is noticed at once; one that upcycles or writes may take its time.
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.staging_future: Future[dict[str, Any]] | None = None
+        self.save_future: Future[bool] | None = None
+        self._stager = None if config.async_mode == "disabled" else _stager(config.async_mode)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    # Saving
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._is_due(curr_step, last_step):
+            return False
+        self.trainer.before_save()
+        self.maybe_wait_for_saving()
+        content = {
+            "step": curr_step,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stage_end": self.trainer.at_stage_end,
+            "trainer": self.trainer.state_dict(),
+            "data": self.dataloader.state_dict(),
+            "lineage": {"parent": self.parent, **self.inherited, **self.trainer.lineage()},
+        }
+        if self._stager is None or last_step:
+            # The last one is waited for in any case: its failure is the run's failure.
+            return self._write(self._tensors, content, must_succeed=last_step)
+        self.staging_future = self._stage(self._stager)
+        self.save_future = self._writer.submit(self._write, self.staging_future.result, content)
+        return True
+
+    def _stage(self, stager: DefaultStager) -> "Future[dict[str, Any]]":
+        """Copy the state; a failure is the save's, on all ranks, and reaches it in the future."""
+        done: Future[dict[str, Any]] = Future()
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # the stager copies on another stream
+            staged = stager.stage(self._tensors())
+        except Exception as error:
+            done.set_exception(error)
+            return done
+        if isinstance(staged, Future):
+            return staged
+        done.set_result(staged)
+        return done
+
+    def _is_due(self, step: int, last_step: bool) -> bool:
+        if self.config.load_only:
+            return False
+        first = step == 1 and self.config.enable_first_step_checkpoint
+        return first or last_step or step % self.config.interval == 0
+
+    def _tensors(self) -> dict[str, Any]:
+        return {OPTIMIZER: self.optimizers.state_dict(), **self.model.state_dict()}
+
+    def _write(
+        self,
+        state_dict: Callable[[], dict[str, Any]],
+        content: dict[str, Any],
+        *,
+        must_succeed: bool = False,
+    ) -> bool:
+        """Write one checkpoint; what fails is logged, and raised only where training ends here."""
+        target = self.path / f"step-{content['step']}"
+        try:
+            with torch.no_grad():
+                written = save_checkpoint(
+                    target,
+                    state_dict,
+                    content,
+                    group=self.group,
+                    retry=self.retry,
+                    on_commit=lambda: self._delete_stale(content["step"]),
+                )
+        except SaveFailedError as error:
+            if must_succeed:
+                raise
+            if dist.get_rank() == 0:
+                logger.error("%s. Training goes on; older checkpoints are untouched", error)
+            return False
+        if written is not None:
+            self.parent = written
+            logger.info("Saved %s", target)
+        return True
+
+    def _delete_stale(self, newest: int) -> None:
+        """Apply the keep policy up to the checkpoint just committed; on rank 0."""
+        steps, kept = [], []
+        for step in committed_steps(self.path):
+            if step > newest:
+                continue  # another attempt's, or found damaged: not ours to count
+            checkpoint = self.path / f"step-{step}"
+            try:
+                manifest = read_manifest(checkpoint)
+                if manifest.get("stage_end") or read_tags(checkpoint):
+                    kept.append(step)
+            except UserError as error:
+                logger.warning("%s is neither counted nor deleted: %s", checkpoint, error)
+                continue
+            steps.append(step)
+        stale = stale_steps(
+            steps, kept=kept, latest=self.config.keep_latest_k, every=self.config.keep_every
+        )
+        for step in stale:
+            self._delete(step, "the keep policy lets it go")
+        for step in unfinished_steps(self.path):
+            if step < newest:
+                self._delete(step, "its save never finished")
+
+    def _delete(self, step: int, reason: str) -> None:
+        path = self.path / f"step-{step}"
+        logger.info("Deleting %s: %s", path, reason)
+        try:
+            discard(path)
+        except OSError as error:
+            logger.warning("%s could not be deleted: %s", path, error)
+
+    # Loading
+
+    @property
+    def _look_at(self) -> LookAt:
+        return "hashes" if self.config.verify_hashes else "sizes"
+
+    def _load(self, step: int = -1) -> bool:
+        if step == -1:
+            found = newest_good(self.path, look_at=self._look_at, group=self.group)
+        else:
+            manifest, reason = inspect(self.path / f"step-{step}", self._look_at, group=self.group)
+            if manifest is None:
+                raise UserError(f"checkpoint.load_step={step} is not usable: {reason}")
+            found = step, manifest
+        if found is None and self.config.carry.parent:
+            return self._load_parent()
+        if found is None:
+            logger.info("No checkpoint in %s: starting from scratch", self.path)
+            return False
+        step, manifest = found
+        self._set_aside_newer(step)
+        checkpoint = self.path / f"step-{step}"
+        # First: they refuse a checkpoint of another architecture before any tensor is read.
+        self.trainer.load_state_dict(manifest["trainer"])
+        self.dataloader.load_state_dict(manifest["data"])
+        self._read(checkpoint)
+        lineage = manifest["lineage"]
+        self.inherited = {name: lineage[name] for name in INHERITED if name in lineage}
+        if "upcycled" in lineage:
+            self.inherited.setdefault("origin", lineage["parent"])
+        return True
+
+    def _load_parent(self) -> bool:
+        """Start from another run's checkpoint: weights, moments if wanted, nothing else."""
+        carry = self.config.carry
+        parent = from_rank_zero(self.group, carry.find_parent)
+        manifest, reason = inspect(parent, self._look_at, group=self.group)
+        if manifest is None:
+            raise UserError(
+                f"checkpoint.carry.parent={parent} is not usable: {reason}; name an older one"
+            )
+        self.trainer.check_parent(manifest["trainer"])
+        origin = from_rank_zero(self.group, lambda: reference(parent))
+        if carry.upcycle != "no":
+            parent = from_rank_zero(self.group, lambda: self._upcycle(parent))
+        self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
+        lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
+        self.inherited = {"origin": origin}
+        if "upcycled" in lineage:
+            self.inherited["upcycled"] = lineage["upcycled"]
+        return True
+
+    def _upcycle(self, parent: Path) -> Path:
+        """Return the parent with its layers duplicated, written beside the run's checkpoints."""
+        target = self.path.parent / "upcycled"
+        n_layers = self.trainer.state_dict()["architecture"]["n_layers"]
+        upcycling = self.config.carry.upcycling(n_layers)
+        assert upcycling is not None
+        discard(target)  # of an attempt that was killed, or of another parent
+        logger.info("Upcycling %s to %d layers in %s", parent, n_layers, target)
+        upcycle_checkpoint(parent, target, upcycling)
+        return target
+
+    def _read(
+        self, checkpoint: Path, *, optimizer: bool = True, policy: KeyPolicy | None = None
+    ) -> None:
+        logger.info("Loading %s", checkpoint)
+        state_dict: dict[str, Any] = {**self.model.state_dict()}
+        if optimizer:
+            state_dict[OPTIMIZER] = self.optimizers
+        with torch.no_grad():
+            load_checkpoint(state_dict, checkpoint, group=self.group, policy=policy)
+            self.model.load_state_dict(state_dict)
+        self.parent = from_rank_zero(self.group, lambda: reference(checkpoint))
+
+    def _set_aside_newer(self, step: int) -> None:
+        """Rename newer checkpoints, all damaged, so that no policy and no reader counts them."""
+        if dist.get_rank() == 0 and not self.config.load_only:
+            for newer in committed_steps(self.path):
+                if newer > step:
+                    path = self.path / f"step-{newer}"
+                    aside = self.path / f"damaged-step-{newer}"
+                    try:
+                        while aside.exists():
+                            aside = aside.with_name(f"{aside.name}-again")
+                        path.rename(aside)
+                        logger.warning("Renamed %s to %s", path, aside.name)
+                    except OSError as error:
+                        logger.warning("%s could not be renamed: %s", path, error)
+
+    # torchtitan's interface to asynchronous saves
+
+    def _maybe_wait_for_staging(self) -> None:
+        if self.staging_future is not None:
+            wait([self.staging_future])  # what it raised, the writer reports
+            self.staging_future = None
+
+    def _wait_for_saving(self) -> None:
+        assert self.save_future is not None
+        self._maybe_wait_for_staging()
+        future, self.save_future = self.save_future, None
+        future.result()
+
+    def _close(self) -> None:
+        self._writer.shutdown(wait=True)
+        failure = None if self.save_future is None else self.save_future.exception()
+        if failure is not None:
+            logger.error("The last asynchronous save failed: %s", failure)
+        if self._stager is not None:
+            self._stager.close()
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)
+
+
+def _stager(mode: str) -> DefaultStager:
+    """Return what copies the state; buffers are allocated once and reused."""
+    # Pinned memory and copies on a stream of their own exist with CUDA only (never run on a GPU);
+    # on CPU the same calls copy in a thread.
+    overlapped = mode == "async_with_pinned_mem"
+    on_cuda = overlapped and torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_cuda,
+            use_shared_memory=False,  # a thread writes, not another process
+            use_async_staging=overlapped,
+            use_non_blocking_copy=on_cuda,
+        )
+    )

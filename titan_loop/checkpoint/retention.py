@@ -1,0 +1,101 @@
+"""Which checkpoints there are, which stay, and how one is deleted.
+
+A folder counts once its manifest stands in it. Deleting starts with the manifest, so a deletion
+that is killed half-way leaves something that does not count, never something that looks whole.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+
+TAGS = "tags.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Return the steps of all committed checkpoints in `folder`, in increasing order."""
+    return [step for step, path in _step_folders(folder) if _exists(path / MANIFEST)]
+
+
+def unfinished_steps(folder: Path) -> list[int]:
+    """Return the steps of saves in `folder` that were never committed, or are half deleted."""
+    return [step for step, path in _step_folders(folder) if not _exists(path / MANIFEST)]
+
+
+def stale_steps(
+    steps: Collection[int], *, kept: Collection[int], latest: int, every: int
+) -> list[int]:
+    """Return the steps the keep policy lets go, in increasing order.
+
+    Args:
+        steps: Committed steps of this run, up to the newest.
+        kept: Those kept for ever: ends of stages, and tagged ones.
+        latest: How many of the newest stay; 0 keeps all.
+        every: Steps that are multiples of it stay; 0 for none.
+    """
+    if latest == 0:
+        return []
+    old = sorted(steps)[:-latest]
+    return [step for step in old if step not in kept and not (every and step % every == 0)]
+
+
+def discard(checkpoint: Path) -> None:
+    """Delete a checkpoint, its commit record first; nothing happens if there is none.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    if checkpoint.exists():
+        shutil.rmtree(checkpoint)
+
+
+def read_tags(checkpoint: Path) -> list[str]:
+    """Return the names someone gave this checkpoint; one with a name is kept for ever."""
+    try:
+        return list(json.loads((checkpoint / TAGS).read_text(encoding="utf-8"))["tags"])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{checkpoint / TAGS} cannot be read ({error}); repair or delete it"
+        ) from error
+
+
+def add_tag(checkpoint: Path, tag: str) -> None:
+    """Give a checkpoint a name, so that the keep policy never deletes it."""
+    write_json(checkpoint / TAGS, {"tags": sorted({*read_tags(checkpoint), tag})})
+
+
+def remove_tag(checkpoint: Path, tag: str) -> None:
+    """Take a name away.
+
+    Raises:
+        UserError: It has no such name.
+    """
+    tags = read_tags(checkpoint)
+    if tag not in tags:
+        raise UserError(f"{checkpoint} has no tag {tag!r}; it has {', '.join(tags) or 'none'}")
+    write_json(checkpoint / TAGS, {"tags": [known for known in tags if known != tag]})
+
+
+def _step_folders(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is such a file; an error that hides it is not an answer."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,245 @@
+"""Checkpoints read and written tensor by tensor, in one process and without a process group.
+
+    CheckpointReader    a committed checkpoint of any world size ─► one full tensor at a time
+    write_checkpoint    tensors made one at a time ─► a committed checkpoint for any world size
+
+Keys are DCP's flattened ones: the model's as in its `state_dict()`, the optimiser's as
+"optimizer.state.<parameter>.exp_avg" and "optimizer.param_groups.<parameter>.lr".
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from titan_loop.checkpoint.choosing import LookAt
+from titan_loop.checkpoint.damage import DamagedCheckpointError
+from titan_loop.checkpoint.dcp_errors import root_cause
+from titan_loop.checkpoint.files import file_records, find_damage
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titan_loop.checkpoint.retention import discard
+from titan_loop.checkpoint.safe_reading import (
+    PlainLoadPlanner,
+    SafeFileSystemReader,
+    read_metadata,
+)
+from titan_loop.errors import UserError, nearest
+
+
+class CheckpointReader:
+    """The entries of a committed checkpoint, one at a time.
+
+    Memory is the tensor that is read and one of its shards.
+
+    Args:
+        checkpoint: The folder of one checkpoint.
+        look_at: How closely to look at its files first.
+
+    Attributes:
+        checkpoint: The folder.
+        manifest: The commit record.
+        metadata: DCP's description of every entry.
+
+    Raises:
+        UserError: It was never committed, or its metadata holds what is forbidden.
+        DamagedCheckpointError: A file is missing, truncated or altered.
+    """
+
+    def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes") -> None:
+        self.checkpoint = checkpoint
+        self.manifest: dict[str, Any] = read_manifest(checkpoint)
+        if look_at != "manifest":
+            damage = find_damage(checkpoint, self.manifest["files"], hashes=look_at == "hashes")
+            if damage:
+                raise DamagedCheckpointError(checkpoint, "; ".join(damage))
+        self.metadata: Metadata = read_metadata(checkpoint)
+        self._files = SafeFileSystemReader(checkpoint, self.metadata)
+
+    def keys(self) -> list[str]:
+        """Return the flattened keys of all entries, sorted."""
+        return sorted(self.metadata.state_dict_metadata)
+
+    def tensor_keys(self) -> list[str]:
+        """Return the flattened keys of all tensors, sorted."""
+        entries = self.metadata.state_dict_metadata
+        return [key for key in self.keys() if isinstance(entries[key], TensorStorageMetadata)]
+
+    def shape(self, key: str) -> torch.Size:
+        """Return a tensor's global shape; `UserError` if there is no such tensor."""
+        return self._tensor(key).size
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return a tensor's dtype; `UserError` if there is no such tensor."""
+        return self._tensor(key).properties.dtype
+
+    def read(self, key: str) -> Tensor:
+        """Return a full tensor of its own, on the CPU, in the saved dtype.
+
+        Raises:
+            UserError: There is no such tensor, or it is not one.
+            DamagedCheckpointError: Its file is truncated or garbled.
+        """
+        return self._read(key, torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu"))
+
+    def read_object(self, key: str) -> Any:
+        """Return what a byte entry holds, if it is plain data.
+
+        Raises:
+            UserError: There is no such entry, or it is more than plain data.
+            DamagedCheckpointError: Its file is truncated or garbled.
+        """
+        entries = self.metadata.state_dict_metadata
+        if key not in entries or isinstance(entries[key], TensorStorageMetadata):
+            objects = entries.keys() - set(self.tensor_keys())
+            raise UserError(f"{self.checkpoint} has no object {key!r}{nearest(key, objects)}")
+        return self._read(key, None)
+
+    def _tensor(self, key: str) -> TensorStorageMetadata:
+        entry = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise UserError(
+                f"{self.checkpoint} has no tensor {key!r}{nearest(key, self.tensor_keys())}"
+            )
+        return entry
+
+    def _read(self, key: str, target: Tensor | None) -> Any:
+        state_dict: dict[str, Any] = {key: target}
+        planner = PlainLoadPlanner()
+        planner.set_up_planner(state_dict, self.metadata)
+        plan = create_default_local_load_plan(state_dict, self.metadata)
+        self._files.read_data(plan, planner)
+        return state_dict[key]
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that exists only while it is written."""
+
+    shape: tuple[int, ...]
+    """Global shape."""
+
+    dtype: torch.dtype
+    """Saved as this."""
+
+    produce: Callable[[], Tensor]
+    """Returns it; called once, and what it returned is let go before the next one is made."""
+
+
+def write_checkpoint(
+    checkpoint: Path,
+    entries: Mapping[str, LazyTensor | Tensor | Any],
+    content: Mapping[str, Any],
+) -> None:
+    """Write and commit a checkpoint, with one lazy tensor in memory at a time.
+
+    Args:
+        checkpoint: Its folder; what an unfinished save left there is deleted first.
+        entries: Flattened key -> tensor, written in this order, or a plain value.
+        content: The manifest without `files`.
+
+    Raises:
+        UserError: The folder already holds a checkpoint.
+        ValueError: A tensor is not of the shape and dtype that were announced.
+        OSError: The folder cannot be written. Nothing is left there.
+    """
+    if (checkpoint / MANIFEST).exists():
+        raise UserError(f"{checkpoint} already holds a checkpoint; delete it, or choose another")
+    discard(checkpoint)
+    announced = {
+        key: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        if isinstance(entry, LazyTensor)
+        else entry
+        for key, entry in entries.items()
+    }
+    try:
+        with warnings.catch_warnings():
+            # One process is what is wanted here.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            save(
+                announced,
+                storage_writer=_OneByOneWriter(checkpoint),
+                planner=_LazyPlanner(entries),
+                no_dist=True,
+            )
+        write_manifest(checkpoint, {**content, "files": file_records(checkpoint)})
+    except BaseException as error:
+        with suppress(OSError):
+            discard(checkpoint)
+        cause = root_cause(error)
+        if cause is error:
+            raise
+        raise cause from error
+
+
+class _LazyPlanner(DefaultSavePlanner):
+    """Plans with shapes; makes each tensor when it is written."""
+
+    def __init__(self, entries: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._entries = entries
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self._entries.get(index.fqn)
+        if not isinstance(entry, LazyTensor):
+            return super().lookup_object(index)
+        tensor = entry.produce()
+        if tuple(tensor.shape) != tuple(entry.shape) or tensor.dtype != entry.dtype:
+            raise ValueError(
+                f"{index.fqn} was announced as {entry.dtype} {[*entry.shape]}, "
+                f"but is {tensor.dtype} {[*tensor.shape]}"
+            )
+        return tensor
+
+
+class _OneByOneWriter(filesystem.FileSystemWriter):
+    """DCP's writer of a folder, which otherwise holds every tensor until its file is complete."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"
+        results = []
+        with (Path(self.path) / name).open("wb") as file:
+            for item in plan.items:
+                start = file.tell()
+                self._write(planner.resolve_data(item), file)
+                info = filesystem._StorageInfo(name, start, file.tell() - start)
+                results.append(WriteResult(item.index, info.length, info))
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    @staticmethod
+    def _write(data: Any, file: Any) -> None:
+        if not isinstance(data, Tensor):
+            file.write(data.getbuffer())
+            return
+        data = data.detach().cpu()
+        if data.untyped_storage().nbytes() != data.nbytes:
+            data = data.clone()  # torch.save writes the whole storage of a view
+        torch.save(data, file)
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out the folder, which may be renamed."""
+        return StorageMeta()

@@ -1,0 +1,181 @@
+"""A committed checkpoint of N layers becomes one of k·N: every layer stands k times.
+
+    stacked       0 1 … N-1  0 1 … N-1   R/k steps visit layers in the order in which R steps did
+    interleaved   0 0 1 1 … N-1 N-1      every layer is visited k times in a row
+
+Embedding, head, norm, gate and their moments are copied, counters and position in the data, too.
+One tensor is handled at a time. What this means for the model's outputs, and why the moments are
+treated as they are, is in UPCYCLING.md.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.manifest import reference
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.errors import UserError, nearest
+
+Mode = Literal["stacked", "interleaved"]
+Moments = Literal["duplicate", "scale", "reset"]
+
+_LAYER = re.compile(r"(?P<before>^|.*\.)layers\.(?P<index>\d+)\.(?P<after>.*)")
+_STATE = "optimizer.state."
+
+
+@dataclass(frozen=True, slots=True)
+class Upcycling:
+    """How a model gets more layers."""
+
+    n_layers: int
+    """Layers of the new model: a multiple of the old one's."""
+
+    mode: Mode = "stacked"
+    """The whole stack again and again, or every layer next to its copies."""
+
+    moments: Moments = "scale"
+    """AdamW's moments of the copies: as they are, both divided by the number of copies, or zero
+    with a new bias correction. What is not a layer keeps its own."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("mode", self.mode, get_args(Mode)),
+            ("moments", self.moments, get_args(Moments)),
+        ):
+            if value not in known:
+                raise UserError(f"upcycling {name}={value} is unknown{nearest(value, known)}")
+
+    def sources(self, n_layers: int) -> list[int]:
+        """Return, for every new layer, the old layer it is a copy of.
+
+        Args:
+            n_layers: N, layers of the old model.
+
+        Raises:
+            UserError: `self.n_layers` is not k·N with k ≥ 2.
+        """
+        copies, rest = divmod(self.n_layers, n_layers)
+        if rest or copies < 2:
+            raise UserError(
+                f"layers={self.n_layers} is not a multiple of the checkpoint's {n_layers} layers; "
+                f"use {2 * n_layers}, {3 * n_layers} or more"
+            )
+        if self.mode == "stacked":
+            return [*range(n_layers)] * copies
+        return [index for index in range(n_layers) for _ in range(copies)]
+
+
+def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None:
+    """Write and commit the upcycled copy of a committed checkpoint.
+
+    Memory: the largest tensor twice, as read from the file and as a tensor, whatever their number.
+
+    The new manifest is the old one with the new number of layers in its architecture, `source` as
+    `lineage.parent` and, as `lineage.upcycled`, `mode`, `moments` (None without optimiser state),
+    `n_layers` of the parent and `layers`: the parent's layer for every new one. It ends no stage.
+
+    Args:
+        source: Folder of a committed checkpoint.
+        target: Folder of the new one.
+        upcycling: How.
+
+    Raises:
+        UserError: `source` is no committed checkpoint, damaged, or not of a model with layers; or
+            the number of layers does not fit.
+    """
+    reader = CheckpointReader(source)
+    keys = reader.keys()
+    n_layers = _count_layers(reader, keys)
+    layers = upcycling.sources(n_layers)
+    has_moments = any(key.startswith(_STATE) for key in keys)
+    entries: dict[str, Any] = {}
+    tensors = set(reader.tensor_keys())
+    for key in keys:
+        if key not in tensors:
+            value = reader.read_object(key)
+            entries.update(dict.fromkeys(_new_names(key, layers), value))
+            continue
+        shape, dtype = tuple(reader.shape(key)), reader.dtype(key)
+        change = _change(key, upcycling.moments, copies=len(layers) // n_layers)
+        for name in _new_names(key, layers):
+            produce = partial(_produce, reader, key, change)
+            entries[name] = LazyTensor(shape, dtype, produce)
+    manifest = reader.manifest
+    content = {
+        "step": manifest["step"],
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stage_end": False,
+        "trainer": {
+            **manifest["trainer"],
+            "architecture": {**manifest["trainer"]["architecture"], "n_layers": len(layers)},
+        },
+        "data": manifest["data"],
+        "lineage": {
+            **manifest["lineage"],
+            "parent": reference(source),
+            "upcycled": {
+                "mode": upcycling.mode,
+                "moments": upcycling.moments if has_moments else None,
+                "n_layers": n_layers,
+                "layers": layers,
+            },
+        },
+    }
+    write_checkpoint(target, entries, content)
+
+
+def _count_layers(reader: CheckpointReader, keys: Sequence[str]) -> int:
+    """Return N after checking that weights and manifest agree on it."""
+    found = {int(match["index"]) for key in keys if (match := _LAYER.fullmatch(key))}
+    stated = reader.manifest["trainer"].get("architecture", {}).get("n_layers")
+    if not found or found != set(range(len(found))) or len(found) != stated:
+        raise UserError(
+            f"{reader.checkpoint} is of another architecture: its manifest says "
+            f"n_layers={stated} and it holds the layers {sorted(found) or 'none'}; upcycling needs "
+            "a looped decoder's checkpoint"
+        )
+    return len(found)
+
+
+def _new_names(key: str, layers: Sequence[int]) -> list[str]:
+    """Return the names an entry gets: one for each copy of its layer, else its own."""
+    match = _LAYER.fullmatch(key)
+    if match is None:
+        return [key]
+    return [
+        f"{match['before']}layers.{new}.{match['after']}"
+        for new, old in enumerate(layers)
+        if old == int(match["index"])
+    ]
+
+
+def _change(key: str, moments: Moments, *, copies: int) -> Callable[[Tensor], Tensor]:
+    """Return what happens to a tensor on its way."""
+    if not key.startswith(_STATE) or _LAYER.fullmatch(key) is None or moments == "duplicate":
+        return _keep
+    if moments == "reset":
+        return torch.zero_
+    field = key.rpartition(".")[2]
+    if field == "step":
+        return _keep
+    if field in ("exp_avg", "exp_avg_sq"):
+        return partial(Tensor.div_, other=copies)
+    raise UserError(
+        f"upcycling moments=scale knows AdamW's exp_avg and exp_avg_sq, not {key}; use duplicate "
+        "or reset"
+    )
+
+
+def _produce(reader: CheckpointReader, key: str, change: Callable[[Tensor], Tensor]) -> Tensor:
+    return change(reader.read(key))
+
+
+def _keep(tensor: Tensor) -> Tensor:
+    return tensor

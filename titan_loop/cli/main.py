@@ -1,0 +1,118 @@
+"""Entry point of `titan-loop`: finds the verb, and turns what it raises into an exit code.
+
+The codes are those of `titan_loop.errors`; an unexpected exception keeps its traceback and ends
+with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141.
+"""
+
+import importlib
+import os
+import select
+import sys
+from collections.abc import Sequence
+
+from titan_loop import __version__
+from titan_loop.errors import (
+    EXIT_CRASH,
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    NonFiniteError,
+    RunFailedError,
+    UserError,
+    nearest,
+)
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+EXIT_CODES: dict[type[Exception], int] = {
+    UserError: EXIT_USER_ERROR,
+    RunFailedError: EXIT_CRASH,
+    NonFiniteError: EXIT_NON_FINITE,
+}
+"""What ends with one line, and with which code."""
+
+VERBS = {
+    "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
+    "data": "build, tokenise and look at training data",
+    "eval": "bits per byte of a run's last checkpoint at several depths",
+    "generate": "complete prompts or chat with a checkpoint in the terminal",
+    "convert": "read and write Ouro and Hugging Face folders",
+    "checkpoint": "list, verify, compare, name, delete and consolidate checkpoints",
+    "status": "stages and forks of a recipe: how far, loss, what is next",
+    "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
+    "plot": "draw a run's losses and exit distribution as PNG files",
+    "recipes": "list the recipes that `train` finds by name",
+    "doctor": "check this machine, and say how to fix what is wrong",
+}
+
+USAGE = f"""usage: titan-loop VERB [ARGUMENTS]
+
+titan_loop {__version__}: pretraining of looped language models
+
+verbs:
+{chr(10).join(f"  {verb:10} {text}" for verb, text in VERBS.items())}
+
+titan-loop VERB --help says more. On several processes:
+  torchrun --nproc-per-node 4 -m titan_loop train RECIPE ..."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; None takes this process's.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # while a reader that has left can still be answered
+        return code
+    except tuple(EXIT_CODES) as error:
+        # Ranks may fail for reasons of their own (a node without the data), so all of them speak.
+        rank = os.environ.get("RANK", "0")
+        which = "" if rank == "0" else f"rank {rank}: "
+        print(f"titan-loop: error: {which}{error}", file=sys.stderr)
+        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("titan-loop: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _reader_has_left() -> bool:
+    """Return whether nobody reads stdout any more, and give up on it if so.
+
+    A pipe to another process, a worker's say, may break as well, and that is a defect.
+    """
+    stdout = sys.stdout.fileno()
+    poller = select.poll()
+    poller.register(stdout, 0)
+    if not poller.poll(0):
+        return False
+    with open(os.devnull, "w") as nowhere:  # or Python complains when it flushes at its exit
+        os.dup2(nowhere.fileno(), stdout)
+    return True
+
+
+def _dispatch(arguments: list[str]) -> int:
+    verb, *rest = arguments or ["--help"]
+    if verb in ("-h", "--help"):
+        print(USAGE)
+        return EXIT_OK
+    if verb == "--version":
+        print(f"titan_loop {__version__}")
+        return EXIT_OK
+    if verb not in VERBS:
+        raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}")
+    try:
+        return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
+    except SystemExit as stop:  # argparse and tyro leave this way after printing their help
+        if stop.code in (None, EXIT_OK):
+            return EXIT_OK
+        raise

@@ -1,0 +1,208 @@
+"""Every shim for torch and torchtitan versions and for running without an accelerator.
+
+Import this module before any torchtitan module. torchtitan 0.3.0 decides at import time on which
+device it runs, and copies that decision into its other modules. Each shim says what it replaces and
+when it can go.
+
+`start_runtime` is called once per process before training. It fills in the world of one, translates
+SLURM's variables, and gives ranks that share cores one thread each.
+"""
+
+import logging
+import os
+import resource
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger as titan_logger
+
+from titan_loop.errors import UserError
+
+DeviceType = Literal["cpu", "cuda"]
+
+SPMD_BACKEND = "partial_dtensor"
+"""The backend CI tests, hence the default everywhere; "spmd_types" is a switch for torch 2.15 and
+later."""
+
+
+class CpuDevice:
+    """The part of `torch.cuda`'s interface torchtitan calls, for host memory.
+
+    Memory figures are the resident set of this process, so they are real numbers on a laptop, too.
+    Delete when torchtitan runs on CPU by itself (not in 0.3.0).
+    """
+
+    def __init__(self) -> None:
+        self._peak_is_resettable = True
+
+    @staticmethod
+    def set_device(device: torch.device) -> None:
+        """Do nothing: there is one host."""
+
+    @staticmethod
+    def current_device() -> int:
+        """Return 0."""
+        return 0
+
+    @staticmethod
+    def device_count() -> int:
+        """Return 1."""
+        return 1
+
+    @staticmethod
+    def synchronize(device: torch.device | None = None) -> None:
+        """Do nothing: operations on the host are synchronous."""
+
+    @staticmethod
+    def empty_cache() -> None:
+        """Do nothing: the host allocator returns memory by itself."""
+
+    @staticmethod
+    def get_device_name(device: torch.device | None = None) -> str:
+        """Return "CPU"."""
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:
+        """Return an object with `total_memory` in bytes."""
+        return SimpleNamespace(
+            name="CPU", total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
+
+    def reset_peak_memory_stats(self, device: torch.device | None = None) -> None:
+        """Start a new peak where the kernel allows it (Linux, `/proc/self/clear_refs`).
+
+        Elsewhere, as in some containers, a peak stays the peak since the process started.
+        """
+        if not self._peak_is_resettable:
+            return
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
+        except OSError:
+            self._peak_is_resettable = False
+
+    @staticmethod
+    def memory_stats(device: torch.device | None = None) -> dict[str, int]:
+        """Return the process' peak resident bytes under the names torchtitan reads."""
+        peak = peak_resident_bytes()
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak}
+
+
+def peak_resident_bytes() -> int:
+    """Return the largest resident set of this process in bytes, since the last reset if any."""
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def device_type() -> DeviceType:
+    """Return the device torchtitan was told to use."""
+    return "cuda" if titan_utils.device_type == "cuda" else "cpu"
+
+
+def _run_on_cpu() -> None:
+    titan_utils.device_type = "cpu"
+    titan_utils.device_module = CpuDevice()  # type: ignore[assignment]
+    titan_utils.get_local_device = lambda: torch.device("cpu")
+    # Upstream answers 312 TFLOP/s (an A100) for every device it does not know; a CPU has no known
+    # peak.
+    titan_utils.get_peak_flops = lambda device_name: float("nan")
+
+
+def _add_set_timeout() -> None:
+    # torchtitan calls `torch.distributed.set_timeout(timeout, group)` after the first step.
+    # Delete when torch < 2.14 is no longer supported.
+    if "set_timeout" not in vars(dist):
+
+        def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+        dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+
+
+if not torch.cuda.is_available():
+    _run_on_cpu()
+_add_set_timeout()
+
+
+def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> tuple[int, int]:
+    """Complete the launcher's variables and set this process' thread count.
+
+    Under torchrun nothing changes. Under `srun` without torchrun the SLURM variables are
+    translated. Started by hand it becomes a world of one with a free port.
+
+    Args:
+        environment: Where the variables are read and completed (a dict in tests).
+
+    Returns:
+        (rank, world size).
+
+    Raises:
+        UserError: A variable that the launcher should have set is missing.
+    """
+    # A batch script or an salloc shell has SLURM_NTASKS, too; only srun's tasks have a step.
+    in_step = "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1
+    if "RANK" not in environment and in_step:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in environment:
+                raise UserError(
+                    f"{name} is not set: under srun export the first node's name as MASTER_ADDR "
+                    "and a free port as MASTER_PORT"
+                )
+        environment["RANK"] = environment["SLURM_PROCID"]
+        environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
+        environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+        tasks_here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get(
+            "SLURM_TASKS_PER_NODE", "1"
+        )
+        environment["LOCAL_WORLD_SIZE"] = tasks_here.split("(")[0].split(",")[0]
+    for name in ("WORLD_SIZE", "LOCAL_RANK") if "RANK" in environment else ():
+        if name not in environment:
+            raise UserError(f"RANK is set but {name} is not; start with torchrun, or set both")
+    if "RANK" not in environment:
+        environment.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        # A world of one meets nobody: port 0 lets the store pick a free one, so that runs can share
+        # a host.
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if device_type() == "cpu":
+        torch.set_num_threads(threads_per_rank(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+
+
+_UPSTREAM_NOISE = (
+    "Trainer is initialized with",  # speaks of step-based schedules that do not exist here
+    "Peak FLOPS used for computing MFU",  # an A100's figure for every unknown device
+    "Sleeping 2 seconds",
+)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_UPSTREAM_NOISE)
+
+
+def quiet_upstream() -> None:
+    """Drop the few lines torchtitan 0.3.0 prints that would mislead a reader of our logs."""
+    titan_logger.addFilter(_is_ours)  # adding it twice changes nothing
+
+
+def threads_per_rank(local_world_size: int) -> int:
+    """Return how many threads a rank may use: its equal share of the cores, at least one.
+
+    Ranks whose thread teams overlap on the same cores spin on each other and run 10-40 times
+    slower.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if asked is not None and asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // max(1, local_world_size))

@@ -1,0 +1,295 @@
+"""Which source window k of the job comes from: a pure function of k, weights and repetition caps.
+
+One period of the mixture is laid out when the loader starts; window k then looks up k mod period,
+and a source's own counter is whole periods plus a prefix count. Resuming at window 10**12 replays
+nothing. A source that has reached its cap ends the mixture, or starts a new piece without it.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from titan_loop.errors import UserError
+
+PERIOD_WINDOWS = 10_000
+"""Weights are rounded to multiples of 1/10,000: four decimal places are exact."""
+
+Exhausted = Literal["stop", "renormalise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureEntry:
+    """One source of a mixture.
+
+    Attributes:
+        path: Folder of a prepared source.
+        weight: Its share of the windows; any positive sum.
+        packed: Read its packed index (whole documents, padded) instead of fixed cuts.
+        max_epochs: How often it may be read; None leaves that to `dataloader.max_epochs`.
+    """
+
+    path: str
+    weight: float
+    packed: bool = False
+    max_epochs: int | None = None
+
+
+def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
+    """Read a mixture from `PATH=WEIGHT[:packed][:max_epochs=N]`; a path alone has weight 1.
+
+    Raises:
+        UserError: For no entry, an unreadable, negative or non-finite weight, an unknown option,
+            weights that sum to zero, a path given twice, or one in an object store.
+    """
+    if not entries:
+        raise UserError("dataloader.mixture is empty: give at least one source, as PATH=WEIGHT")
+    mixture: list[MixtureEntry] = []
+    for text in entries:
+        entry = _parse_entry(text)
+        if entry.path in (known.path for known in mixture):
+            raise UserError(
+                f"dataloader.mixture: {entry.path} stands there twice: add its weights up"
+            )
+        mixture.append(entry)
+    if not any(entry.weight for entry in mixture):
+        raise UserError("dataloader.mixture: all weights are 0: give one source a positive weight")
+    return tuple(mixture)
+
+
+def _parse_entry(text: str) -> MixtureEntry:
+    rest, packed, max_epochs = text, False, None
+    while True:  # options stand at the end; a path may contain their separators
+        before, _, option = rest.rpartition(":")
+        if before and option == "packed":
+            rest, packed = before, True
+        elif before and option.startswith("max_epochs="):
+            number = option.removeprefix("max_epochs=")
+            if not number.isdecimal() or not int(number):
+                raise UserError(f"dataloader.mixture: {text!r}: {option} must be at least 1")
+            rest, max_epochs = before, int(number)
+        else:
+            break
+    path, _, number = rest.rpartition("=") if "=" in rest else (rest, "", "1")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not path or not math.isfinite(weight) or weight < 0:
+        raise UserError(
+            f"dataloader.mixture: {text!r} is not PATH=WEIGHT[:packed][:max_epochs=N] with a "
+            "finite weight >= 0"
+        )
+    if "://" in path:
+        raise UserError(
+            f"dataloader.mixture: {path} is in an object store, which is not read: copy it to a "
+            "local or mounted file system"
+        )
+    return MixtureEntry(path=path, weight=weight, packed=packed, max_epochs=max_epochs)
+
+
+def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS) -> list[int]:
+    """Round the weights to integer shares of one period (largest remainder) in lowest terms.
+
+    Raises:
+        UserError: For a positive weight below 1/period of the total, which would never be read.
+    """
+    total = math.fsum(source.weight for source in mixture)
+    exact = [source.weight / total * period for source in mixture]
+    for source, share in zip(mixture, exact, strict=True):
+        if 0 < share < 1:
+            raise UserError(
+                f"dataloader.mixture: {source.path}={source.weight:g} is less than 1/{period} of "
+                "the mixture: raise its weight or leave it out"
+            )
+    # Rounding absorbs the last bits of weight/total, so that 0.3 of 10,000 is 3000 and not 2999.
+    shares = [math.floor(round(share, 6)) for share in exact]
+    by_remainder = sorted(
+        range(len(exact)), key=lambda index: (shares[index] - exact[index], index)
+    )
+    for index in by_remainder[: period - sum(shares)]:
+        shares[index] += 1
+    divisor = math.gcd(*shares)
+    return [share // divisor for share in shares]
+
+
+class MixtureOrder:
+    """The order of sources: every prefix of it is as close to the weights as any order can be.
+
+    With shares n_i, P = sum n_i and x_i(k) the windows of source i among the first k,
+
+        |x_i(k) - k n_i / P| <= 1 - 1 / (2 S - 2)        for every i and k
+
+    where S >= 2 sources have a positive share; a single one is met exactly. Step k serves, among
+    the sources already due (k n_i / P - x_i >= 1 / (2 S - 2)), the one with the earliest deadline.
+    All arithmetic is on integers, so ties fall the same way on every machine.
+
+    Args:
+        shares: n_i, integers >= 0 with a positive sum; the table built here has `sum(shares)`
+            entries.
+
+    Source: Tijdeman 1980, "The chairman assignment problem", theorem 1 (the bound is tight).
+    """
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self.shares = np.asarray(shares, dtype=np.int64)
+        self.period = int(self.shares.sum())
+        assert self.period > 0, shares
+        assert (self.shares >= 0).all(), shares
+        self._source = _lay_out(self.shares, self.period)
+        self._phases = [np.flatnonzero(self._source == i) for i in range(len(shares))]
+        self._count_before = np.empty(self.period, dtype=np.int64)
+        for phases in self._phases:
+            self._count_before[phases] = np.arange(len(phases))
+
+    def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each window's source index and its number among that source's windows (int64)."""
+        periods, phase = np.divmod(np.asarray(window, dtype=np.int64), self.period)
+        source = self._source[phase]
+        return source, periods * self.shares[source] + self._count_before[phase]
+
+    def counts(self, windows: int) -> np.ndarray:
+        """Return how many of the first `windows` windows belong to each source (int64)."""
+        periods, phase = divmod(windows, self.period)
+        rest = np.bincount(self._source[:phase], minlength=len(self.shares))
+        return periods * self.shares + rest
+
+    def window_of(self, source: int, counter: int) -> int:
+        """Return the window at which `source`, whose share is positive, has its `counter`-th."""
+        periods, rest = divmod(counter, int(self.shares[source]))
+        return periods * self.period + int(self._phases[source][rest])
+
+
+def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
+    """Return the source of each step of one period (see `MixtureOrder`)."""
+    active = np.flatnonzero(shares)
+    slack = max(1, 2 * len(active) - 2)
+    source = np.repeat(active, shares[active])
+    number = np.concatenate([np.arange(count) for count in shares[active].tolist()])
+    share = slack * shares[source]
+    # The first step at which a source's window is due, and the last at which it may still wait:
+    # beyond it the bound would break.
+    release = -(-(period * (slack * number + 1)) // share)
+    deadline = -(-(period * (slack * (number + 1) - 1)) // share)
+    order = np.argsort(release, kind="stable")
+    jobs = list(zip(release[order].tolist(), deadline[order].tolist(), source[order].tolist(),
+                    strict=True))  # fmt: skip
+    result = np.empty(period, dtype=np.int64)
+    due: list[tuple[int, int]] = []
+    arrived = 0
+    for step in range(1, period + 1):
+        while arrived < period and jobs[arrived][0] <= step:
+            heapq.heappush(due, jobs[arrived][1:])
+            arrived += 1
+        _, result[step - 1] = heapq.heappop(due)  # never empty: the largest lag is >= 1 / S
+    return result
+
+
+class Piece(NamedTuple):
+    """A stretch of the mixture with one set of weights.
+
+    Attributes:
+        first_window: Where it starts.
+        counts_before: Windows of each source read before it (int64).
+        order: Which source each of its windows is from.
+    """
+
+    first_window: int
+    counts_before: np.ndarray
+    order: MixtureOrder
+
+
+class CappedMixture:
+    """The order of sources when some may be read only so often.
+
+    The first piece has all weights. It ends before the first window that would exceed its source's
+    cap: there the mixture ends ("stop"), or a piece starts in which the sources still below their
+    caps have the weights, renormalised. The bound of `MixtureOrder` holds within every piece, whose
+    starts follow from weights and caps alone.
+
+    Args:
+        mixture: Sources and weights.
+        caps: Windows each source may give; None for no cap.
+        when_exhausted: "stop" or "renormalise".
+        first_window: Where the first piece starts, if the mixture before was another one.
+        first_counts: Windows of each source read before that; zero by default.
+
+    Attributes:
+        pieces: In order; at most one per source.
+        end: The number of windows there are; None if they never end.
+        exhausted: The sources that have reached their caps where each piece but the first starts,
+            and where the mixture ends.
+    """
+
+    def __init__(
+        self,
+        mixture: Sequence[MixtureEntry],
+        caps: Sequence[int | None],
+        when_exhausted: Exhausted = "stop",
+        *,
+        first_window: int = 0,
+        first_counts: Sequence[int] | None = None,
+    ) -> None:
+        self.pieces: list[Piece] = []
+        self.end: int | None = None
+        self.exhausted: list[list[int]] = []
+        start = first_window
+        self._first_counts = counts = np.asarray(first_counts or [0] * len(mixture), dtype=np.int64)
+        renormalise = when_exhausted == "renormalise"
+        capped = {index: cap for index, cap in enumerate(caps) if cap is not None}
+        while True:
+            rest = [
+                replace(entry, weight=0.0)
+                if renormalise and index in capped and counts[index] >= capped[index]
+                else entry
+                for index, entry in enumerate(mixture)
+            ]
+            if not any(entry.weight for entry in rest):
+                self.end = start
+                break
+            order = MixtureOrder(weight_shares(rest))
+            self.pieces.append(Piece(start, counts, order))
+            ends = [
+                order.window_of(index, max(0, cap - int(counts[index])))
+                for index, cap in capped.items()
+                if rest[index].weight
+            ]
+            if not ends:
+                break
+            start, counts = start + min(ends), counts + order.counts(min(ends))
+            used_up = [i for i, cap in capped.items() if rest[i].weight and counts[i] >= cap]
+            self.exhausted.append(used_up)
+            if not renormalise:
+                self.end = start
+                break
+        self._starts = np.asarray([piece.first_window for piece in self.pieces], dtype=np.int64)
+
+    def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return each window's source index and its number among that source's windows (int64).
+
+        Args:
+            window: Global window numbers below `end`, not before the first piece.
+        """
+        window = np.asarray(window, dtype=np.int64)
+        number = np.searchsorted(self._starts, window, side="right") - 1
+        source, counter = np.empty_like(window), np.empty_like(window)
+        for index in np.unique(number):
+            first, before, order = self.pieces[index]
+            chosen = number == index
+            source[chosen], within = order.locate(window[chosen] - first)
+            counter[chosen] = before[source[chosen]] + within
+        return source, counter
+
+    def counts(self, windows: int) -> np.ndarray:
+        """Return how many of the first `windows` windows belong to each source (int64)."""
+        if not self.pieces:  # nothing was left to read when it started
+            return self._first_counts
+        first, before, order = self.pieces[self.piece_at(windows)]
+        return before + order.counts(windows - first)
+
+    def piece_at(self, window: int) -> int:
+        """Return the number of the piece that `window` belongs to, or the last one."""
+        return max(0, int(np.searchsorted(self._starts, window, side="right")) - 1)

@@ -1,0 +1,162 @@
+"""The one small TOML file that switches on cleaning and describes a cluster.
+
+    language = "eng"                        # for word boundaries; datatrove's codes
+
+    [quality]                               # datatrove's filters, in this order, {} for its values
+    gopher_quality = {min_doc_words = 20}
+    gopher_repetition = {}
+
+    [minhash]                               # near-duplicates; datatrove's MinhashConfig
+    n_grams = 5
+
+    [decontaminate]                         # documents that share n-grams with evaluations
+    tasks = ["mmlu", "arc_easy"]            # lm-evaluation-harness tasks, groups or tags
+    n_grams = 12
+
+    [slurm]                                 # datatrove's SlurmPipelineExecutor; [ray] likewise
+    partition = "cpu"
+    time = "12:00:00"
+
+A table that is absent is switched off; `--executor` decides whether [slurm] or [ray] is used.
+"""
+
+import importlib
+import inspect
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from titan_loop.errors import UserError, nearest
+
+QUALITY_FILTERS = {
+    "gopher_quality": ("gopher_quality_filter", "GopherQualityFilter"),
+    "gopher_repetition": ("gopher_repetition_filter", "GopherRepetitionFilter"),
+    "fineweb_quality": ("fineweb_quality_filter", "FineWebQualityFilter"),
+    "c4_quality": ("c4_filters", "C4QualityFilter"),
+}
+"""Our name for each of datatrove's filters, and where datatrove keeps it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decontamination:
+    """What a document must not share n-grams with.
+
+    `query_ngrams` also removes documents that hold only a question, without its answer; n-grams
+    across the two and within the answer always count. `include_path` is a folder with tasks of
+    your own.
+    """
+
+    tasks: list[str]
+    n_grams: int = 12
+    query_ngrams: bool = True
+    include_path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareConfig:
+    """The file's tables; see the module's docstring."""
+
+    language: str = "eng"
+    quality: dict[str, dict[str, Any]] = field(default_factory=dict)
+    minhash: dict[str, Any] | None = None
+    decontaminate: Decontamination | None = None
+    slurm: dict[str, Any] = field(default_factory=dict)
+    ray: dict[str, Any] = field(default_factory=dict)
+
+    def cleaning(self) -> dict[str, Any]:
+        """Return what changes which documents are kept; empty if nothing is switched on."""
+        every = asdict(self)
+        chosen = {
+            name: every[name] for name in ("quality", "minhash", "decontaminate") if every[name]
+        }
+        if self.minhash is not None:
+            chosen["minhash"] = self.minhash  # also an empty table switches it on
+        return {"language": self.language, **chosen} if chosen else {}
+
+
+def read_prepare_config(path: str | Path | None) -> PrepareConfig:
+    """Read the file; None gives the defaults, in which nothing is switched on.
+
+    Raises:
+        UserError: If the file is missing or not TOML, or a name in it is unknown.
+    """
+    if path is None:
+        return PrepareConfig()
+    try:
+        raw = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"config {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:  # also tomllib.TOMLDecodeError and UnicodeDecodeError
+        raise UserError(f"config {path} is not TOML ({error})") from error
+    _require_known(path, "", raw, [item.name for item in fields(PrepareConfig)])
+    for name, value in raw.items():
+        wanted = str if name == "language" else dict
+        if not isinstance(value, wanted):
+            raise UserError(f"config {path}: {name} = {value!r} must be a {wanted.__name__}")
+    quality = raw.get("quality", {})
+    _require_known(path, "quality.", quality, QUALITY_FILTERS)
+    for name, options in quality.items():
+        if not isinstance(options, dict):
+            raise UserError(
+                f"config {path}: quality.{name} = {options!r} must be a table, e.g. {{}}"
+            )
+        _require_known(path, f"quality.{name}.", options, _parameters(quality_filter(name)))
+    if "minhash" in raw:
+        from datatrove.pipeline.dedup.minhash import MinhashConfig
+
+        known = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
+        assert set(known) <= set(_parameters(MinhashConfig))
+        _require_known(path, "minhash.", raw["minhash"], known)
+        _require_positive(path, "minhash", raw["minhash"])
+    if "decontaminate" in raw:
+        table = raw["decontaminate"]
+        known = [item.name for item in fields(Decontamination)]
+        _require_known(path, "decontaminate.", table, known)
+        tasks = table.get("tasks")
+        if not isinstance(tasks, list) or not tasks or not all(isinstance(t, str) for t in tasks):
+            raise UserError(
+                f"config {path}: decontaminate.tasks = {tasks!r} must be a list of names"
+            )
+        _require_positive(path, "decontaminate", {"n_grams": table.get("n_grams", 12)})
+        raw["decontaminate"] = Decontamination(**table)
+    return PrepareConfig(**raw)
+
+
+def hash_config() -> Any:
+    """Return the n-gram hash of deduplication and decontamination.
+
+    datatrove's default hands strings to xxhash, whose version 4 takes only bytes.
+    """
+    from datatrove.utils.hashing import HashConfig
+
+    return HashConfig(precision=64, hash_fc="sha1")
+
+
+def quality_filter(name: str) -> type:
+    """Return datatrove's class of this name."""
+    module, class_name = QUALITY_FILTERS[name]
+    return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
+
+
+def _parameters(cls: type) -> list[str]:
+    ours = ("self", "exclusion_writer", "language")
+    return [name for name in inspect.signature(cls.__init__).parameters if name not in ours]
+
+
+def _require_known(
+    path: str | Path, prefix: str, table: Mapping[str, Any], known: Iterable[str]
+) -> None:
+    known = list(known)
+    for name in table:
+        if name not in known:
+            raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, known)}")
+
+
+def _require_positive(path: str | Path, prefix: str, table: Mapping[str, Any]) -> None:
+    for name, value in table.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(
+                f"config {path}: {prefix}.{name} = {value!r} must be a positive whole number"
+            )

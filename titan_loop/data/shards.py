@@ -1,0 +1,337 @@
+"""Reading a split's `.ds` shards as one long stream of tokens, addressed by global token offset.
+
+The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
+of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
+so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched and
+document ends found by interpolation, so opening a source costs a `stat` a file whatever its size,
+and a read one to three pages of the index where the lengths of documents follow no order.
+
+Files are read, not mapped: making a map costs more than reading a few pages; a fault in a map of a
+file not in memory reads the device's whole read-ahead, megabytes for a window of kilobytes, and
+kills the process if the file was truncated.
+"""
+
+import bisect
+import hashlib
+import os
+import resource
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+
+INDEX_SUFFIX = ".index"
+LOSS_SUFFIX = ".loss"
+_BYTE = np.dtype(np.uint8)
+_DOCUMENT_END = np.dtype("<i8")  # written unsigned; no shard has 2**63 tokens
+_INDEX_BLOCK = 512  # document ends read at once: a page
+_INTERPOLATIONS = 3  # then bisection, for documents whose lengths follow their order
+_OPEN_FILES_WANTED = 65_536  # half of them: 16,384 shards and their indices
+
+
+def open_file_limit() -> int:
+    """Raise this process' limit of open files as far as it may, and return it.
+
+    The usual 1,024 is a default for programs that call `select`; opening and closing two files for
+    every window would be a third of its cost.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
+    wanted = min(allowed, _OPEN_FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # some containers forbid it
+            return soft
+    return wanted
+
+
+class OpenFiles:
+    """Files opened when first asked for; shared by the sources of a mixture.
+
+    A process may hold only so many files open: the least recently used is closed first.
+
+    Args:
+        most: Files held open at the same time; None takes half of what the system allows.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self._most = open_file_limit() // 2 if most is None else most
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        # Not __del__: when the interpreter ends, `os` may be gone before this object is.
+        weakref.finalize(self, _close_all, self._descriptors)
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def close(self) -> None:
+        """Close all files; what is read again is opened again."""
+        _close_all(self._descriptors)
+
+    def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
+        """Return `count` values of the file from number `first`, read only.
+
+        Raises:
+            UserError: If the file is gone, too short, or cannot be read.
+        """
+        size = count * dtype.itemsize
+        try:
+            data = os.pread(self._descriptor(path), size, first * dtype.itemsize)
+        except OSError as error:
+            raise _cannot_read(path, error) from None
+        if len(data) < size:
+            raise UserError(
+                f"shard {path} ends before its value {first + count}: it was truncated while it "
+                "was in use; restore it"
+            )
+        return np.frombuffer(data, dtype=dtype)
+
+    def _descriptor(self, path: str) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            if len(self._descriptors) >= self._most:
+                os.close(self._descriptors.popitem(last=False)[1])
+            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY)
+        else:
+            self._descriptors.move_to_end(path)
+        return descriptor
+
+
+def _close_all(descriptors: OrderedDict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+def _cannot_read(path: str, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"shard {path} disappeared while it was in use: restore it")
+    return UserError(f"shard {path} cannot be read ({error.strerror}): restore it")
+
+
+def _require_size(path: str, found_bytes: int, expected_bytes: int) -> None:
+    if found_bytes != expected_bytes:
+        raise UserError(
+            f"shard {path} has {found_bytes} bytes, its card says {expected_bytes}: it was "
+            "truncated or replaced; restore it or prepare the source again"
+        )
+
+
+class TokenShards:
+    """One split of a prepared source.
+
+    Args:
+        folder: The source's folder (the one with `source.json`).
+        split: "train" or "held_out".
+        card: The source's card, if it was read already.
+        files: Where its open files are counted; its own by default.
+
+    Attributes:
+        name: The split's name.
+        tokens: Length of the stream.
+        card: The source's `SourceCard`.
+        disk_bytes: Size of the split's tokens, document ends and loss masks.
+
+    Raises:
+        UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
+            or an index's size is not what the card says; later, from reading, for a file that
+            disappeared, an id outside the vocabulary or an index that contradicts its shard.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        split: str = "train",
+        *,
+        card: SourceCard | None = None,
+        files: OpenFiles | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.card = SourceCard.read(self.folder) if card is None else card
+        if split not in self.card.splits or not self.card.splits[split].tokens:
+            raise UserError(
+                f"source {folder} has no tokens in its split {split!r}: add documents to it"
+            )
+        self.name = split
+        self.split = self.card.splits[split]
+        self.tokens = self.split.tokens
+        if self.split.max_token_id >= self.card.vocab_size:
+            raise UserError(
+                f"source {folder}: token id {self.split.max_token_id} is outside its vocabulary of "
+                f"{self.card.vocab_size}: prepare it again with the right tokenizer"
+            )
+        self._dtype = np.dtype(f"<u{self.card.token_bytes}")
+        self._paths = [f"{self.folder / split}/{shard.file}" for shard in self.split.shards]
+        self._starts = [0, *accumulate(shard.tokens for shard in self.split.shards)]
+        if self._starts[-1] != self.tokens:
+            raise UserError(
+                f"source {folder}: the shards of {split!r} do not add up to its card's tokens"
+            )
+        self._files = OpenFiles() if files is None else files
+        self._checked_indices: set[int] = set()
+        self.disk_bytes = self._require_sizes()
+
+    def _require_sizes(self) -> int:
+        """Compare all files with the card; return their size."""
+        size_bytes = 0
+        for path, shard in zip(self._paths, self.split.shards, strict=True):
+            expected = {
+                path: shard.tokens * self.card.token_bytes,
+                path + INDEX_SUFFIX: shard.documents * _DOCUMENT_END.itemsize,
+            }
+            if self.card.has_loss_mask:
+                expected[path + LOSS_SUFFIX] = shard.tokens
+            for file, expected_bytes in expected.items():
+                try:
+                    found_bytes = os.stat(file).st_size
+                except FileNotFoundError:
+                    raise UserError(
+                        f"shard {file} is missing: restore it or prepare the source again"
+                    ) from None
+                _require_size(file, found_bytes, expected_bytes)
+                size_bytes += found_bytes
+        return size_bytes
+
+    def contents(self) -> str:
+        """Return a digest of the card's checksums: 32 hexadecimal digits."""
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in self.split.shards:
+            digest.update(f"{shard.sha256}{shard.index_sha256}{shard.loss_sha256}".encode())
+        return digest.hexdigest()
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Read `count` tokens from global offset `start`.
+
+        Returns:
+            The ids as stored (read only, uint16 or uint32, shape (count,)) and the document ends
+            relative to `start` (int64, ascending, each in 1..count): an end e says that token e - 1
+            ends its document.
+        """
+        parts = self._parts(start, count)
+        return self._ids(start, parts), _joined([self._ends_within(*part) for part in parts])
+
+    def read_ids(self, start: int, count: int) -> np.ndarray:
+        """Return the ids alone, as `read` does."""
+        return self._ids(start, self._parts(start, count))
+
+    def _ids(self, start: int, parts: list[tuple[int, int, int, int]]) -> np.ndarray:
+        ids = _joined([self._tokens_of(shard, first, last) for shard, first, last, _ in parts])
+        if int(ids.max()) >= self.card.vocab_size:
+            raise UserError(
+                f"source {self.folder}: token id {int(ids.max())} near token {start} is outside "
+                f"the vocabulary of {self.card.vocab_size}: a shard was changed; prepare it again"
+            )
+        return ids
+
+    def read_mask(self, start: int, count: int) -> np.ndarray | None:
+        """Return the loss mask of these tokens (uint8, 0 where nothing is learnt), if there is one.
+
+        It says of each token whether it may be a *label*.
+        """
+        if not self.card.has_loss_mask:
+            return None
+        return _joined(
+            [
+                self._files.read(self._paths[shard] + LOSS_SUFFIX, _BYTE, first, last - first)
+                for shard, first, last, _ in self._parts(start, count)
+            ]
+        )
+
+    def document(self, number: int) -> np.ndarray:
+        """Return the ids (int64) of the document at `number` in stored order, its EOS included."""
+        for shard, card in enumerate(self.split.shards):
+            if number < card.documents:
+                first = int(self._index(shard, number - 1, 1)[0]) if number else 0
+                last = int(self._index(shard, number, 1)[0])
+                return self._tokens_of(shard, first, last).astype(np.int64)
+            number -= card.documents
+        raise IndexError(number)
+
+    def _parts(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
+        """Return (shard, first token, last token + 1, tokens before) of each shard touched."""
+        assert 0 <= start < start + count <= self.tokens, (start, count, self.tokens)
+        parts: list[tuple[int, int, int, int]] = []
+        shard = bisect.bisect_right(self._starts, start) - 1
+        done = 0
+        while done < count:
+            first = start + done - self._starts[shard]
+            take = min(count - done, self.split.shards[shard].tokens - first)
+            if take:  # a shard may be empty
+                parts.append((shard, first, first + take, done))
+            done += take
+            shard += 1
+        return parts
+
+    def _ends_within(self, shard: int, first: int, last: int, before: int) -> np.ndarray:
+        """Return the document ends in first + 1..last, relative to the whole read."""
+        self._check_index(shard)
+        documents = self.split.shards[shard].documents
+        ends, stop = self._ends_after(shard, first)
+        while ends[-1] <= last and stop < documents:
+            ends = np.concatenate((ends, self._index(shard, stop, _INDEX_BLOCK)))
+            stop += _INDEX_BLOCK
+        return ends[: ends.searchsorted(last, side="right")] - (first - before)
+
+    def _ends_after(self, shard: int, token: int) -> tuple[np.ndarray, int]:
+        """Return some document ends, the first one above `token` first, and the number after them.
+
+        Where the lengths of documents do not depend on their order, the end number n of N lies near
+        n / N of the shard's tokens, and one of the first three blocks has it.
+        """
+        card = self.split.shards[shard]
+        low, high = 0, card.documents - 1  # the number that is searched for is one of low..high
+        low_end, high_end = 0, card.tokens
+        tries = 0
+        while low <= high:
+            if tries < _INTERPOLATIONS:
+                guess = low + (token - low_end) * (high - low) // max(1, high_end - low_end)
+            else:
+                guess = (low + high) // 2
+            start = max(low, min(guess - _INDEX_BLOCK // 2, card.documents - _INDEX_BLOCK))
+            block = self._index(shard, start, _INDEX_BLOCK)
+            stop = start + len(block)
+            if block[0] > token and start > low:
+                high, high_end = start, int(block[0])
+            elif block[-1] <= token:
+                low, low_end = stop, int(block[-1])
+            else:
+                return block[block.searchsorted(token, side="right") :], stop
+            tries += 1
+        raise UserError(
+            f"index {self._paths[shard]}{INDEX_SUFFIX} does not ascend: restore it or prepare the "
+            "source again"
+        )
+
+    def _tokens_of(self, shard: int, first: int, last: int) -> np.ndarray:
+        return self._files.read(self._paths[shard], self._dtype, first, last - first)
+
+    def _index(self, shard: int, first: int, count: int) -> np.ndarray:
+        """Return at most `count` document ends from number `first`."""
+        count = min(count, self.split.shards[shard].documents - first)
+        return self._files.read(self._paths[shard] + INDEX_SUFFIX, _DOCUMENT_END, first, count)
+
+    def _check_index(self, shard: int) -> None:
+        if shard in self._checked_indices:
+            return
+        card = self.split.shards[shard]
+        end = int(self._index(shard, card.documents - 1, 1)[0])
+        if end != card.tokens:
+            raise UserError(
+                f"index {self._paths[shard]}{INDEX_SUFFIX} ends at token {end}, its shard has "
+                f"{card.tokens}: prepare the source again"
+            )
+        self._checked_indices.add(shard)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def index_path(shard: Path) -> Path:
+    """Return the path of a shard's document index."""
+    return shard.with_name(shard.name + INDEX_SUFFIX)

@@ -1,0 +1,147 @@
+"""`source.json`: what a prepared source is, and the commit record that says it is complete.
+
+It is written last and atomically, so a folder without it was interrupted. The loader trusts its
+sizes (and checks them against the files) instead of opening every shard.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+
+CARD_NAME = "source.json"
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardCard:
+    """One `.ds` file: name within its split's folder, size and SHA-256 of its contents.
+
+    `index_sha256` and `loss_sha256` are those of the document index and of the loss mask beside it;
+    the latter is empty in a source without masks.
+    """
+
+    file: str
+    documents: int
+    tokens: int
+    bytes: int
+    sha256: str
+    index_sha256: str = ""
+    loss_sha256: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedCard:
+    """One packed index of a split, for windows of `seq_len` (see `titan_loop.data.packing`).
+
+    `tokens` counts the tokens in all windows, `split_documents` the documents longer than a window,
+    which were cut into several pieces.
+    """
+
+    seq_len: int
+    windows: int
+    pieces: int
+    tokens: int
+    split_documents: int
+    windows_sha256: str
+    pieces_sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitCard:
+    """One split: what was written.
+
+    `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
+    """
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    max_token_id: int
+    shards: tuple[ShardCard, ...]
+    loss_tokens: int | None = None
+    packed: tuple[PackedCard, ...] = ()
+
+    def packed_for(self, seq_len: int) -> PackedCard | None:
+        """Return the packed index for windows of `seq_len`, if there is one."""
+        return next((packed for packed in self.packed if packed.seq_len == seq_len), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCard:
+    """The contents of `source.json`; `splits` has the keys "train" and "held_out".
+
+    `dropped` counts the records that were read and are in no split, by reason. `has_loss_mask` says
+    that a `.ds.loss` file with one byte per token lies beside every shard. `cleaning` is the
+    cleaning file's contents, empty without one.
+    """
+
+    name: str
+    tokenizer_sha256: str
+    vocab_size: int
+    eos_id: int
+    token_bytes: int
+    splits: dict[str, SplitCard]
+    licence: str
+    versions: dict[str, str]
+    command: str
+    has_loss_mask: bool = False
+    dropped: dict[str, int] = field(default_factory=dict)
+    cleaning: dict[str, Any] = field(default_factory=dict)
+    format_version: int = field(default=FORMAT_VERSION)
+
+    def write(self, folder: Path) -> None:
+        """Write the card to `folder`, atomically: a temporary file, fsync, rename."""
+        write_json(folder / CARD_NAME, asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> "SourceCard":
+        """Read the card of the prepared source in `folder`.
+
+        Raises:
+            UserError: If the folder or its card is missing, or the card is unreadable or of another
+                format.
+        """
+        path = folder / CARD_NAME
+        if not folder.is_dir():
+            raise UserError(
+                f"source {folder} is not a folder: prepare it with titan-loop data tokenize"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"source {folder} has no {CARD_NAME}: it is not a prepared source or its "
+                "preparation was interrupted; run titan-loop data tokenize again"
+            )
+        try:
+            raw = json.loads(path.read_text())
+            version = raw["format_version"]
+            if version != FORMAT_VERSION:
+                raise UserError(
+                    f"source {folder} has format {version}, this version reads {FORMAT_VERSION}: "
+                    "prepare it again"
+                )
+            raw["splits"] = {
+                name: SplitCard(
+                    **{
+                        **split,
+                        "shards": tuple(ShardCard(**shard) for shard in split["shards"]),
+                        "packed": tuple(PackedCard(**packed) for packed in split["packed"]),
+                    }
+                )
+                for name, split in raw["splits"].items()
+            }
+            return cls(**raw)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"source card {path} is unreadable ({error}): prepare it again"
+            ) from error
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's contents, as cards record it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

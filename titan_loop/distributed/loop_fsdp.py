@@ -1,0 +1,178 @@
+"""FSDP2 for a stack that is visited R times: what is gathered when, and when it is freed again.
+
+    per_visit   every visit gathers a layer, forward and backward: 2·R all-gathers a micro-batch
+    per_step    the first visit of a training step gathers it, the end of the step frees it: one
+
+Gradients are reduced once per unit and micro-batch under either, since autograd adds the R
+contributions before FSDP sees a gradient. README.md beside this file follows one layer's weights
+through a step and counts the collectives.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torchtitan.config import ParallelismConfig
+
+from titan_loop import compat
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.decoder import LoopDecoder
+
+FSDPPolicy = Literal["per_visit", "per_step", "auto"]
+
+
+@dataclass(kw_only=True, slots=True)
+class FSDPConfig:
+    """How FSDP treats a layer that is visited R times; see `titan_loop/distributed/README.md`."""
+
+    policy: FSDPPolicy = "per_visit"
+    """per_visit gathers a layer for every visit, per_step once a training step, auto is per_step
+    where the memory estimate of `titan_loop/distributed/memory.py` fits the device."""
+
+    fp32_visit_sum: bool = False
+    """Add up a layer's R gradient contributions in fp32 instead of the compute dtype: 4 instead of
+    2 bytes per parameter of all layers while they are summed."""
+
+    def check(self, parallelism: ParallelismConfig) -> None:
+        """Raise `UserError` for an unknown policy or settings that contradict each other."""
+        if self.policy not in get_args(FSDPPolicy):
+            raise UserError(
+                f"fsdp.policy={self.policy} is unknown{nearest(self.policy, get_args(FSDPPolicy))}"
+            )
+        if self.policy == "per_step" and parallelism.fsdp_reshard_after_forward == "always":
+            raise UserError(
+                "parallelism.fsdp_reshard_after_forward=always contradicts fsdp.policy=per_step, "
+                "which keeps layers gathered; leave it at default, or set fsdp.policy=per_visit"
+            )
+
+
+def shard_units(
+    model: LoopDecoder,
+    *,
+    mesh: DeviceMesh,
+    mesh_dims: DataParallelMeshDims | None,
+    mixed_precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: str,
+    hold_layers: bool,
+    fp32_visit_sum: bool,
+) -> None:
+    """Apply FSDP2 to the embedding, each layer, [norm, exit gate] and the head.
+
+    Args:
+        model: Changed in place. Tied embedding and head make one unit.
+        mesh: Data-parallel mesh; two-dimensional for HSDP.
+        mesh_dims: Which of its axes shard and replicate; None if all of them do.
+        mixed_precision: For all units; norm and gate compute in fp32 all the same.
+        offload: Where sharded parameters live.
+        reshard_after_forward: torchtitan's `parallelism.fsdp_reshard_after_forward`.
+        hold_layers: Keep the units that are visited R times gathered until `reshard_units`.
+        fp32_visit_sum: Sum the contributions of the visits in fp32.
+    """
+    always = reshard_after_forward == "always"
+    layer_reshards = reshard_after_forward != "never" and not hold_layers
+
+    def shard(unit: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
+        fully_shard(
+            unit,
+            mesh=mesh,
+            dp_mesh_dims=mesh_dims,
+            mp_policy=replace(mixed_precision, **changes),
+            offload_policy=offload,
+            reshard_after_forward=reshard,
+        )
+
+    # The head's backward follows its forward at once, and norm and gate are needed at every step.
+    if model.enable_weight_tying:
+        shard([model.tok_embeddings, model.lm_head], always)
+    else:
+        shard(model.tok_embeddings, reshard_after_forward != "never")
+        shard(model.lm_head, always)
+        # The gradient of a table lookup needs indices, not the table.
+        _fsdp(model.tok_embeddings).set_unshard_in_backward(False)
+    for layer in model.layers.values():
+        shard(layer, layer_reshards)
+    norm_and_gate: list[nn.Module] = [model.norm]
+    if model.exit_gate is not None:
+        norm_and_gate.append(model.exit_gate)
+    shard(norm_and_gate, always, param_dtype=torch.float32)
+    shard(model, None)
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the global token count. gloo cannot pre-multiply sums.
+            module.set_gradient_divide_factor(1.0)
+            if compat.device_type() == "cpu":
+                module.set_force_sum_reduction_for_comms(True)
+    if hold_layers:
+        _hold_visited_units(model)
+    if fp32_visit_sum:
+        _sum_visits_in_fp32(model, hold_layers=hold_layers)
+    model.register_forward_hook(_reshard_without_backward)
+    model.lm_head.register_forward_hook(_reshard_without_backward)
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Free every gathered weight and put the sharded parameters, with their gradients, back.
+
+    To be called after the last backward pass of a training step and before the gradients are read:
+    under `per_step` the layers' gradients are nowhere to be seen before. Does nothing for units
+    that are sharded already, and nothing to a model without FSDP.
+
+    Args:
+        model: All of its units are resharded.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _hold_visited_units(model: LoopDecoder) -> None:
+    """Keep what all R steps use through the backward pass, too, and gather it one unit ahead."""
+    layers = [_fsdp(layer) for layer in model.layers.values()]
+    norm = _fsdp(model.norm)
+    for unit in [*layers, norm]:
+        unit.set_reshard_after_backward(False, recurse=False)
+    # Only the first visit has anything to gather; at all others these prefetches do nothing.
+    _fsdp(model).set_modules_to_forward_prefetch([_fsdp(model.tok_embeddings), layers[0]])
+    for unit, following in zip(layers, [*layers[1:], norm], strict=True):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _sum_visits_in_fp32(model: LoopDecoder, *, hold_layers: bool) -> None:
+    """Let autograd cast each visit's contribution to fp32 before it adds them up.
+
+    The tensor that collects them is the unsharded parameter, which FSDP creates when it gathers for
+    the first time and keeps: setting its gradient dtype once is enough.
+    """
+
+    def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        handle.remove()
+        for layer in model.layers.values():
+            _fsdp(layer).unshard()
+            for parameter in layer.parameters():
+                parameter.grad_dtype = torch.float32
+            if not hold_layers:
+                _fsdp(layer).reshard()
+
+    handle = model.register_forward_pre_hook(set_gradient_dtype)
+
+
+def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
+    """Free what a pass without gradients gathered: no backward pass will do it."""
+    if not torch.is_grad_enabled():
+        reshard_units(module)
+
+
+def _fsdp(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module

@@ -1,0 +1,263 @@
+"""How many bytes one rank needs in a training step, by part: an estimate with its terms stated.
+
+    persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S
+    gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
+                   the buffer it arrives in
+    activations    every visit of every layer, see `visit_bytes_per_token`
+    recomputed     one layer's activations again, with checkpointing
+    readout        one chunk of logits, the head's fp32 gradient, the gradients of R states
+    gradients      unsharded, of *all* layers once R > 1, under any policy: autograd adds up the R
+                   contributions to a weight, so none is complete before step 1's backward
+
+They do not peak together. Activations are complete when the loss is read out; the layers' gradients
+are there when the backward of step R ends, with 1/R of the activations freed; the embedding's come
+last. The peak is the largest of these three moments. Left out: allocator fragmentation, NCCL's and
+the CUDA context's own memory, attention masks, temporaries of single kernels.
+
+P parameters, S ranks that shard them, c bytes of the compute dtype, D width, F feed-forward width,
+N·H query and K·H key-value width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchtitan.models.common.attention import GQAttention
+
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.readout import LMHead
+
+Checkpointing = Literal["none", "selective", "full"]
+USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
+MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
+REDUCE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitParameters:
+    """Parameters of each FSDP unit.
+
+    Attributes:
+        embedding: Of the token embedding; 0 if tied to the head.
+        layer: Of one layer.
+        n_layers: Unique layers.
+        norm_and_gate: Of the final norm and the exit gate.
+        head: Of the head.
+    """
+
+    embedding: int
+    layer: int
+    n_layers: int
+    norm_and_gate: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All parameters of the model."""
+        return self.embedding + self.n_layers * self.layer + self.norm_and_gate + self.head
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What one rank computes in one micro-batch, and how the model is spread.
+
+    Attributes:
+        windows: Of one micro-batch on one rank.
+        seq_len: Tokens of a window.
+        recurrent_steps: R.
+        checkpointing: none, selective or full, torchtitan's policies.
+        compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
+        shard_degree: Ranks that share the parameters; replicas of HSDP do not count.
+        tensor_parallel_degree: Ranks that share a layer's matrices and the sequence between them.
+        fp32_visit_sum: Whether the contributions of R visits are summed in fp32.
+        fused_norms: Whether RMSNorm is one kernel (CUDA) or composed of several (CPU).
+    """
+
+    windows: int
+    seq_len: int
+    recurrent_steps: int
+    checkpointing: Checkpointing = "none"
+    compute_bytes: int = 2
+    shard_degree: int = 1
+    tensor_parallel_degree: int = 1
+    fp32_visit_sum: bool = False
+    fused_norms: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Bytes of one rank by part; see the module's docstring for when they are alive.
+
+    Attributes:
+        parameters: Sharded, fp32.
+        gradients: Sharded, fp32.
+        optimizer: AdamW's moments, sharded, fp32.
+        gathered: Unsharded weights at the end of the forward pass, without the head.
+        activations: Saved for the backward pass by all visits.
+        recomputed: Activations of the layer that is being recomputed.
+        readout: Alive while the streamed loss is computed, the gathered head included.
+        unsharded_gradients: Of layers, before they are reduced, and one layer's reduction buffers.
+        embedding_gradient: Unsharded, with its reduction buffer.
+        recurrent_steps: R.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    recomputed: float
+    readout: float
+    unsharded_gradients: float
+    embedding_gradient: float
+    recurrent_steps: int
+
+    @property
+    def persistent(self) -> float:
+        """Bytes that stay from step to step, sharded gradients included."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def transient_peak(self) -> float:
+        """Bytes beyond the persistent ones at the worst of the three moments."""
+        left = 1 - 1 / self.recurrent_steps
+        return self.gathered + max(
+            self.activations + self.readout,
+            self.activations * left + self.recomputed + self.unsharded_gradients,
+            self.embedding_gradient,
+        )
+
+    @property
+    def peak(self) -> float:
+        """Bytes at the worst moment."""
+        return self.persistent + self.transient_peak
+
+
+def unit_parameters(config: LoopDecoder.Config) -> UnitParameters:
+    """Count the parameters of each FSDP unit from the architecture alone."""
+    queries, keys, feed_forward = _widths(config)
+    vocabulary = config.vocab_size * config.dim
+    return UnitParameters(
+        embedding=0 if config.enable_weight_tying else vocabulary,
+        layer=config.dim * (2 * queries + 2 * keys + 3 * feed_forward + 4),
+        n_layers=len(config.layers),
+        norm_and_gate=config.dim + (0 if config.exit_gate is None else config.dim + 1),
+        head=vocabulary,
+    )
+
+
+def visit_bytes_per_token(
+    config: LoopDecoder.Config, shape: StepShape, checkpointing: Checkpointing
+) -> float:
+    """Return what one visit of one layer keeps for its backward pass, in bytes per token.
+
+    | policy | kept, in elements of the compute dtype |
+    |---|---|
+    | none | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; four norms' own |
+    | selective | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
+    | full | the layer's input: D |
+
+    A fused norm keeps its input (D), a composed one that and the normalised value in fp32 (8·D
+    bytes). Attention also keeps an fp32 log-sum-exp per head.
+
+    Args:
+        config: The architecture.
+        shape: Dtype, kernels and tensor parallelism, which divides all but the gathered inputs.
+        checkpointing: The policy, not necessarily that of `shape`.
+    """  # noqa: E501  (a table row is one line)
+    queries, keys, feed_forward = _widths(config)
+    c, tp = shape.compute_bytes, shape.tensor_parallel_degree
+    log_sum_exp = 4 * config.layers[0].attention.n_heads / tp
+    if checkpointing == "full":
+        return c * config.dim / tp
+    if checkpointing == "selective":
+        return c * (2 * config.dim + 2 * queries + keys + feed_forward) / tp + log_sum_exp
+    products = c * (2 * queries + 2 * keys + 4 * feed_forward) / tp
+    gathered_inputs = c * 2 * config.dim
+    return gathered_inputs + products + 4 * _norm_bytes(config, shape) + log_sum_exp
+
+
+def estimate_memory(
+    config: LoopDecoder.Config, shape: StepShape, *, hold_layers: bool
+) -> StepMemory:
+    """Estimate a rank's memory in a training step with AdamW and the streamed loss.
+
+    Args:
+        config: The architecture.
+        shape: The work of one rank.
+        hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
+    """
+    c, steps, tp = shape.compute_bytes, shape.recurrent_steps, shape.tensor_parallel_degree
+    units = unit_parameters(config)
+    local = MASTER_BYTES * units.total / (shape.shard_degree * tp)
+    layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
+    summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
+    layers_at_once = units.n_layers if hold_layers else 3
+    summed_at_once = units.n_layers if steps > 1 else 1
+    reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
+    return StepMemory(
+        parameters=local,
+        gradients=local,
+        optimizer=2 * local,
+        gathered=c * layer * layers_at_once + MASTER_BYTES * units.norm_and_gate,
+        activations=_activation_bytes(config, shape),
+        recomputed=_recomputed_bytes(config, shape),
+        readout=_readout_bytes(config, shape),
+        unsharded_gradients=(summed_bytes * summed_at_once + reduction) * layer,
+        embedding_gradient=(c + reduction) * embedding,
+        recurrent_steps=steps,
+    )
+
+
+def fits_held(config: LoopDecoder.Config, shape: StepShape, device_bytes: float) -> bool:
+    """Return whether all layers can stay gathered: the rule of `fsdp.policy=auto`.
+
+    Args:
+        config: The architecture.
+        shape: The work of one rank, with the largest R of the run.
+        device_bytes: Memory of the device, or this rank's share of it.
+    """
+    return estimate_memory(config, shape, hold_layers=True).peak <= USABLE_SHARE * device_bytes
+
+
+def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    visit = visit_bytes_per_token(config, shape, shape.checkpointing)
+    # The state is kept for the readout, and the gate's input in fp32.
+    state = shape.compute_bytes * config.dim
+    gate = MASTER_BYTES * config.dim if config.exit_gate and shape.compute_bytes < 4 else 0
+    step = len(config.layers) * visit + _norm_bytes(config, shape) + state + gate
+    return shape.windows * shape.seq_len * shape.recurrent_steps * step
+
+
+def _recomputed_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    if shape.checkpointing == "none":
+        return 0.0
+    return shape.windows * shape.seq_len * visit_bytes_per_token(config, shape, "none")
+
+
+def _readout_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    """Return what the streamed loss needs while it runs: see `models/readout.py`."""
+    c, rows = shape.compute_bytes, config.vocab_size / shape.tensor_parallel_degree
+    readouts = shape.recurrent_steps if config.exit_gate is not None else 1
+    tokens = shape.windows * shape.seq_len
+    head_config = config.lm_head
+    assert isinstance(head_config, LMHead.Config)
+    chunk = min(head_config.chunk_tokens, tokens)
+    logits = chunk * rows * (4 + (c if c < 4 else 0))
+    head = rows * config.dim * (c + REDUCE_BYTES)  # gathered weight, fp32 gradient
+    state_gradients = readouts * tokens * config.dim * c
+    return logits + head + state_gradients
+
+
+def _norm_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    per_value = shape.compute_bytes if shape.fused_norms else 2 * 4
+    return per_value * config.dim / shape.tensor_parallel_degree
+
+
+def _widths(config: LoopDecoder.Config) -> tuple[int, int, int]:
+    """Return N·H, K·H and F of the layers, which are all alike."""
+    attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
+    assert isinstance(attention, GQAttention.Config)
+    assert feed_forward is not None
+    head_dim = attention.head_dim or config.dim // attention.n_heads
+    kv_heads = attention.n_kv_heads or attention.n_heads
+    return attention.n_heads * head_dim, kv_heads * head_dim, feed_forward.w1.out_features

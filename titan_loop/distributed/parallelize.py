@@ -1,0 +1,240 @@
+"""Applies tensor parallelism, activation checkpointing, compilation and FSDP2, in this order.
+
+Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
+is visited R times. FSDP units are: the embedding, each layer, [norm, exit gate], the head. Upstream
+groups norm and head; here the norm runs after every recurrent step and the head only in the loss.
+The unit of norm and gate stays in fp32: gate arithmetic is never rounded to bf16. What is gathered
+when is decided in `loop_fsdp.py`. When only the gate trains, the rest is frozen before FSDP sees
+it, so that nothing of it is ever reduced.
+"""
+
+import os
+import shutil
+from dataclasses import replace
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+
+from titan_loop import compat
+from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, shard_units
+from titan_loop.distributed.memory import Checkpointing, StepShape, estimate_memory, fits_held
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.trainable import Trainable, freeze_all_but_the_exit_gate
+
+
+def check_parallelism(
+    parallelism: ParallelismConfig, *, world_size: int, n_heads: int, n_kv_heads: int, seq_len: int
+) -> None:
+    """Refuse what cannot work, before any process group exists.
+
+    Args:
+        parallelism: Degrees asked for.
+        world_size: Ranks there are.
+        n_heads: Query heads of the model.
+        n_kv_heads: Key-value heads of the model.
+        seq_len: Window length.
+
+    Raises:
+        UserError: A degree is not supported yet, does not divide what it splits, or the degrees do
+            not multiply to the world size.
+    """
+    for name in ("context", "pipeline", "expert"):
+        degree = getattr(parallelism, f"{name}_parallel_degree")
+        if degree != 1:
+            raise UserError(
+                f"parallelism.{name}_parallel_degree={degree} is not supported; leave it at 1"
+            )
+    if parallelism.spmd_backend == "full_dtensor":
+        raise UserError(
+            "parallelism.spmd_backend=full_dtensor is not supported (it doubles the loss under "
+            "tensor parallelism on torch 2.13); use partial_dtensor or spmd_types"
+        )
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if parallelism.spmd_backend == "spmd_types" and release < (2, 15):
+        raise UserError(
+            f"parallelism.spmd_backend=spmd_types needs torch 2.15, this is {torch.__version__}; "
+            "use partial_dtensor"
+        )
+    if parallelism.enable_fsdp_symm_mem:
+        raise UserError("parallelism.enable_fsdp_symm_mem=True is not supported; leave it False")
+    tp = parallelism.tensor_parallel_degree
+    for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        if tp < 1 or heads % tp:
+            raise UserError(
+                f"parallelism.tensor_parallel_degree={tp} must divide model.{name}={heads}"
+            )
+    if parallelism.enable_sequence_parallel and seq_len % tp:
+        raise UserError(
+            f"training.seq_len={seq_len} must be divisible by "
+            f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
+            "--parallelism.no-enable-sequence-parallel"
+        )
+    replicate = parallelism.data_parallel_replicate_degree
+    shard = parallelism.data_parallel_shard_degree
+    known = replicate * tp * max(shard, 1)
+    if (
+        replicate < 1
+        or shard == 0
+        or shard < -1
+        or world_size % known
+        or (shard > 0 and known != world_size)
+    ):
+        raise UserError(
+            f"parallelism degrees data_parallel_replicate={replicate} × "
+            f"data_parallel_shard={shard} × tensor_parallel={tp} do not factor the world size "
+            f"{world_size}; change a degree or the number of ranks (a shard degree of -1 takes "
+            "what is left)"
+        )
+
+
+def parallelize_loop_decoder(
+    model: LoopDecoder,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointing.Config | None,
+    dump_folder: str,
+    fsdp: FSDPConfig | None = None,
+    trainable: Trainable = "all",
+    recurrent_steps: int | None = None,
+) -> LoopDecoder:
+    """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
+
+    Args:
+        model: Changed in place.
+        parallel_dims: Meshes.
+        training: Dtypes and offloading.
+        parallelism: SPMD backend and FSDP policy.
+        compile_config: Whether each layer is compiled.
+        ac_config: Activation checkpointing policy; None for none.
+        dump_folder: Where a policy may write debugging output.
+        fsdp: What FSDP keeps gathered between visits; None takes the defaults. Under a policy that
+            holds layers, call `reshard_units` after the last backward pass of every step.
+        trainable: "exit_gate" freezes everything else, which then keeps no activations to
+            checkpoint.
+        recurrent_steps: The largest R of the run, for `fsdp.policy=auto`; None takes the model's.
+
+    Returns:
+        The same model.
+    """
+    if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+        model.parallelize(parallel_dims)
+    if trainable == "exit_gate":
+        freeze_all_but_the_exit_gate(model)
+        if ac_config is not None:
+            logger.info("activation_checkpoint: off, a frozen stack keeps no activations")
+    elif ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        if _compiler_found():
+            apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+        else:
+            logger.warning(
+                "compile.enable: no C++ compiler (g++ or clang++) found; running eagerly"
+            )
+    fsdp = fsdp or FSDPConfig()
+    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    if fsdp.fp32_visit_sum and param_dtype == torch.float32:
+        logger.warning("fsdp.fp32_visit_sum has no effect: layers compute in fp32 as it is")
+    alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
+    if alone and not training.enable_cpu_offload:
+        return model  # nothing to shard or to cast: spare the copies FSDP makes even at size 1
+    if fsdp.policy == "auto":
+        shape = StepShape(
+            windows=training.local_batch_size,
+            seq_len=training.seq_len,
+            recurrent_steps=recurrent_steps or model.recurrent_steps,
+            checkpointing=_checkpointing(ac_config),
+            compute_bytes=param_dtype.itemsize,
+            shard_degree=parallel_dims.dp_shard * parallel_dims.cp,
+            tensor_parallel_degree=parallel_dims.tp,
+            fp32_visit_sum=fsdp.fp32_visit_sum,
+            fused_norms=compat.device_type() == "cuda",
+        )
+        fsdp = replace(fsdp, policy=_policy_that_fits(model, shape))
+    _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
+    return model
+
+
+def _apply_fsdp(
+    model: LoopDecoder,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    param_dtype: torch.dtype,
+    fsdp: FSDPConfig,
+) -> None:
+    mesh_dims = None
+    if parallelism.spmd_backend == "spmd_types":
+        mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
+    else:
+        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    shard_units(
+        model,
+        mesh=mesh,
+        mesh_dims=mesh_dims,
+        # The loss weights handed to the head must stay fp32, hence no casting of inputs.
+        mixed_precision=MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+        offload=CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
+        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+        hold_layers=fsdp.policy == "per_step",
+        fp32_visit_sum=fsdp.fp32_visit_sum,
+    )
+    logger.info(
+        "Applied %s (%s) over %s",
+        "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP",
+        fsdp.policy,
+        mesh,
+    )
+
+
+def _checkpointing(ac_config: ActivationCheckpointing.Config | None) -> Checkpointing:
+    if isinstance(ac_config, FullAC.Config):
+        return "full"
+    if isinstance(ac_config, SelectiveAC.Config):
+        return "selective"
+    return "none"  # a memory budget only ever saves less
+
+
+def _policy_that_fits(model: LoopDecoder, shape: StepShape) -> FSDPPolicy:
+    """Decide `fsdp.policy=auto` and say on what grounds."""
+    properties = titan_utils.device_module.get_device_properties(titan_utils.get_local_device())
+    available = properties.total_memory
+    if compat.device_type() == "cpu":
+        available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share the host
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    policy = "per_step" if fits_held(config, shape, available) else "per_visit"
+    logger.info(
+        "fsdp.policy=auto: a step takes about %.2f GiB of %.2f with layers held: %s",
+        estimate_memory(config, shape, hold_layers=True).peak / 2**30,
+        available / 2**30,
+        policy,
+    )
+    return policy
+
+
+def _compiler_found() -> bool:
+    """On CPU inductor needs a C++ compiler; on CUDA it brings Triton's own."""
+    if compat.device_type() == "cuda":
+        return True
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

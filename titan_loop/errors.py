@@ -1,0 +1,41 @@
+"""What a user did wrong, in one line, and the exit codes every command uses.
+
+A `UserError` names the field, its value and the fix. The command line prints it without a traceback
+and ends with `EXIT_USER_ERROR`; the other errors of this file have codes of their own. Everything
+else that escapes is a defect and keeps its traceback.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_CRASH = 1
+EXIT_USER_ERROR = 2
+EXIT_NON_FINITE = 3  # max_skipped_steps non-finite steps in a row
+
+
+class UserError(ValueError):
+    """A mistake of the user: one line that names the field, the value and the fix."""
+
+
+class RunFailedError(RuntimeError):
+    """A run ended for a reason outside of it, such as a full disk; ends with `EXIT_CRASH`."""
+
+
+class NonFiniteError(RuntimeError):
+    """Training stopped because loss or gradients stayed non-finite; ends with `EXIT_NON_FINITE`."""
+
+
+def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
+    """Return "; nearest: a, b" for what is close to `name`, else "; known: …" with everything.
+
+    Args:
+        name: What the user wrote.
+        candidates: What would have been valid.
+        count: The most names to offer.
+    """
+    known = sorted(set(candidates))
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    if close:
+        return f"; nearest: {', '.join(close)}"
+    return f"; known: {', '.join(known)}" if known else ""

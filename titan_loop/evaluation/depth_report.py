@@ -1,0 +1,119 @@
+"""Bits per byte of one checkpoint at several depths and of its baselines, as one JSON file.
+
+It stands in `evals/depth-step-N.json` of the run directory; tables and plots are drawn from it
+alone.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, bootstrap_bits_per_byte
+from titan_loop.json_files import write_json
+from titan_loop.training.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceDepths:
+    """The results of one source, or of all together.
+
+    Attributes:
+        depths: Recurrent steps → bits per byte with its interval.
+        baselines: Name ("unigram", "bigram") → bits per byte.
+        windows: Held-out windows scored.
+        n_bytes: Bytes of text in them.
+    """
+
+    depths: dict[int, Interval]
+    baselines: dict[str, float]
+    windows: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DepthReport:
+    """Bits per byte against depth.
+
+    Attributes:
+        step: Training steps of the checkpoint.
+        tokens: Global tokens it has read.
+        trained_recurrent_steps: R at the end of training.
+        sources: Source name → results, in the order to show them.
+    """
+
+    step: int
+    tokens: int
+    trained_recurrent_steps: int
+    sources: dict[str, SourceDepths]
+
+    def save(self, run_directory: RunDirectory) -> Path:
+        """Write `evals/depth-step-N.json` and return its path."""
+        path = run_directory.evaluations / f"depth-step-{self.step}.json"
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> "DepthReport":
+        """Read what `save` wrote."""
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sources = {
+            name: SourceDepths(
+                depths={
+                    int(depth): Interval(*triple) for depth, triple in fields["depths"].items()
+                },
+                baselines=fields["baselines"],
+                windows=fields["windows"],
+                n_bytes=fields["n_bytes"],
+            )
+            for name, fields in record.pop("sources").items()
+        }
+        return cls(sources=sources, **record)
+
+    @classmethod
+    def latest(cls, run_directory: RunDirectory) -> "DepthReport":
+        """Return the report of the largest step.
+
+        Raises:
+            UserError: If the run has none.
+        """
+        paths = {
+            int(path.stem.rpartition("-")[2]): path
+            for path in run_directory.evaluations.glob("depth-step-*.json")
+        }
+        if not paths:
+            raise UserError(
+                f"{str(run_directory.evaluations)!r} has no depth-step-N.json; evaluate the run "
+                "first"
+            )
+        return cls.load(paths[max(paths)])
+
+
+def summarise_source(
+    depths: Sequence[int],
+    nats_RW: ArrayLike,
+    bytes_W: ArrayLike,
+    baseline_nats: Mapping[str, float],
+    *,
+    seed: int = 0,
+) -> SourceDepths:
+    """Return the results of one source.
+
+    Args:
+        depths: R recurrent steps, the rows of `nats_RW`.
+        nats_RW: (R, W) summed negative log likelihood of every window at every depth.
+        bytes_W: (W) bytes every window predicts.
+        baseline_nats: Name → summed negative log likelihood over all windows.
+        seed: Of the bootstrap.
+    """
+    intervals = bootstrap_bits_per_byte(nats_RW, bytes_W, seed=seed)
+    return SourceDepths(
+        depths=dict(zip(depths, intervals, strict=True)),
+        baselines={name: bits_per_byte(nats, bytes_W) for name, nats in baseline_nats.items()},
+        windows=len(np.asarray(bytes_W)),
+        n_bytes=round(float(np.sum(np.asarray(bytes_W)))),
+    )

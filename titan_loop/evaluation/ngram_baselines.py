@@ -1,0 +1,152 @@
+"""Unigram and bigram token models fitted on what the model has read: the floor it has to beat.
+
+    P(b)     = (c(b) + k) / (n + k V)                               add-k unigram
+    P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a))                bigram, interpolated
+
+c are counts, n their sum, V the vocabulary, t(a) how many different tokens were seen after a: a
+context with many different followers leaves more to the unigram. There is nothing to tune, and no
+token has probability zero.
+
+Source: Witten and Bell 1991, The zero-frequency problem, method C; as an interpolation in Chen and
+Goodman 1998, section 2.5.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan_loop.errors import UserError
+
+IGNORED_LABEL = -100
+"""Labels with this value are neither counted nor scored (torch's convention)."""
+
+Integers = NDArray[np.integer]
+Floats = NDArray[np.float64]
+
+
+class TokenCounts:
+    """Counts of tokens and of pairs, filled chunk by chunk.
+
+    Feed it the model's own (input, label) arrays, and it has read exactly what the model has: no
+    pair across a document boundary, and none that was not trained on. Memory is 16 bytes per
+    distinct pair (at most V²), a few times that while chunks are merged.
+
+    Args:
+        vocab_size: V; every token must be smaller.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.label_counts_V: NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
+        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._pair_counts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._pending: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self._pending_size = 0
+
+    def add(self, inputs: Integers, labels: Integers) -> None:
+        """Count a chunk.
+
+        Args:
+            inputs: Token ids, any shape.
+            labels: The token after each, same shape; `IGNORED_LABEL` is skipped.
+
+        Raises:
+            UserError: If a token does not fit the vocabulary.
+        """
+        contexts, followers = _pairs(inputs, labels, self.vocab_size)
+        self.label_counts_V += np.bincount(followers, minlength=self.vocab_size)
+        keys, counts = np.unique(contexts * self.vocab_size + followers, return_counts=True)
+        self._pending.append((keys, counts))
+        self._pending_size += len(keys)
+        if self._pending_size > max(len(self._keys), 1 << 20):
+            self._merge()
+
+    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the sorted keys a·V + b of all pairs seen and their counts."""
+        self._merge()
+        return self._keys, self._pair_counts
+
+    def _merge(self) -> None:
+        if not self._pending:
+            return
+        keys = np.concatenate([self._keys, *(keys for keys, _ in self._pending)])
+        counts = np.concatenate([self._pair_counts, *(counts for _, counts in self._pending)])
+        self._keys, place = np.unique(keys, return_inverse=True)
+        merged = np.zeros(len(self._keys), dtype=np.int64)
+        np.add.at(merged, place, counts)
+        self._pair_counts, self._pending, self._pending_size = merged, [], 0
+
+
+class UnigramModel:
+    """P(b) = (c(b) + k) / (n + k V).
+
+    Args:
+        counts: What was read.
+        add_k: k > 0, the count every token starts with.
+    """
+
+    def __init__(self, counts: TokenCounts, *, add_k: float = 1.0) -> None:
+        smoothed = counts.label_counts_V + add_k
+        self.vocab_size = counts.vocab_size
+        self.probability_V: Floats = smoothed / smoothed.sum()
+
+    def nats(self, inputs: Integers, labels: Integers) -> Floats:
+        """Return −ln P of every label in the shape of `labels`, 0 where ignored."""
+        _, followers = _pairs(inputs, labels, self.vocab_size)
+        return _in_place_of_labels(-np.log(self.probability_V[followers]), labels)
+
+
+class BigramModel:
+    """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen.
+
+    Args:
+        counts: What was read.
+        add_k: k of the unigram below it.
+    """
+
+    def __init__(self, counts: TokenCounts, *, add_k: float = 1.0) -> None:
+        self.vocab_size = counts.vocab_size
+        self.unigram = UnigramModel(counts, add_k=add_k)
+        self._keys, self._pair_counts = counts.pairs()
+        contexts = self._keys // self.vocab_size
+        self._distinct_V: Floats = np.bincount(contexts, minlength=self.vocab_size).astype(float)
+        self._total_V: Floats = np.bincount(
+            contexts, weights=self._pair_counts, minlength=self.vocab_size
+        ).astype(float)
+
+    def nats(self, inputs: Integers, labels: Integers) -> Floats:
+        """Return −ln P(label | input) in the shape of `labels`, 0 where ignored."""
+        contexts, followers = _pairs(inputs, labels, self.vocab_size)
+        lower = self.unigram.probability_V[followers]
+        distinct, total = self._distinct_V[contexts], self._total_V[contexts]
+        seen = self._lookup(contexts * self.vocab_size + followers)
+        mass = total + distinct
+        probability = np.where(mass > 0, (seen + distinct * lower) / np.maximum(mass, 1), lower)
+        return _in_place_of_labels(-np.log(probability), labels)
+
+    def _lookup(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the counts of the given pairs, 0 for those never seen."""
+        if not len(self._keys):
+            return np.zeros_like(keys)
+        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[place] == keys, self._pair_counts[place], 0)
+
+
+def _pairs(
+    inputs: Integers, labels: Integers, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the flat (context, follower) pairs that are not ignored."""
+    assert inputs.shape == labels.shape, (inputs.shape, labels.shape)
+    kept = labels != IGNORED_LABEL
+    contexts, followers = inputs[kept].astype(np.int64), labels[kept].astype(np.int64)
+    largest = max(contexts.max(initial=0), followers.max(initial=0))
+    if largest >= vocab_size:
+        raise UserError(
+            f"vocab_size={vocab_size} does not hold token {largest}; use at least {largest + 1}"
+        )
+    return contexts, followers
+
+
+def _in_place_of_labels(nats: Floats, labels: Integers) -> Floats:
+    result = np.zeros(labels.shape, dtype=np.float64)
+    result[labels != IGNORED_LABEL] = nats
+    return result

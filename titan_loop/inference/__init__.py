@@ -1,0 +1,14 @@
+"""Generation from a looped model: every depth, every exit policy, four ways to keep the cache.
+
+    text ─ tokenizer ─► Request ─► Engine ─► prefill, all recurrent steps ─► first token
+                                     │
+             one stack application ◄─┴─ rows at different tokens *and* different recurrent steps
+                     │
+         ExitDecider: stay (next application) or leave ─► readout ─ sample ─► GeneratedToken
+
+`SelfSpeculation` replaces the lower half: shallow steps draft, deep steps verify.
+
+Shape suffixes as in `models/`; L is 1 in decoding, S keys that a query may see, 2 keys and values.
+"""
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)

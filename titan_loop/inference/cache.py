@@ -1,0 +1,292 @@
+"""Key-value caches for a looped decoder: what is kept of a token's R recurrent steps.
+
+At step r a token attends to its *own* step-r keys and values, and for every earlier token to what
+the strategy kept of it:
+
+| strategy | memory | kept of a token that left after step e | seen at a deeper step r > e |
+|---|---|---|---|
+| `full` | R caches | steps 1 … e | step e stands for every deeper one |
+| `last` | 1 | step e | step e |
+| `first` | 1 | step 1 | step 1 |
+| `averaged` | 1 | the mean of steps 1 … e | that mean |
+
+A prompt runs all R steps; each sees the prompt's keys of the same step, whatever is kept. Those are
+at hand while step r runs, so the shared strategies never hold R caches, not even in the prompt.
+
+A row's token at position p lives at index p. Hence padding needs no mask of its own (no query looks
+past its own position), and a row is rolled back by forgetting how long it was.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.2. Averaging rotated keys equals rotating
+averaged ones, since all steps of a token share its position. The paper does not combine sharing
+with early exit; what skipped steps leave behind is ours.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.context import CacheSlot
+
+
+class CacheShape(NamedTuple):
+    """Sizes of a cache: R, unique layers, B, tokens a row can hold, key-value heads, H."""
+
+    steps: int
+    layers: int
+    rows: int
+    capacity: int
+    heads: int
+    head_dim: int
+
+
+class LoopCache(ABC):
+    """Keys and values of the rows of one batch.
+
+    Args:
+        shape: How much of what; `rows` is the most there can be at once.
+        dtype: Of keys and values.
+        device: Where they live.
+
+    Attributes:
+        rows: How many rows there are now; they come first in memory.
+        allocated_bytes: For all rows there can be.
+    """
+
+    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.rows = 0
+        self._memory = torch.zeros(
+            (2, self.kept_steps, shape.layers, shape.rows, *shape[3:]), dtype=dtype, device=device
+        )
+        self._every_row = torch.arange(shape.rows, device=device).unsqueeze(1)
+        self.allocated_bytes = self._memory.nbytes
+
+    @property
+    def kept_steps(self) -> int:
+        """How many caches there are: R, or 1 for the shared strategies."""
+        return 1
+
+    @property
+    def _kept(self) -> Tensor:
+        """(2, kept steps, layers, B, capacity, N, H) of the rows there are now."""
+        return self._memory[:, :, :, : self.rows]
+
+    @property
+    def _row(self) -> Tensor:
+        return self._every_row[: self.rows]
+
+    def admit(self, rows: int) -> "PromptVisit":
+        """Add rows behind those there are; return what the pass over their prompts writes through.
+
+        Args:
+            rows: How many; there must be room.
+        """
+        first, self.rows = self.rows, self.rows + rows
+        assert self.rows <= self.shape.rows
+        return PromptVisit(self, first)
+
+    def tokens(self, positions_BL: Tensor, seen: int) -> "TokenVisit":
+        """Return what a pass over new tokens reads and writes through.
+
+        Args:
+            positions_BL: Where each row's tokens stand.
+            seen: S, how many keys to return: the largest position plus one.
+        """
+        return TokenVisit(self, positions_BL, seen)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, given in increasing order, and move them to the front."""
+        for target, row in enumerate(rows):
+            if target != row:
+                self._memory[:, :, :, target] = self._memory[:, :, :, row]
+        self.rows = len(rows)
+
+    @abstractmethod
+    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
+        """Store one layer visit of whole prompts, those of the rows from `first_row` on."""
+
+    @abstractmethod
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
+    ) -> Tensor:
+        """Store one layer visit of new tokens; return (2, B, S, N, H), all they may attend to."""
+
+    @abstractmethod
+    def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
+        """Settle what is kept of tokens that just left the recurrence.
+
+        Args:
+            rows: (E,) rows.
+            positions: (E,) their tokens' positions.
+            steps: (E,) the last step each token ran.
+        """
+
+
+class FullCache(LoopCache):
+    """One cache per recurrent step; a skipped step reads the last one that ran."""
+
+    @property
+    def kept_steps(self) -> int:
+        """R."""
+        return self.shape.steps
+
+    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
+        """Store step by step."""
+        self._kept[:, step - 1, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
+
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
+    ) -> Tensor:
+        """Store in each row's own step; rows at different steps cost a copy of what they read."""
+        if isinstance(step, int):
+            kept_2BSNH = self._kept[:, step - 1, layer]
+            kept_2BSNH[:, self._row, positions_BL] = new_2BLNH
+            return kept_2BSNH[:, :, :seen]
+        slot_B1 = step.unsqueeze(1) - 1
+        kept_2RBSNH = self._kept[:, :, layer, :, :seen]
+        kept_2RBSNH[:, slot_B1, self._row, positions_BL] = new_2BLNH
+        return kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
+
+    def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
+        """Let the last step that ran stand for every deeper one."""
+        for deeper in range(2, self.shape.steps + 1):
+            early = steps < deeper
+            if not early.any():
+                continue
+            row, position = rows[early], positions[early]
+            # (E, 2, layers, N, H): indices apart from each other put their dimension first
+            last = self._kept[:, steps[early] - 1, :, row, position]
+            self._kept[:, deeper - 1, :, row, position] = last.movedim(0, 2)
+
+
+class LastCache(LoopCache):
+    """Keeps what the last step that ran wrote: it simply overwrites."""
+
+    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
+        """Overwrite."""
+        self._kept[:, 0, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
+
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
+    ) -> Tensor:
+        """Overwrite; the current step's entry is what the token itself must see."""
+        kept_2BSNH = self._kept[:, 0, layer]
+        kept_2BSNH[:, self._row, positions_BL] = new_2BLNH
+        return kept_2BSNH[:, :, :seen]
+
+    def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
+        """Nothing to settle."""
+
+
+class _PendingCache(LastCache):
+    """While a token runs, its entry must be its own step's; what to keep of it waits beside."""
+
+    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(shape, dtype=dtype, device=device)
+        self._pending = torch.zeros_like(self._memory[:, 0, :, :, :1])
+        self.allocated_bytes += self._pending.nbytes
+
+    def write_tokens(
+        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
+    ) -> Tensor:
+        """As `last`, and remember what to keep."""
+        step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
+        waiting_2BLNH = self._pending[:, layer, : self.rows]
+        waiting_2BLNH.copy_(self._combined(waiting_2BLNH, new_2BLNH, step_B))
+        return super().write_tokens(step, layer, new_2BLNH, positions_BL, seen)
+
+    def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
+        """Put what was remembered in place of the last step's entry."""
+        self._kept[:, 0][:, :, rows, positions] = self._pending[:, :, rows, 0]
+
+    def select(self, rows: Sequence[int]) -> None:
+        """As the base class."""
+        super().select(rows)
+        self._pending[:, :, : len(rows)] = self._pending[:, :, list(rows)]
+
+    @abstractmethod
+    def _combined(self, kept: Tensor, new: Tensor, step: Tensor) -> Tensor:
+        """Return what to keep after `step`, which broadcasts, of `kept` and its own `new`."""
+
+
+class FirstCache(_PendingCache):
+    """Keeps what step 1 wrote."""
+
+    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
+        """Store step 1 only."""
+        if step == 1:
+            super().write_prompt(step, layer, first_row, new_2BLNH)
+
+    def _combined(self, kept: Tensor, new: Tensor, step: Tensor) -> Tensor:
+        return torch.where(step == 1, new, kept)
+
+
+class AveragedCache(_PendingCache):
+    """Keeps the mean over the steps that ran."""
+
+    def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
+        """Update the running mean."""
+        kept_2BLNH = self._kept[:, 0, layer, first_row:, : new_2BLNH.shape[2]]
+        kept_2BLNH.lerp_(new_2BLNH, 1 / step)
+
+    def _combined(self, kept: Tensor, new: Tensor, step: Tensor) -> Tensor:
+        return torch.lerp(kept, new, 1 / step.to(new.dtype))
+
+
+STRATEGIES: dict[str, type[LoopCache]] = {
+    "full": FullCache,
+    "last": LastCache,
+    "first": FirstCache,
+    "averaged": AveragedCache,
+}
+
+
+def cache_strategy(name: str) -> type[LoopCache]:
+    """Return the cache class of this name; raises `UserError` with the nearest ones if unknown."""
+    if name not in STRATEGIES:
+        raise UserError(f"kv_cache={name} is unknown{nearest(name, STRATEGIES)}")
+    return STRATEGIES[name]
+
+
+class PromptVisit:
+    """The `KeyValueCache` of a pass over whole prompts: they see themselves only."""
+
+    def __init__(self, cache: LoopCache, first_row: int) -> None:
+        self._cache = cache
+        self._first_row = first_row
+
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store, and return the same keys and values: all rows are at one step."""
+        assert isinstance(slot.step, int), "a prompt's rows share their step"
+        new_2BLNH = _stacked(k_BLNH, v_BLNH)
+        self._cache.write_prompt(slot.step, slot.layer, self._first_row, new_2BLNH)
+        return k_BLNH, v_BLNH
+
+
+class TokenVisit:
+    """The `KeyValueCache` of a pass over new tokens of all rows."""
+
+    def __init__(self, cache: LoopCache, positions_BL: Tensor, seen: int) -> None:
+        self._cache = cache
+        self._positions_BL = positions_BL
+        self._seen = seen
+
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Store, and return the first S keys and values of every row."""
+        keys_BSNH, values_BSNH = self._cache.write_tokens(
+            slot.step, slot.layer, _stacked(k_BLNH, v_BLNH), self._positions_BL, self._seen
+        )
+        return keys_BSNH, values_BSNH
+
+
+def _stacked(k_BLNH: Tensor, v_BLNH: Tensor) -> Tensor:
+    """Stack keys and values; under tensor parallelism this rank's heads."""
+    if isinstance(k_BLNH, DTensor):
+        assert isinstance(v_BLNH, DTensor)
+        k_BLNH, v_BLNH = k_BLNH.to_local(), v_BLNH.to_local()
+    return torch.stack((k_BLNH, v_BLNH))

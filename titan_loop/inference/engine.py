@@ -1,0 +1,246 @@
+"""Generation: prompts in, tokens out, at any depth and with any exit policy.
+
+    requests ─► free places? ─► their prompts through all recurrent steps ─► first tokens ─┐
+             ┌─► `stepwise.advance`, or a round of `SelfSpeculation` ◄─────────────────────┘
+             └── until no row is left; finished rows free their places
+
+The prompt runs to the deepest step the policy can reach (sharing or skipping there costs quality,
+Ouro §5.4.2); the policy chooses after which step its last token is read.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.inference import stepwise
+from titan_loop.inference.batch import Batch
+from titan_loop.inference.cache import PromptVisit, cache_strategy
+from titan_loop.inference.exit_policy import ExitDecider, ExitPolicy, StaticStep
+from titan_loop.inference.request import Completion, GeneratedToken, Request, Row
+from titan_loop.inference.sampling import Sampling
+from titan_loop.inference.speculative import SelfSpeculation
+from titan_loop.inference.stack import Stack, Work
+from titan_loop.models.decoder import LoopDecoder
+
+
+class Engine:
+    """Generates with a looped model.
+
+    Args:
+        model: In evaluation mode. Under tensor parallelism every rank makes the same calls.
+        recurrent_steps: R; None takes the model's. May exceed the trained R.
+        kv_cache: What is kept of earlier tokens: full, last, first or averaged.
+        exit_policy: After which step a token is read; None for R.
+        speculation: Drafts with shallow steps; needs full depth and the full cache.
+
+    Raises:
+        UserError: R below 1, an unknown cache, a policy the model cannot follow, or speculation
+            together with sharing or early exit.
+    """
+
+    def __init__(
+        self,
+        model: LoopDecoder,
+        *,
+        recurrent_steps: int | None = None,
+        kv_cache: str = "full",
+        exit_policy: ExitPolicy | None = None,
+        speculation: SelfSpeculation | None = None,
+    ) -> None:
+        steps = model.recurrent_steps if recurrent_steps is None else recurrent_steps
+        if steps < 1:
+            raise UserError(f"recurrent_steps={steps} must be at least 1")
+        self.stack = Stack(model)
+        self.exit_policy = exit_policy or StaticStep()
+        # Steps that a policy can never reach need no cache.
+        self.recurrent_steps = self.exit_policy.deepest_step(steps)
+        self.speculation = speculation
+        self._strategy = cache_strategy(kv_cache)
+        if self.exit_policy.reads_gate and model.exit_gate is None:
+            raise UserError("exit=q needs an exit gate, which this model does not have; use static")
+        if speculation is not None:
+            speculation.check(self.recurrent_steps)
+            if kv_cache != "full":
+                raise UserError(
+                    f"kv_cache={kv_cache}: drafts can be verified with kv_cache=full only"
+                )
+            if not isinstance(self.exit_policy, StaticStep):
+                raise UserError("draft_step verifies at a fixed depth; leave out exit")
+
+    @property
+    def work(self) -> Work:
+        """What the latest stream has cost so far."""
+        return self.stack.work
+
+    @torch.no_grad()
+    def stream(
+        self,
+        requests: Sequence[Request],
+        *,
+        rows: int | None = None,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[GeneratedToken]:
+        """Generate, yielding each token as soon as its row leaves the recurrence.
+
+        Args:
+            requests: Prompts of any lengths.
+            rows: How many run at once; the others wait, in order, for the places of those that are
+                done. None runs all at once. Results stay the same, but for rounding.
+            sampling: How tokens are chosen; None is greedy.
+            generator: A CPU generator that seeds every row's own; needed unless greedy. Under
+                tensor parallelism in the same state on all ranks.
+
+        Raises:
+            UserError: A prompt, a limit or a number of rows that cannot work, or sampling without a
+                generator.
+        """
+        sampling = sampling or Sampling()
+        waiting = self._rows(requests, sampling, generator)
+        places = len(waiting) if rows is None else min(rows, len(waiting))
+        if places < 1:
+            raise UserError(f"rows={rows} must be at least 1")
+        self.stack.work = Work()
+        batch = self._empty_batch(waiting, places, sampling)
+        advance = stepwise.advance if self.speculation is None else self.speculation.advance
+        while waiting or batch.rows:
+            free = places - len(batch.rows)
+            if waiting and free:
+                yield from self._admit(batch, waiting[:free])
+                waiting = waiting[free:]
+            else:
+                yield from advance(batch)
+            batch.drop_finished()
+
+    def complete(
+        self,
+        requests: Sequence[Request],
+        *,
+        rows: int | None = None,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[Completion]:
+        """Generate and return everything at the end; arguments as in `stream`."""
+        completions = [Completion() for _ in requests]
+        for event in self.stream(requests, rows=rows, sampling=sampling, generator=generator):
+            completions[event.row].add(event)
+        return completions
+
+    @torch.no_grad()
+    def anytime(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
+        """Yield (step, logits of the next token) after every step; later ones run when asked for.
+
+        Args:
+            prompts: Token ids, of any lengths.
+
+        Yields:
+            The step from 1 to R, and (B, V) logits.
+        """
+        self._check_prompts(prompts)
+        for step, hidden_BLD, _ in self._prompt_states(prompts, None):
+            yield step, self.stack.readout(hidden_BLD)[:, 0]
+
+    def _rows(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        generator: torch.Generator | None,
+    ) -> list[Row]:
+        self._check_prompts([request.prompt for request in requests])
+        for request in requests:
+            if request.max_new_tokens < 1:
+                raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+        if generator is None:
+            if sampling.temperature > 0.0:
+                raise UserError(f"temperature={sampling.temperature} needs a generator; give one")
+            seeds = [0] * len(requests)
+        else:
+            seeds = torch.randint(2**62, (len(requests),), generator=generator).tolist()
+        return [
+            Row(index, request, context_tokens=self.stack.context_tokens, seed=seed)
+            for index, (request, seed) in enumerate(zip(requests, seeds, strict=True))
+        ]
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        context, vocabulary = self.stack.context_tokens, self.stack.model.config.vocab_size
+        if not prompts:
+            raise UserError("no prompt was given: give at least one")
+        for index, prompt in enumerate(prompts):
+            if not prompt:
+                raise UserError(f"prompt {index} is empty: give at least one token")
+            if len(prompt) >= context:
+                raise UserError(
+                    f"prompt {index} has {len(prompt)} tokens, the context of {context} leaves no "
+                    "room for another; shorten it"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise UserError(
+                    f"prompt {index} has token {max(prompt, key=abs)}, the model's vocabulary has "
+                    f"{vocabulary}; use the tokenizer it was trained with"
+                )
+
+    def _empty_batch(self, rows: list[Row], places: int, sampling: Sampling) -> Batch:
+        """Return a batch without rows, and a cache with room for the longest `places` of them."""
+        capacity = max(len(row.prompt) + row.remaining for row in rows)
+        stack = self.stack
+        cache = stack.make_cache(
+            self._strategy, steps=self.recurrent_steps, rows=places, capacity=capacity
+        )
+        return Batch(
+            stack=stack,
+            rows=[],
+            cache=cache,
+            decider=self._decider(),
+            sampling=sampling,
+            recurrent_steps=self.recurrent_steps,
+            hidden_BLD=torch.zeros(
+                (0, 1, stack.model.config.dim), dtype=stack.dtype, device=stack.device
+            ),
+        )
+
+    def _admit(self, batch: Batch, rows: list[Row]) -> Iterator[GeneratedToken]:
+        """Run the prompts of new rows through all steps; yield their first tokens."""
+        decider = self._decider()
+        left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
+        read_BLD: Tensor | None = None
+        states = self._prompt_states([row.prompt for row in rows], batch.cache.admit(len(rows)))
+        for step, hidden_BLD, before_BLD in states:
+            leaves = decider.decide(torch.full_like(left, step), hidden_BLD, before_BLD)
+            leaves &= left == 0
+            left = torch.where(leaves, step, left)
+            if read_BLD is None:
+                read_BLD = hidden_BLD
+            read_BLD = torch.where(leaves.unsqueeze(-1), hidden_BLD, read_BLD)
+        assert read_BLD is not None
+        batch.admit(rows)
+        tokens = batch.sample(self.stack.readout(read_BLD)[:, 0], rows)
+        for row, token, step in zip(rows, tokens, left[:, 0].tolist(), strict=True):
+            yield row.accept(token, step)
+
+    def _prompt_states(
+        self, prompts: Sequence[Sequence[int]], visit: PromptVisit | None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (step, state after it, state before it) of each prompt's last token, (B, 1, D)."""
+        longest = max(map(len, prompts))
+        padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        row_B = torch.arange(len(prompts), device=self.stack.device)
+        last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
+        hidden_BLD = self.stack.embed(torch.tensor(padded, device=self.stack.device))
+        for step in range(1, self.recurrent_steps + 1):
+            before_BLD = hidden_BLD
+            hidden_BLD = self.stack.prompt_step(hidden_BLD, step, visit)
+            yield (
+                step,
+                hidden_BLD[row_B, last_B].unsqueeze(1),
+                before_BLD[row_B, last_B].unsqueeze(1),
+            )
+
+    def _decider(self) -> ExitDecider:
+        return ExitDecider(
+            self.exit_policy,
+            self.recurrent_steps,
+            gate=self.stack.gate,
+            readout=self.stack.readout,
+        )

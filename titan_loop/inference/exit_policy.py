@@ -1,0 +1,296 @@
+"""After which recurrent step a token is read out: four rules, each decided per token.
+
+    static:S          after step S
+    hidden:EPSILON    ‖h_r − h_{r−1}‖₂ < ε, from r = 2
+    q:THRESHOLD       CDF(r) ≥ q of the exit gate
+    kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
+                      token's distribution, both are in nats
+
+Whatever the rule says, a token leaves after step R. The two rules that compare with the step before
+cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; KL and entropy from the
+recurrent-depth transformer (arXiv 2604.07822), with entropy in nats.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_loop.errors import UserError, nearest
+
+
+class Evidence(NamedTuple):
+    """What a policy may look at, for tokens that just finished a step (not all the same one).
+
+    Attributes:
+        step_BL: The step each token just ran, from 1.
+        hidden_BLD: State after it.
+        before_BLD: State before it.
+        log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
+        log_prob_BLV: Of the next token after this step, nats; None unless the policy reads logits.
+        log_prob_before_BLV: The same one step before; meaningless at step 1.
+    """
+
+    step_BL: Tensor
+    hidden_BLD: Tensor
+    before_BLD: Tensor
+    log_survival_BL: Tensor | None = None
+    log_prob_BLV: Tensor | None = None
+    log_prob_before_BLV: Tensor | None = None
+
+
+class ExitPolicy(ABC):
+    """Says which tokens leave the recurrence after the step they just ran."""
+
+    reads_gate: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False  # costs a readout after every step
+
+    @abstractmethod
+    def fires(self, evidence: Evidence) -> Tensor:
+        """Return (B, L) bool, True where the token leaves."""
+
+    def deepest_step(self, recurrent_steps: int) -> int:
+        """Return the last step that can ever be run, at most R."""
+        return recurrent_steps
+
+
+@dataclass(frozen=True)
+class StaticStep(ExitPolicy):
+    """Every token leaves after the same step; None for R."""
+
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 1:
+            raise UserError(f"exit=static:{self.step} must name a step of at least 1")
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """Leave from step S on."""
+        if self.step is None:
+            return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
+        return evidence.step_BL >= self.step
+
+    def deepest_step(self, recurrent_steps: int) -> int:
+        """S; raises `UserError` if that is beyond R."""
+        if self.step is None:
+            return recurrent_steps
+        if self.step > recurrent_steps:
+            raise UserError(
+                f"exit=static:{self.step} is beyond recurrent_steps={recurrent_steps}; raise that"
+            )
+        return self.step
+
+
+@dataclass(frozen=True)
+class HiddenDifference(ExitPolicy):
+    """Leave when a step no longer moves the (normed) state: ‖h_r − h_{r−1}‖₂ < ε."""
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        if not self.epsilon >= 0.0:
+            raise UserError(f"exit=hidden:{self.epsilon} must be a distance of at least 0")
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """Unnormalised distance per token, in at least fp32."""
+        return (evidence.step_BL > 1) & (
+            hidden_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
+        )
+
+
+@dataclass(frozen=True)
+class QExit(ExitPolicy):
+    """Leave when the exit gate's CDF reaches the threshold q."""
+
+    threshold: float
+    reads_gate: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.threshold <= 1.0:
+            raise UserError(f"exit=q:{self.threshold} must be between 0 and 1")
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """CDF ≥ q, compared as log survival ≤ log(1 − q).
+
+        A CDF near 1 rounds to 1 (in fp32 from 1 − 2⁻²⁵), and q = 1 would not mean full depth any
+        more; the logarithm of the rest does not round to −∞.
+        """
+        assert evidence.log_survival_BL is not None
+        rest = -math.inf if self.threshold == 1.0 else math.log1p(-self.threshold)
+        return evidence.log_survival_BL <= rest
+
+
+@dataclass(frozen=True)
+class KLAndEntropy(ExitPolicy):
+    """Leave when a step no longer changes the prediction and the prediction is sharp."""
+
+    kl_nats: float = 0.01
+    entropy_nats: float = 3.0
+    reads_logits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (self.kl_nats >= 0.0 and self.entropy_nats >= 0.0):
+            raise UserError(
+                f"exit=kl:{self.kl_nats},{self.entropy_nats} must be two bounds of at least 0 nats"
+            )
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """Both bounds must hold: a small KL alone halts too early."""
+        now_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
+        assert now_BLV is not None
+        assert before_BLV is not None
+        settled = divergence_nats(now_BLV, before_BLV) < self.kl_nats
+        sharp = entropy_nats(now_BLV) < self.entropy_nats
+        return (evidence.step_BL > 1) & settled & sharp
+
+
+def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    """Return ‖h_r − h_{r−1}‖₂ per token, (B, L), at least fp32."""
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    return (hidden_BLD.to(wide) - before_BLD.to(wide)).norm(dim=-1)
+
+
+def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
+    """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
+    return (log_prob_BLV.exp() * (log_prob_BLV - log_prob_before_BLV)).sum(-1)
+
+
+def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
+    """Return H(P_r) per token, (B, L), from finite log-probabilities."""
+    return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
+
+
+def parse_exit_policy(text: str) -> ExitPolicy:
+    """Read a policy as in this module's docstring; `full` is full depth.
+
+    Raises:
+        UserError: Unknown policy, or a value that is missing, no number or out of range.
+    """
+    name, _, values = text.partition(":")
+    numbers = {"full": 0, "static": 1, "hidden": 1, "q": 1, "kl": 2}
+    if name not in numbers:
+        raise UserError(f"exit={text} is not an exit policy{nearest(name, numbers)}")
+    parts = [part for part in values.split(",") if part]
+    wanted = f"exit={text}: {name} takes {numbers[name]} number(s), as in q:0.9 or kl:0.01,3"
+    if len(parts) != numbers[name]:
+        raise UserError(wanted)
+    try:
+        match name:
+            case "full":
+                return StaticStep()
+            case "static":
+                return StaticStep(int(parts[0]))
+            case "hidden":
+                return HiddenDifference(float(parts[0]))
+            case "q":
+                return QExit(float(parts[0]))
+            case _:
+                return KLAndEntropy(float(parts[0]), float(parts[1]))
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(wanted) from error
+
+
+class ExitDecider:
+    """Applies a policy step by step and carries what it must remember of earlier steps.
+
+    Args:
+        policy: The rule.
+        deepest_step: Where every token leaves.
+        gate: Maps a state (B, L, D) to exit logits (B, L).
+        readout: Maps a state (B, L, D) to logits (B, L, V).
+    """
+
+    def __init__(
+        self,
+        policy: ExitPolicy,
+        deepest_step: int,
+        *,
+        gate: Callable[[Tensor], Tensor],
+        readout: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.policy = policy
+        self.deepest_step = deepest_step
+        self._gate = gate
+        self._readout = readout
+        self._log_survival_BL: Tensor | None = None
+        self._log_prob_BLV: Tensor | None = None
+
+    def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+        """Return (B, L) bool, True where the token leaves after the step it just ran.
+
+        Call it once a step; a token at step 1 forgets the token before it.
+
+        Args:
+            step_BL: 1-based.
+            hidden_BLD: States after the step.
+            before_BLD: States before it.
+        """
+        evidence = Evidence(step_BL, hidden_BLD, before_BLD)
+        if self.policy.reads_gate:
+            exit_logit_BL = self._gate(hidden_BLD)
+            wide = exit_logit_BL.to(torch.promote_types(exit_logit_BL.dtype, torch.float32))
+            log_survival_BL = F.logsigmoid(-wide)
+            if self._log_survival_BL is not None:
+                earlier_BL = torch.where(step_BL > 1, self._log_survival_BL, 0.0)
+                log_survival_BL = earlier_BL + log_survival_BL
+            self._log_survival_BL = log_survival_BL
+            evidence = evidence._replace(log_survival_BL=log_survival_BL)
+        if self.policy.reads_logits:
+            logits_BLV = self._readout(hidden_BLD)
+            wide = torch.promote_types(logits_BLV.dtype, torch.float32)
+            log_prob_BLV = logits_BLV.to(wide).log_softmax(-1)
+            before_BLV = log_prob_BLV if self._log_prob_BLV is None else self._log_prob_BLV
+            self._log_prob_BLV = log_prob_BLV
+            evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
+        return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
+
+    def admit(self, rows: int) -> None:
+        """Make room for rows that are about to start a token, behind those there are."""
+        if self._log_survival_BL is not None:
+            self._log_survival_BL = F.pad(self._log_survival_BL, (0, 0, 0, rows))
+        if self._log_prob_BLV is not None:
+            self._log_prob_BLV = F.pad(self._log_prob_BLV, (0, 0, 0, 0, 0, rows))
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of what is remembered."""
+        if self._log_survival_BL is not None:
+            self._log_survival_BL = self._log_survival_BL[list(rows)]
+        if self._log_prob_BLV is not None:
+            self._log_prob_BLV = self._log_prob_BLV[list(rows)]
+
+
+def exit_steps(
+    policy: ExitPolicy,
+    hidden_RBLD: Sequence[Tensor],
+    *,
+    gate: Callable[[Tensor], Tensor],
+    readout: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return after which step a policy would leave, for states of whole windows.
+
+    Args:
+        policy: The rule.
+        hidden_RBLD: States after steps 1 … R, as in `LoopOutput`.
+        gate: Maps a state to exit logits, e.g. `model.gate`.
+        readout: Maps a state to logits, e.g. `model.readout`.
+
+    Returns:
+        (B, L) int64 in 1 … R.
+    """
+    deepest = policy.deepest_step(len(hidden_RBLD))
+    decider = ExitDecider(policy, deepest, gate=gate, readout=readout)
+    left_BL = torch.zeros(hidden_RBLD[0].shape[:2], dtype=torch.int64, device=hidden_RBLD[0].device)
+    for index, hidden_BLD in enumerate(hidden_RBLD[:deepest]):
+        step_BL = torch.full_like(left_BL, index + 1)
+        leaves_BL = decider.decide(step_BL, hidden_BLD, hidden_RBLD[max(index - 1, 0)])
+        left_BL = torch.where((left_BL == 0) & leaves_BL, step_BL, left_BL)
+    return left_BL

@@ -1,0 +1,140 @@
+"""What is asked of one row, what it has produced, and when it is done.
+
+A row ends at a stop token, at a stop string of its text, at its own limit, or at the end of the
+model's context, whichever comes first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from titan_loop.inference.text_stream import TextStream
+
+FinishReason = Literal["stop_token", "stop_string", "limit", "context"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and the conditions under which its continuation ends."""
+
+    prompt: Sequence[int]
+    """Token ids, at least one."""
+
+    max_new_tokens: int = 64
+    """At most this many tokens."""
+
+    stop_tokens: frozenset[int] = frozenset()
+    """Tokens that end the row; they are no part of the completion."""
+
+    text: TextStream | None = None
+    """Turns tokens into text and looks for stop strings; None for token ids only."""
+
+
+class GeneratedToken(NamedTuple):
+    """One event of a stream, in the order in which rows leave the recurrence.
+
+    Attributes:
+        row: Index of the request.
+        token: The sampled token.
+        step: The recurrent step whose readout it was sampled from, from 1.
+        text: What can be shown now; "" without a `TextStream`, inside a character, or while a stop
+            string may have begun.
+        finish: Why the row ends with this token; None if it goes on.
+    """
+
+    row: int
+    token: int
+    step: int
+    text: str = ""
+    finish: FinishReason | None = None
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """What one request got.
+
+    Attributes:
+        tokens: Without a stop token.
+        steps: The recurrent step each of them was read from.
+        text: Without a stop string; "" without a `TextStream`.
+        finish: Why it ended.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason | None = None
+
+    def add(self, event: GeneratedToken) -> None:
+        """Append one event of this row."""
+        if event.finish != "stop_token":
+            self.tokens.append(event.token)
+            self.steps.append(event.step)
+        self.text += event.text
+        self.finish = event.finish
+
+
+class Row:
+    """A request that is running.
+
+    Args:
+        index: Of the request.
+        request: What was asked.
+        context_tokens: Tokens the model can see at most.
+        seed: Of this row's own random numbers.
+
+    Attributes:
+        token: The newest token; it has not been through the model yet.
+        position: Where it stands.
+        step: Recurrent steps it has run.
+        finish: Why the row ended; None while it runs.
+    """
+
+    def __init__(self, index: int, request: Request, *, context_tokens: int, seed: int) -> None:
+        self.index = index
+        self.token = -1
+        self.position = len(request.prompt) - 1
+        self.step = 0
+        self.finish: FinishReason | None = None
+        self._request = request
+        self._room = context_tokens - len(request.prompt)
+        self._produced = 0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        """Token ids of its prompt."""
+        return self._request.prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still produce."""
+        return min(self._request.max_new_tokens, self._room) - self._produced
+
+    def uniform(self) -> float:
+        """Return the next random number of this row, in [0, 1)."""
+        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+
+    def accept(self, token: int, step: int) -> GeneratedToken:
+        """Continue with `token`, sampled from the readout of `step`, and see whether it is done."""
+        self.token = token
+        self.position += 1
+        self.step = 0
+        self._produced += 1
+        text, stopped = "", False
+        is_stop = token in self._request.stop_tokens
+        stream = self._request.text
+        if stream is not None and not is_stop:
+            text = stream.push(token)
+            stopped = stream.stopped
+        if is_stop:
+            self.finish = "stop_token"
+        elif stopped:
+            self.finish = "stop_string"
+        elif self.remaining == 0:
+            self.finish = "limit" if self._produced == self._request.max_new_tokens else "context"
+        if self.finish is not None and stream is not None and not stopped:
+            text += stream.rest()
+        return GeneratedToken(self.index, token, step, text, self.finish)

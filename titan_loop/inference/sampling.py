@@ -1,0 +1,87 @@
+"""From logits to a token: temperature, top-k, top-p, and a draw from given uniform numbers.
+
+Randomness enters as uniform numbers, one a row from the row's own generator. So what a row samples
+does not depend on its neighbours or on the order in which rows leave the recurrence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan_loop.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How a token is chosen; greedily by default.
+
+    Raises:
+        UserError: A value is out of range.
+    """
+
+    temperature: float = 0.0
+    """Logits are divided by it; 0 takes the most likely token."""
+
+    top_k: int | None = None
+    """Only the k most likely tokens; None for all."""
+
+    top_p: float = 1.0
+    """Only the smallest set of most likely tokens whose probability reaches p."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature={self.temperature} must be 0 (greedy) or a positive number"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1; leave it out for all tokens")
+        if not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the distribution that `sampling` draws from.
+
+    Top-k comes before top-p, whose probabilities are those after temperature and top-k.
+
+    Args:
+        logits: (…, V).
+        sampling: Temperature 0 gives all probability to the largest logit.
+
+    Returns:
+        (…, V), at least fp32.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sampling.temperature == 0.0:
+        return torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
+    wide = wide / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < wide.shape[-1]:
+        smallest = wide.topk(sampling.top_k).values[..., -1:]
+        wide = wide.masked_fill(wide < smallest, -torch.inf)
+    kept = wide.softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, index = kept.sort(-1, descending=True)
+        # A token stays while those before it do not yet reach p; the most likely one always does.
+        dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
+        kept = kept.masked_fill(dropped.scatter(-1, index, dropped), 0.0)
+        kept = kept / kept.sum(-1, keepdim=True)
+    return kept
+
+
+def draw(weight: Tensor, uniform: Tensor) -> Tensor:
+    """Return the token at which the cumulated weight first exceeds `uniform` of the total.
+
+    Args:
+        weight: (…, V) non-negative, need not sum to 1. A token of weight 0 is never drawn.
+        uniform: (…) in [0, 1).
+
+    Returns:
+        (…) int64.
+    """
+    cumulated = weight.double().cumsum(-1)
+    total = cumulated[..., -1:]
+    # Rounding up to the total would land behind the last token of positive weight.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniform.double().unsqueeze(-1) * total, below_total)
+    return torch.searchsorted(cumulated, target, right=True).squeeze(-1)

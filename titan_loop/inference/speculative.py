@@ -1,0 +1,171 @@
+"""Self-speculative decoding: step s of the model drafts, step R of the same model verifies.
+
+    draft    c ─ steps 1…s ─► x_1 ─ steps 1…s ─► x_2 … x_k ─ steps 1…s
+    verify   the states after step s of c, x_1 … x_k ─ steps s+1…R, all at once ─► P_1 … P_{k+1}
+    accept   x_i with probability min(1, P_i(x_i) / Q_i(x_i)); the first one refused is replaced by
+             a draw from max(0, P_i − Q_i), and after k acceptances comes a draw from P_{k+1}
+
+Draft and verification share states and caches up to step s, so nothing is computed twice. A refused
+token's cache entries lie beyond the row's new end: nobody sees them before they are overwritten.
+The accepted tokens have exactly the distribution of plain decoding at step R. With greedy sampling
+P and Q are one-hot and the rule keeps x_i while it is the most likely token of step R.
+
+Needs the `full` cache: under sharing, plain decoding attends to what is kept of an earlier token
+*after* its last step, which a draft token does not have yet.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §7.3; acceptance rule of Leviathan et al. 2023,
+arXiv 2211.17192, §2.3.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.inference.batch import Batch
+from titan_loop.inference.request import GeneratedToken
+from titan_loop.inference.sampling import probabilities
+
+
+@dataclass
+class SelfSpeculation:
+    """Draft depth and length, and how it went.
+
+    Attributes:
+        draft_step: s, at least 1 and below R.
+        draft_tokens: k, the most tokens drafted a round.
+        rounds: Rounds so far, each with one verification.
+        drafted: Tokens drafted so far.
+        accepted: Of these, accepted.
+    """
+
+    draft_step: int = 1
+    draft_tokens: int = 3
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def check(self, recurrent_steps: int) -> None:
+        """Raise `UserError` for values that cannot work."""
+        if not 1 <= self.draft_step < recurrent_steps:
+            raise UserError(
+                f"draft_step={self.draft_step} must be at least 1 and below "
+                f"recurrent_steps={recurrent_steps}"
+            )
+        if self.draft_tokens < 1:
+            raise UserError(f"draft_tokens={self.draft_tokens} must be at least 1")
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that were accepted; NaN before the first."""
+        return self.accepted / self.drafted if self.drafted else float("nan")
+
+    def advance(self, batch: Batch) -> Iterator[GeneratedToken]:
+        """Run one round for all rows; yields between 1 and k + 1 tokens a row."""
+        rows = batch.rows
+        # The last token a row may still produce needs no draft: verification gives it.
+        count = min(self.draft_tokens, max(row.remaining for row in rows) - 1)
+        draft_BL, draft_prob_BLV, states_BLD = self._draft(batch, count)
+        prob_BLV = self._verify(batch, states_BLD)
+        accepted = accepted_count(
+            draft_BL, draft_prob_BLV, prob_BLV[:, :count], self._uniforms(batch, count)
+        )
+        # Behind the last draft Q is 0, so what remains there is P itself.
+        remainder_BLV = (prob_BLV - F.pad(draft_prob_BLV, (0, 0, 0, 1))).clamp_min(0.0)
+        row_B = torch.arange(len(rows), device=accepted.device)
+        last_BV, whole_BV = remainder_BLV[row_B, accepted], prob_BLV[row_B, accepted]
+        # A refusal leaves P above Q somewhere, but for rounding.
+        last_BV = torch.where(last_BV.sum(-1, keepdim=True) > 0, last_BV, whole_BV)
+        replacement = batch.draw(last_BV, rows)
+        self.rounds += 1
+        for row, drafts, kept, last in zip(
+            rows, draft_BL.tolist(), accepted.tolist(), replacement, strict=True
+        ):
+            usable = min(count, row.remaining)
+            self.drafted += usable
+            self.accepted += min(kept, usable)
+            for token in [*drafts[:kept], last]:
+                yield row.accept(token, batch.recurrent_steps)
+                if row.finish is not None:
+                    break
+
+    def _draft(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (B, k) drafts, their (B, k, V) distributions and (B, k+1, D) states after s."""
+        stack, rows = batch.stack, batch.rows
+        token_BL = batch.column(row.token for row in rows)
+        drafts: list[Tensor] = []
+        distributions: list[Tensor] = []
+        states: list[Tensor] = []
+        for offset in range(count + 1):
+            hidden_BLD = stack.embed(token_BL)
+            for step in range(1, self.draft_step + 1):
+                hidden_BLD = stack.token_step(
+                    hidden_BLD,
+                    [step] * len(rows),
+                    self._positions(batch, offset, offset + 1),
+                    batch.cache,
+                )
+            states.append(hidden_BLD)
+            if offset == count:
+                break
+            prob_BLV = probabilities(stack.readout(hidden_BLD), batch.sampling)
+            token_BL = batch.column(batch.draw(prob_BLV[:, 0], rows))
+            distributions.append(prob_BLV)
+            drafts.append(token_BL)
+        if not drafts:
+            vocabulary = batch.stack.model.config.vocab_size
+            empty_BL = token_BL[:, :0]
+            return empty_BL, states[0].new_empty((len(rows), 0, vocabulary)), states[0]
+        return torch.cat(drafts, 1), torch.cat(distributions, 1), torch.cat(states, 1)
+
+    def _verify(self, batch: Batch, states_BLD: Tensor) -> Tensor:
+        """Return (B, k+1, V): the distributions of step R."""
+        positions_BL = self._positions(batch, 0, states_BLD.shape[1])
+        for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
+            states_BLD = batch.stack.token_step(
+                states_BLD, [step] * len(batch.rows), positions_BL, batch.cache
+            )
+        return probabilities(batch.stack.readout(states_BLD), batch.sampling)
+
+    def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
+        """Return (B, stop - start) positions after each row's newest token.
+
+        A row near its end drafts along with the others. What it drafts past the cache's last
+        position is never accepted and only needs a place that no accepted token reads.
+        """
+        first_BL = batch.column(row.position for row in batch.rows)
+        offset_L = torch.arange(start, stop, device=first_BL.device)
+        return (first_BL + offset_L).clamp_max(batch.cache.shape.capacity - 1)
+
+    def _uniforms(self, batch: Batch, count: int) -> Tensor:
+        if batch.sampling.temperature == 0.0:  # acceptance is certain or impossible
+            return torch.zeros((len(batch.rows), count), device=batch.stack.device)
+        return torch.tensor(
+            [[row.uniform() for _ in range(count)] for row in batch.rows],
+            dtype=torch.float64,
+            device=batch.stack.device,
+        ).view(len(batch.rows), count)
+
+
+def accepted_count(
+    draft_BL: Tensor, draft_prob_BLV: Tensor, prob_BLV: Tensor, uniform_BL: Tensor
+) -> Tensor:
+    """Return how many drafts each row accepts, in order, up to the first one refused.
+
+    Args:
+        draft_BL: (B, k) drafts x_i, drawn from `draft_prob_BLV`.
+        draft_prob_BLV: Q_i.
+        prob_BLV: P_i.
+        uniform_BL: u_i in [0, 1); x_i is accepted if u_i · Q_i(x_i) < P_i(x_i).
+
+    Returns:
+        (B,) int64 in 0 … k.
+    """
+    index_BL1 = draft_BL.unsqueeze(-1)
+    draft_BL_prob = draft_prob_BLV.gather(-1, index_BL1).squeeze(-1)
+    target_BL_prob = prob_BLV.gather(-1, index_BL1).squeeze(-1)
+    accepted_BL = uniform_BL * draft_BL_prob < target_BL_prob
+    return accepted_BL.long().cumprod(-1).sum(-1)

@@ -1,0 +1,36 @@
+"""Plain decoding: every call advances each row by one recurrent step, whichever that is.
+
+A token that leaves the recurrence is read out, its successor starts at step 1 in the next call, and
+its neighbours go on where they are. No row waits for another one's depth, and no step is run whose
+result nobody reads.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from titan_loop.inference.batch import Batch
+from titan_loop.inference.request import GeneratedToken
+
+
+def advance(batch: Batch) -> Iterator[GeneratedToken]:
+    """Apply the stack once to all rows; yield the tokens of those that leave it."""
+    rows, stack = batch.rows, batch.stack
+    for row in rows:
+        row.step += 1
+    step_BL = batch.column(row.step for row in rows)
+    position_BL = batch.column(row.position for row in rows)
+    embedding_BLD = stack.embed(batch.column(row.token for row in rows))
+    before_BLD = torch.where(step_BL.unsqueeze(-1) == 1, embedding_BLD, batch.hidden_BLD)
+    batch.hidden_BLD = stack.token_step(
+        before_BLD, [row.step for row in rows], position_BL, batch.cache
+    )
+    leaves_BL = batch.decider.decide(step_BL, batch.hidden_BLD, before_BLD)
+    leaving = leaves_BL[:, 0].nonzero()[:, 0]
+    if not len(leaving):
+        return
+    batch.cache.leave(leaving, position_BL[leaving, 0], step_BL[leaving, 0])
+    left = [rows[index] for index in leaving.tolist()]
+    logits_BV = stack.readout(batch.hidden_BLD[leaving])[:, 0]
+    for row, token in zip(left, batch.sample(logits_BV, left), strict=True):
+        yield row.accept(token, row.step)

@@ -1,0 +1,69 @@
+"""Tokens to text as they arrive, and stop strings that may be spread over several tokens.
+
+Text is shown as late as necessary and no later: a character may need several tokens, and the end of
+the text may be the beginning of a stop string.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from titan_loop.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TextStream:
+    """The text of one row.
+
+    Args:
+        tokenizer: Decodes; special tokens give no text.
+        stop: Strings that end the row; the first to occur cuts the text before it.
+
+    Attributes:
+        stopped: Whether a stop string has occurred.
+
+    Raises:
+        UserError: A stop string is empty.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        if "" in stop:
+            raise UserError("stop='' would end every completion at once; leave it out")
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._tokens: list[int] = []
+        self._decoded = 0  # characters the decoder has given
+        self._held = ""  # of these, what may be the beginning of a stop string
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that is certain now."""
+        self._tokens.append(token)
+        piece = self._decoder.step(self._tokenizer, token) or ""
+        self._decoded += len(piece)
+        return self._release(piece)
+
+    def rest(self) -> str:
+        """Return what is left at the end: half a character, a stop string that did not complete."""
+        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        return self._release(whole[self._decoded :], at_end=True)
+
+    def _release(self, piece: str, *, at_end: bool = False) -> str:
+        text = self._held + piece
+        found = [index for index in (text.find(stop) for stop in self._stop) if index >= 0]
+        if found:
+            self.stopped = True
+            return text[: min(found)]
+        held = 0 if at_end else max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

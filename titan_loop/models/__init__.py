@@ -1,0 +1,13 @@
+"""What is computed, on one device; placements are declared here, applied in `distributed/`.
+
+    tokens ─ tok_embeddings ─► h_0
+    h_{r-1} ─ layers (each once) ─ norm ─► h_r          `LoopDecoder.step`
+    h_r ─ Recurrence.between_steps ─► input of step r+1 (the identity for Ouro)
+    h_r ─ exit_gate ─► exit logit of step r (fp32)       `LoopDecoder.gate`
+    h_r ─ lm_head   ─► logits, or the streamed loss      `LoopDecoder.readout`
+
+Shape suffixes: B batch, L sequence, D width, V vocabulary, N heads, H head dim, F feed-forward
+width, R recurrent steps.
+"""
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)

@@ -1,0 +1,160 @@
+"""Multi-head and grouped-query attention for layers that are visited several times.
+
+`LoopAttention` is torchtitan's `GQAttention` with the positions taken from the `LoopContext` and an
+optional cache addressed by (recurrent step, layer). `DocumentAttention` is the backend for devices
+without
+FlexAttention: scaled dot products with an explicit causal-and-same-document mask.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
+from torchtitan.protocols.module import Module
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.context import CacheSlot, LoopContext
+
+ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
+
+
+def document_mask(positions_BL: Tensor) -> Tensor:
+    """Which key each query may attend to: same document, not later.
+
+    A document starts wherever `positions_BL` is 0.
+
+    Args:
+        positions_BL: (B, L) positions that restart per document.
+
+    Returns:
+        (B, 1, L, L) bool, True where attention is allowed; broadcasts over heads.
+    """
+    document_BL = (positions_BL == 0).cumsum(dim=1)
+    same_document = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
+    causal = torch.ones(
+        positions_BL.shape[1:] * 2, dtype=torch.bool, device=positions_BL.device
+    ).tril()
+    return (same_document & causal).unsqueeze(1)
+
+
+class DocumentAttention(Module):
+    """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference.
+
+    Query and key lengths may differ when a mask is given (decoding with a cache).
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Nothing to configure."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: Tensor | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attend; returns (B, L, N, H).
+
+        Args:
+            q_BLNH: Rotated queries.
+            k_BLNH: Rotated keys, (B, L_key, N_kv, H).
+            v_BLNH: Values, like the keys.
+            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention over equal
+                lengths.
+            scale: Factor on the scores; None means 1/sqrt(H).
+            enable_gqa: Whether there are fewer key-value heads than query heads.
+
+        Raises:
+            ValueError: Lengths differ and no mask says which keys a query may see.
+        """
+        if attention_masks is None and q_BLNH.shape[1] != k_BLNH.shape[1]:
+            raise ValueError(
+                f"{q_BLNH.shape[1]} queries and {k_BLNH.shape[1]} keys need an explicit mask"
+            )
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BLNH.transpose(1, 2),
+            k_BLNH.transpose(1, 2),
+            v_BLNH.transpose(1, 2),
+            attn_mask=attention_masks,
+            is_causal=attention_masks is None,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        return out_BNLH.transpose(1, 2)
+
+
+def inner_attention_config(backend: str) -> Module.Config:
+    """Return the config of the attention kernel called `backend`.
+
+    Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are tested on CPU with
+    the uncompiled kernel; neither has been run on a GPU by this project yet.
+
+    Args:
+        backend: "sdpa" (any device), "flex" or "varlen" (CUDA), or "auto": Flex on CUDA, SDPA
+            elsewhere.
+
+    Raises:
+        UserError: The backend is unknown, or needs CUDA and there is none.
+    """
+    if backend not in ATTENTION_BACKENDS:
+        raise UserError(
+            f"model.attention={backend} is not an attention backend"
+            f"{nearest(backend, ATTENTION_BACKENDS)}"
+        )
+    on_cuda = torch.cuda.is_available()
+    if backend == "auto":
+        backend = "flex" if on_cuda else "sdpa"
+    if backend != "sdpa" and not on_cuda:
+        raise UserError(
+            f"model.attention={backend} needs CUDA, which is not there; use sdpa or auto"
+        )
+    match backend:
+        case "flex":
+            return FlexAttention.Config()
+        case "varlen":
+            return VarlenAttention.Config()
+        case _:
+            return DocumentAttention.Config()
+
+
+class LoopAttention(GQAttention):
+    """Grouped-query attention reading rotations, mask and cache from the shared `LoopContext`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GQAttention.Config):
+        """Heads, projections and kernel, as upstream."""
+
+    def forward(  # type: ignore[override]
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> Tensor:
+        """Attend and project back; (B, L, D) in and out.
+
+        Args:
+            x_BLD: Normed input.
+            context: What all visits of this forward pass share.
+            cache_slot: Where this visit's keys and values live; required with a cache, None
+                without, so that a compiled block is not specialised on the step.
+        """
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.rope_BLH)
+        if context.cache is not None:
+            assert cache_slot is not None
+            k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
+        out_BLNH = self.inner_attention(
+            q_BLNH,
+            k_BLNH,
+            v_BLNH,
+            attention_masks=context.attention_mask,
+            scale=self.scaling,
+            enable_gqa=self.enable_gqa,
+        )
+        return self.wo(out_BLNH.contiguous().flatten(2))

@@ -1,0 +1,48 @@
+"""One unique layer: attention and SwiGLU, each between two RMSNorms (sandwich normalisation).
+
+    x ← x + n2(attention(n1(x)))
+    x ← x + n4(feed_forward(n3(x)))
+
+The norms on the branch outputs keep every residual update at unit scale, whatever the weights, so
+that the state cannot grow with the number of visits.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §4; order of the norms as in the released
+checkpoints.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.nn_modules import RMSNorm
+
+from titan_loop.models.context import CacheSlot, LoopContext
+
+
+class SandwichBlock(TransformerBlock):
+    """A transformer block with a norm before and after each branch; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TransformerBlock.Config):
+        """Branches and their four norms."""
+
+        attention_post_norm: RMSNorm.Config
+        ffn_post_norm: RMSNorm.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        assert config.feed_forward is not None
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
+        self.attention_post_norm = config.attention_post_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.feed_forward = config.feed_forward.build()
+        self.ffn_post_norm = config.ffn_post_norm.build()
+
+    def forward(
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> Tensor:
+        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
+        attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
+        x_BLD = x_BLD + self.attention_post_norm(attended_BLD)
+        return x_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))

@@ -1,0 +1,45 @@
+"""What every layer visit of one forward pass shares: rotations, mask and perhaps a cache."""
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.models.common.attention import VarlenMetadata
+
+AttentionMask = Tensor | BlockMask | VarlenMetadata
+
+
+class CacheSlot(NamedTuple):
+    """Address of one layer visit in a cache.
+
+    Attributes:
+        step: Recurrent step from 1; a (B,) tensor when the rows of a batch are at different steps.
+        layer: Unique layer from 0.
+    """
+
+    step: int | Tensor
+    layer: int
+
+
+class KeyValueCache(Protocol):
+    """Keeps keys and values of earlier tokens for every (recurrent step, layer)."""
+
+    def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the current tokens' rotated keys and values; return all that may be seen."""
+        ...
+
+
+class LoopContext(NamedTuple):
+    """A pytree handed unchanged to every layer visit.
+
+    Attributes:
+        rope_BLH: (B, L, 1, 2·H) cosines and sines for the current tokens, gathered once per forward
+            pass.
+        attention_mask: The mask of the attention backend; None means causal attention without
+            documents.
+        cache: Where earlier keys and values are kept; None in training.
+    """
+
+    rope_BLH: Tensor
+    attention_mask: AttentionMask | None = None
+    cache: KeyValueCache | None = None

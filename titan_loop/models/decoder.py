@@ -1,0 +1,219 @@
+"""The looped decoder: unique layers, applied R times, norm and exit gate after every step.
+
+    h_0 = embed(x)
+    h_r = norm(layer_N(… layer_1(h_{r-1}) …)),   r = 1 … R
+    exit logit_r = gate(h_r),   logits_r = lm_head(h_r)
+
+R is runtime state (`recurrent_steps`): it may differ from batch to batch and be any positive
+number, without rebuilding or recompiling anything. With R = 1 and no gate this is an ordinary
+decoder.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1; norm after every step, no input
+injection and no step embedding as in the released checkpoints.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.nn_modules import Identity
+
+from titan_loop.models.attention import document_mask
+from titan_loop.models.context import AttentionMask, CacheSlot, KeyValueCache, LoopContext
+from titan_loop.models.exit_gate import ExitGate
+from titan_loop.models.flops import training_flops_per_token
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.recurrence import Recurrence
+from titan_loop.models.rope import RopeTable
+from titan_loop.models.sharding import set_loop_sharding
+from titan_loop.models.trainable import Trainable
+
+
+class LoopDecoder(Decoder):
+    """A decoder whose stack of unique layers is applied `recurrent_steps` times.
+
+    Attributes:
+        recurrent_steps: How many steps `forward` runs unless told otherwise; set per batch by the
+            trainer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        """Architecture of a looped decoder."""
+
+        recurrent_steps: int = 4
+        exit_gate: ExitGate.Config | None = None
+        recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
+        state_gather: Identity.Config = field(default_factory=Identity.Config)
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take window length and placements from a trainer's config."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            set_loop_sharding(self, enable_sp=config.parallelism.enable_sequence_parallel)
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Return (parameters, training FLOPs per token at this config's R)."""
+            return (
+                sum(p.numel() for p in model.parameters()),
+                self.training_flops_per_token(seq_len, self.recurrent_steps),
+            )
+
+        def training_flops_per_token(
+            self, seq_len: int, recurrent_steps: int, trainable: Trainable = "all"
+        ) -> int:
+            """Model FLOPs per trained token at R; R readouts with a gate, else one."""
+            attention, feed_forward = self.layers[0].attention, self.layers[0].feed_forward
+            head_dim = attention.head_dim or self.dim // attention.n_heads
+            kv_heads = attention.n_kv_heads or attention.n_heads
+            layer_parameters = (
+                2 * self.dim * head_dim * (attention.n_heads + kv_heads)
+                + 3 * self.dim * feed_forward.w1.out_features
+            )
+            return training_flops_per_token(
+                layer_parameters=layer_parameters,
+                n_layers=len(self.layers),
+                n_heads=attention.n_heads,
+                head_dim=head_dim,
+                dim=self.dim,
+                vocab_size=self.vocab_size,
+                seq_len=seq_len,
+                recurrent_steps=recurrent_steps,
+                readouts=recurrent_steps if self.exit_gate is not None else 1,
+                gate=self.exit_gate is not None,
+                trainable=trainable,
+            )
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.recurrent_steps = config.recurrent_steps
+        self.recurrence = config.recurrence.build()
+        self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
+        # Parameter-free: under sequence parallelism the state stays sharded for the next step,
+        # while readout and gate see this module's gathered copy.
+        self.state_gather = config.state_gather.build()
+        rope = config.layers[0].attention.rope
+        self.rope_table = RopeTable.Config(
+            dim=rope.dim, max_seq_len=rope.max_seq_len, theta=rope.theta
+        ).build()
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_masks: AttentionMask | None = None,
+        *,
+        recurrent_steps: int | None = None,
+        collect: Literal["all", "last"] | None = None,
+    ) -> LoopOutput:
+        """Run R recurrent steps over whole windows.
+
+        Args:
+            tokens: (B, L) token ids.
+            positions: (B, L) positions restarting per document; None means one document a window.
+            attention_masks: Mask of the attention backend; None builds it from `positions`.
+            recurrent_steps: R for this call; None means `self.recurrent_steps`.
+            collect: Which steps' states to return; None means all with an exit gate, else the last.
+
+        Returns:
+            The collected states and, with a gate, their exit logits.
+        """
+        steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
+        if steps < 1:
+            raise ValueError(f"recurrent_steps={steps} must be at least 1")
+        if collect is None:
+            collect = "last" if self.exit_gate is None else "all"
+        context = self.make_context(tokens, positions, attention_masks)
+        hidden_RBLD: list[Tensor] = []
+        exit_logit_RBL: list[Tensor] = []
+        for step, hidden_BLD in enumerate(
+            self.recurrence.run(self, self.tok_embeddings(tokens), 0, steps, context), start=1
+        ):
+            if collect == "last" and step < steps:
+                continue
+            gathered_BLD = self.state_gather(hidden_BLD)
+            hidden_RBLD.append(gathered_BLD)
+            if self.exit_gate is not None:
+                exit_logit_RBL.append(self.exit_gate(gathered_BLD))
+        first_step = steps if collect == "last" else 1
+        return LoopOutput(tuple(hidden_RBLD), tuple(exit_logit_RBL), first_step)
+
+    def make_context(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_masks: AttentionMask | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> LoopContext:
+        """Gather what all layer visits of one pass share.
+
+        Args:
+            tokens: (B, L) current tokens, for their shape.
+            positions: (B, L), restarting per document; None counts from 0.
+            attention_masks: None builds a document mask from `positions`, or plain causal attention
+                if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
+            cache: Keys and values of earlier tokens.
+        """
+        mask_wanted = positions is not None or self._needs_mask()
+        if attention_masks is None and cache is None and mask_wanted:
+            attention_masks = self.get_attention_masks(
+                _count_positions(tokens) if positions is None else positions
+            )
+        if positions is None:
+            positions = _count_positions(tokens)
+        return LoopContext(self.rope_table.rows(positions), attention_masks, cache)
+
+    def step(self, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext) -> Tensor:
+        """Apply every layer once, then the final norm: h_{step-1} → h_step.
+
+        Args:
+            hidden_BLD: (B, L, D) state, or the embedding for step 1; under sequence parallelism
+                sharded.
+            step: 1-based number of this step, or a (B,) tensor of them, since all steps share their
+                weights; only addresses the cache.
+            context: From `make_context`.
+        """
+        for index, layer in enumerate(self.layers.values()):
+            # Without a cache the slot stays None, lest compiled blocks specialise on it.
+            slot = None if context.cache is None else CacheSlot(step, index)
+            hidden_BLD = layer(hidden_BLD, context, slot)
+        return self.norm(hidden_BLD)
+
+    def run(
+        self, hidden_BLD: Tensor, from_step: int, to_step: int, context: LoopContext
+    ) -> tuple[Tensor, ...]:
+        """Run steps from_step + 1 … to_step and return the state after each."""
+        return tuple(self.recurrence.run(self, hidden_BLD, from_step, to_step, context))
+
+    def readout(self, hidden_BLD: Tensor) -> Tensor:
+        """Map a state (B, L, D) to logits (B, L, V)."""
+        return self.lm_head(self.state_gather(hidden_BLD))
+
+    def gate(self, hidden_BLD: Tensor) -> Tensor:
+        """Map a state (B, L, D) to exit logits (B, L), fp32.
+
+        Raises:
+            ValueError: The model has no exit gate.
+        """
+        if self.exit_gate is None:
+            raise ValueError("this model has no exit gate")
+        return self.exit_gate(self.state_gather(hidden_BLD))
+
+    def get_attention_masks(  # type: ignore[override]  a boolean mask is new
+        self, positions: Tensor
+    ) -> AttentionMask | None:
+        """Build the backend's causal-and-same-document mask from (B, L) positions."""
+        if self._needs_mask():
+            return super().get_attention_masks(positions)  # type: ignore[return-value]
+        return document_mask(positions)
+
+    def _needs_mask(self) -> bool:
+        """Whether the attention kernel cannot run without a mask object of its own."""
+        kernel = self.config.layers[0].attention.inner_attention
+        return isinstance(kernel, FlexAttention.Config | VarlenAttention.Config)
+
+
+def _count_positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

@@ -1,0 +1,35 @@
+"""Random initial weights that do not depend on how the model is spread.
+
+Every rank draws the whole matrix from the same generator state and keeps its shard. Drawing the
+shards directly would give all ranks the same values where no DTensor generator exists (on CPU), so
+that shards repeat each other, and other weights for every layout elsewhere. The price is one
+unsharded matrix at a time.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def normal_matrix(parameter: torch.Tensor, *, std: float) -> None:
+    """Fill a matrix from a normal distribution truncated at three standard deviations.
+
+    Args:
+        parameter: Plain, or a DTensor with any placements.
+        std: Standard deviation before truncation.
+    """
+    if not isinstance(parameter, DTensor):
+        nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
+        return
+    local = parameter.to_local()
+    whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)
+    nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std)
+    keep_shard(parameter, whole)
+
+
+def keep_shard(parameter: DTensor, whole: torch.Tensor) -> None:
+    """Overwrite a sharded parameter with this rank's part of `whole`, which every rank holds."""
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    sharded = replicated.redistribute(placements=parameter.placements)
+    parameter.to_local().copy_(sharded.to_local())

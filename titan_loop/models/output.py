@@ -1,0 +1,24 @@
+"""What a looped decoder hands to an objective."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LoopOutput(NamedTuple):
+    """Hidden states and exit logits of the recurrent steps that an objective asked for.
+
+    A named tuple is a pytree, so FSDP's hooks find every tensor in it. The steps are separate
+    tensors, not one stacked one: stacking would copy R·B·L·D values and keep them alive a second
+    time.
+
+    Attributes:
+        hidden_RBLD: R tensors (B, L, D) after the final norm; under tensor parallelism replicated.
+        exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
+        first_step: Recurrent step of the first state; R for a model without a gate, which returns
+            its last state only.
+    """
+
+    hidden_RBLD: tuple[Tensor, ...]
+    exit_logit_RBL: tuple[Tensor, ...]
+    first_step: int = 1

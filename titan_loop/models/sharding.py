@@ -1,0 +1,84 @@
+"""Placements of a looped decoder under tensor and sequence parallelism (declared only).
+
+What differs from an ordinary decoder: the final norm runs inside the loop, so under sequence
+parallelism it must return a sequence-sharded state for the next step. A parameter-free module
+gathers that state for the readout and the gate. The gate is replicated with an invariant (`I`)
+weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
+"""
+
+from typing import TYPE_CHECKING
+
+import spmd_types as spmd
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.decoder_sharding import (
+    dense_activation_placement,
+    dense_param_placement,
+    dense_sequence_parallel_placement,
+    norm_config,
+    set_decoder_sharding_config,
+    set_dense_ffn_sharding,
+    set_gqa_attention_sharding,
+    set_gqa_inner_attention_local_map,
+)
+from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
+
+if TYPE_CHECKING:
+    from titan_loop.models.block import SandwichBlock
+    from titan_loop.models.decoder import LoopDecoder
+
+
+def set_loop_sharding(config: "LoopDecoder.Config", *, enable_sp: bool) -> None:
+    """Declare the placements of every sub-module; the mesh decides later which of them apply.
+
+    Args:
+        config: Changed in place.
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
+    set_decoder_sharding_config(config, enable_sp=enable_sp)
+    config.norm.sharding_config = norm_config(enable_sp=enable_sp)
+    state = _state_placement(enable_sp)
+    replicated = dense_activation_placement(tp=spmd.R)
+    config.state_gather.sharding_config = ShardingConfig(
+        in_src_shardings={"input": state}, in_dst_shardings={"input": replicated}
+    )
+    if config.exit_gate is not None:
+        invariant = dense_activation_placement(tp=spmd.I)
+        config.exit_gate.sharding_config = ShardingConfig(
+            state_shardings={
+                "weight": dense_param_placement(tp=spmd.I),
+                "bias": dense_param_placement(tp=spmd.I),
+            },
+            in_src_shardings={"input": replicated},
+            in_dst_shardings={"input": invariant},
+            out_src_shardings=invariant,
+        )
+    for layer in config.layers:
+        _set_layer_sharding(layer, enable_sp=enable_sp)
+
+
+def _state_placement(enable_sp: bool) -> SpmdLayout:
+    if enable_sp:
+        return dense_sequence_parallel_placement()
+    return dense_activation_placement(tp=spmd.I)
+
+
+def _set_layer_sharding(layer: "SandwichBlock.Config", *, enable_sp: bool) -> None:
+    norm = norm_config(enable_sp=enable_sp)
+    layer.attention_norm.sharding_config = norm
+    layer.attention_post_norm.sharding_config = norm
+    layer.ffn_norm.sharding_config = norm
+    layer.ffn_post_norm.sharding_config = norm
+    set_gqa_attention_sharding(layer.attention, enable_sp=enable_sp)
+    set_gqa_inner_attention_local_map(layer.attention.inner_attention)
+    heads = dense_activation_placement(tp=spmd.S(2))
+    assert isinstance(layer.attention, GQAttention.Config)
+    layer.attention.rope.sharding_config = ShardingConfig(
+        in_src_shardings={"query": heads, "key": heads},
+        in_dst_shardings={"query": heads, "key": heads},
+        out_src_shardings=(heads, heads),
+        local_map=LocalMapConfig(in_grad_placements=(heads, heads)),
+    )
+    assert layer.feed_forward is not None
+    set_dense_ffn_sharding(
+        layer.feed_forward, attn_x_layout=_state_placement(enable_sp), enable_sp=enable_sp
+    )

@@ -1,0 +1,229 @@
+"""The distribution over exit steps that a looped model's gate logits define, and its summaries.
+
+Everything is a pure function of `exit_logit_RBL`, the gate logits stacked over recurrent steps, and
+is computed in log space through `logsigmoid`: no sigmoid is ever multiplied out, so logits of any
+size give finite values and finite gradients. Arithmetic is fp32 (float64 stays float64), whatever
+the model runs in.
+
+Shape suffixes: R recurrent steps, B batch, L sequence. Any trailing dimensions work; R is always
+first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_loop.errors import UserError
+
+
+def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
+    """Return the log-probability of exiting exactly at each recurrent step.
+
+        λ_r = sigmoid(g_r)        S_r = Π_{j≤r} (1 − λ_j),  S_0 = 1
+        p_r = λ_r S_{r−1}  for r < R        p_R = S_{R−1}
+
+    | symbol | code |
+    |---|---|
+    | g_r | `exit_logit_RBL[r - 1]` |
+    | log λ_r | `logsigmoid(g)` |
+    | log (1 − λ_r) | `logsigmoid(−g)` |
+    | log S_{r−1} | `log_survival_before_RBL` |
+    | log p_r | the result |
+
+    The last step takes what remains, so g_R is unused: its gradient is zero, not absent, which
+    keeps the gate in the autograd graph when R = 1.
+
+    Args:
+        exit_logit_RBL: Gate logits g_r, at least one step. Any real value; ±inf is allowed.
+
+    Returns:
+        log p_r in nats, same shape, fp32 (float64 if given float64), in [−inf, 0].
+
+    Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.2 Eq. 3.
+    """
+    logit_RBL = _at_least_fp32(exit_logit_RBL)
+    log_continue_RBL = F.logsigmoid(-logit_RBL)
+    # Shifted by one step instead of subtracted, which would give inf − inf for a saturated gate.
+    log_survival_before_RBL = torch.cat(
+        [torch.zeros_like(log_continue_RBL[:1]), log_continue_RBL[:-1].cumsum(dim=0)]
+    )
+    step_R = _steps(logit_RBL)
+    log_exit_RBL = torch.where(step_R == logit_RBL.shape[0], 0.0, F.logsigmoid(logit_RBL))
+    return log_survival_before_RBL + log_exit_RBL
+
+
+def exit_pmf(exit_logit_RBL: Tensor) -> Tensor:
+    """Return p_r, the probability of exiting exactly at each recurrent step.
+
+    Args:
+        exit_logit_RBL: Gate logits.
+
+    Returns:
+        Probabilities in [0, 1] that sum to 1 over the first dimension, same shape, at least fp32.
+
+    Source: Ouro, arXiv 2510.25741, §3.2 Eq. 3.
+    """
+    return exit_log_pmf(exit_logit_RBL).exp()
+
+
+def exit_cdf(exit_logit_RBL: Tensor) -> Tensor:
+    """Return the probability of having exited at or before each recurrent step.
+
+        CDF(n) = 1 − Π_{j≤n} (1 − λ_j)  for n < R        CDF(R) = 1
+
+    Computed as −expm1(log S_n), not as a running sum of the pmf: a small CDF keeps its relative
+    precision and CDF(R) is exactly 1.
+
+    Args:
+        exit_logit_RBL: Gate logits.
+
+    Returns:
+        Probabilities in [0, 1], non-decreasing over the first dimension, same shape, at least fp32.
+
+    Source: Ouro, arXiv 2510.25741, §3.2 (unnumbered, after Eq. 3).
+    """
+    logit_RBL = _at_least_fp32(exit_logit_RBL)
+    log_survival_RBL = F.logsigmoid(-logit_RBL[:-1]).cumsum(dim=0)
+    return torch.cat([-torch.expm1(log_survival_RBL), torch.ones_like(logit_RBL[:1])])
+
+
+def q_exit_step(exit_logit_RBL: Tensor, threshold: float) -> Tensor:
+    """Return the first recurrent step whose CDF reaches the Q-exit threshold.
+
+        t_exit = min { m in 1..R : CDF(m) ≥ q }
+
+    Args:
+        exit_logit_RBL: Gate logits.
+        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, unless CDF(m) rounds to 1
+            before.
+
+    Returns:
+        1-based steps, int64, the shape without its first dimension.
+
+    Raises:
+        UserError: The threshold is outside [0, 1].
+
+    Source: Ouro, arXiv 2510.25741, §3.2. The section prints ≥ and the caption of Figure 3 prints >;
+        we use ≥.
+    """
+    if not 0.0 <= threshold <= 1.0:
+        raise UserError(f"threshold={threshold}: the Q-exit threshold must be between 0 and 1")
+    reached_RBL = exit_cdf(exit_logit_RBL) >= threshold
+    return reached_RBL.int().argmax(dim=0) + 1
+
+
+def exit_entropy_nats(exit_logit_RBL: Tensor) -> Tensor:
+    """Return the entropy of the exit distribution.
+
+        H(p) = −Σ_r p_r log p_r,  with 0 · log 0 = 0
+
+    Args:
+        exit_logit_RBL: Gate logits.
+
+    Returns:
+        Entropy in nats, in [0, log R], the shape without its first dimension, at least fp32.
+
+    Source: Ouro, arXiv 2510.25741, §3.3 Eq. 4.
+    """
+    pmf_RBL, finite_log_pmf_RBL = _pmf_and_finite_log(exit_logit_RBL)
+    return -(pmf_RBL * finite_log_pmf_RBL).sum(dim=0)
+
+
+def mean_exit_step(exit_logit_RBL: Tensor) -> Tensor:
+    """Return the expected exit step Σ_r r · p_r.
+
+    Args:
+        exit_logit_RBL: Gate logits.
+
+    Returns:
+        Steps in [1, R], the shape without its first dimension, at least fp32.
+    """
+    pmf_RBL = exit_pmf(exit_logit_RBL)
+    return (_steps(pmf_RBL) * pmf_RBL).sum(dim=0)
+
+
+def uniform_prior(recurrent_steps: int, *, device: torch.device | str = "cpu") -> Tensor:
+    """Return π_r = 1/R.
+
+    Args:
+        recurrent_steps: R, at least 1.
+        device: Where the result lives.
+
+    Returns:
+        (R,) fp32 probabilities.
+
+    Source: Ouro, arXiv 2510.25741, §3.3.
+    """
+    return torch.full((recurrent_steps,), 1.0 / recurrent_steps, device=device)
+
+
+def geometric_prior(
+    recurrent_steps: int, eta: float, *, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the geometric prior, cut at R steps and renormalised.
+
+        π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
+
+    Args:
+        recurrent_steps: R, at least 1.
+        eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform prior.
+        device: Where the result lives.
+
+    Returns:
+        (R,) fp32 probabilities, strictly positive.
+
+    Raises:
+        UserError: `eta` is not strictly between 0 and 1.
+
+    Source: Ouro, arXiv 2510.25741, Appendix A and Figure 10.
+    Deviations: the paper does not say where the mass beyond R goes. Giving it to the last step
+        would make a small η concentrate mass on *deep* steps ({.1 .09 .081 .729} for η = 0.1 and
+        R = 4), against the caption, whose limit is the uniform prior; so the mass is renormalised
+        ({.291 .262 .236 .212}).
+    """
+    if not 0.0 < eta < 1.0:
+        raise UserError(f"geometric_eta={eta}: choose a value strictly between 0 and 1")
+    step_R = torch.arange(recurrent_steps, dtype=torch.float64, device=device)
+    return torch.softmax(step_R * torch.log1p(-torch.tensor(eta).double()), dim=0).float()
+
+
+def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
+    """Return the divergence of the exit distribution from a prior over steps.
+
+        KL(p ‖ π) = Σ_r p_r (log p_r − log π_r)
+
+    With the uniform prior this is log R − H(p).
+
+    Args:
+        exit_logit_RBL: Gate logits.
+        prior_R: (R,) strictly positive probabilities, from `uniform_prior` or `geometric_prior`.
+
+    Returns:
+        Divergence in nats, ≥ 0, the shape without its first dimension, at least fp32.
+
+    Source: Ouro, arXiv 2510.25741, §3.3 (the negative ELBO, after Eq. 4) and Appendix A.
+    """
+    pmf_RBL, finite_log_pmf_RBL = _pmf_and_finite_log(exit_logit_RBL)
+    log_prior_RBL = prior_R.to(pmf_RBL).log().view(-1, *[1] * (pmf_RBL.ndim - 1))
+    return (pmf_RBL * (finite_log_pmf_RBL - log_prior_RBL)).sum(dim=0)
+
+
+def _at_least_fp32(exit_logit_RBL: Tensor) -> Tensor:
+    return exit_logit_RBL.to(torch.promote_types(exit_logit_RBL.dtype, torch.float32))
+
+
+def _steps(like_RBL: Tensor) -> Tensor:
+    """Return 1..R shaped to broadcast against `like_RBL`."""
+    recurrent_steps = like_RBL.shape[0]
+    step_R = torch.arange(1, recurrent_steps + 1, device=like_RBL.device, dtype=like_RBL.dtype)
+    return step_R.view(-1, *[1] * (like_RBL.ndim - 1))
+
+
+def _pmf_and_finite_log(exit_logit_RBL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p and log p with log p replaced by 0 where p is 0.
+
+    The factor must be finite: at p = 0, p · log p is 0 · −inf = NaN in value and in gradient.
+    """
+    log_pmf_RBL = exit_log_pmf(exit_logit_RBL)
+    pmf_RBL = log_pmf_RBL.exp()
+    return pmf_RBL, torch.where(pmf_RBL > 0, log_pmf_RBL, 0.0)

@@ -1,0 +1,219 @@
+"""The Stage I objective: cross entropy expected over exit steps, less the entropy of the exit.
+
+The pure function `expected_loss` takes the streamed head as an argument; `ExpectedExitLoss` gives
+it to torchtitan's Trainer. One mean over the valid target tokens of the *global* batch: every term
+is divided by `global_valid_tokens`, so contributions of micro-batches and data-parallel ranks
+simply add up.
+
+Shape suffixes: R recurrent steps, B batch, L sequence, D width.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import CompileConfig
+
+from titan_loop.errors import UserError
+from titan_loop.models.output import LoopOutput
+from titan_loop.objectives.exit_distribution import (
+    exit_entropy_nats,
+    exit_pmf,
+    geometric_prior,
+    kl_to_prior,
+)
+from titan_loop.objectives.streamed_loss import (
+    StreamedHead,
+    StreamedLoss,
+    exit_metrics,
+    stack_exit_logits,
+)
+
+Prior: TypeAlias = Literal["uniform", "geometric"]
+
+COLLAPSED_ENTROPY_SHARE = 0.01
+"""Share of the largest entropy, log R, below which the exit distribution counts as collapsed."""
+
+DOMINANT_STEP_PROBABILITY = 0.99
+"""Mean probability of one exit step above which the exit distribution counts as collapsed."""
+
+
+class ExpectedLoss(NamedTuple):
+    """The scalar loss and what the metrics are made of."""
+
+    loss: Tensor
+    ce_RBL: Tensor
+
+
+def expected_loss(
+    head: StreamedHead,
+    hidden_RBLD: Sequence[Tensor],
+    exit_logit_RBL: Tensor,
+    labels_BL: Tensor,
+    *,
+    entropy_weight: float,
+    valid_tokens: Tensor | float,
+    geometric_eta: float | None = None,
+) -> ExpectedLoss:
+    """Return the entropy-regularised loss expected over exit steps.
+
+        L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]               uniform prior (geometric_eta is None)
+        L = 1/N Σ_i [ Σ_r p_r CE_r + β KL(p ‖ π) ]          geometric prior
+
+    over the valid tokens i. With π uniform, KL(p ‖ π) = log R − H(p): both lines then have the same
+    gradients and differ by the constant β log R (times this call's share of the N tokens).
+
+    | symbol | code |
+    |---|---|
+    | p_r | `exit_pmf(exit_logit_RBL)` |
+    | CE_r | `ce_RBL`, from `head` |
+    | β | `entropy_weight` |
+    | N | `valid_tokens` |
+    | π | `geometric_prior(R, geometric_eta)` |
+
+    Gradients flow through p into gate and model; nothing is detached.
+
+    Args:
+        head: The streamed readout.
+        hidden_RBLD: R hidden states (B, L, D).
+        exit_logit_RBL: Gate logits, (R, B, L); the arithmetic on them is fp32 or float64.
+        labels_BL: Next-token ids. Ignored labels have neither cross entropy nor entropy.
+        entropy_weight: β ≥ 0.
+        valid_tokens: N, the valid tokens of the global batch, not only of this call.
+        geometric_eta: η of the geometric prior, or None for the uniform one.
+
+    Returns:
+        The scalar loss in nats per token, at least fp32, and CE_r per token, (R, B, L), detached.
+
+    Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.3 Eq. 4 and the negative ELBO after it;
+        geometric prior: Appendix A.
+    Deviations: Eq. 2 sums CE over positions while p in Eq. 4 is per input; p, CE and H are taken
+        per token and averaged, which puts β H at the few percent of the loss that the paper reports
+        (Appendix D).
+    """
+    valid_BL = labels_BL != IGNORE_INDEX
+    expected_ce, ce_RBL = head(
+        hidden_RBLD,
+        labels_BL=labels_BL,
+        weight_RBL=exit_pmf(exit_logit_RBL) / valid_tokens,
+    )
+    if geometric_eta is None:
+        penalty_BL = -exit_entropy_nats(exit_logit_RBL)
+    else:
+        prior_R = geometric_prior(len(hidden_RBLD), geometric_eta, device=exit_logit_RBL.device)
+        penalty_BL = kl_to_prior(exit_logit_RBL, prior_R)
+    penalty = torch.where(valid_BL, penalty_BL, 0.0).sum() / valid_tokens
+    return ExpectedLoss(expected_ce + entropy_weight * penalty, ce_RBL)
+
+
+def last_step_loss(
+    head: StreamedHead,
+    hidden_RBLD: Sequence[Tensor],
+    labels_BL: Tensor,
+    *,
+    valid_tokens: Tensor | float,
+) -> ExpectedLoss:
+    """Return the plain language-model loss of the last recurrent step, for a model without a gate.
+
+        L = 1/N Σ_i CE_R
+
+    Args:
+        head: The streamed readout.
+        hidden_RBLD: Hidden states; only the last one is read.
+        labels_BL: Next-token ids; ignored labels do not count.
+        valid_tokens: N, the valid tokens of the global batch.
+
+    Returns:
+        The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
+    """
+    weight_RBL = torch.ones(1, *labels_BL.shape, device=labels_BL.device) / valid_tokens
+    return ExpectedLoss(*head(hidden_RBLD[-1:], labels_BL=labels_BL, weight_RBL=weight_RBL))
+
+
+class ExpectedExitLoss(StreamedLoss):
+    """The Stage I objective as a torchtitan loss.
+
+    Its metrics are those of `exit_metrics`. A model without a gate has its last state's plain cross
+    entropy as its loss and `ce/step_R` as its only metric.
+
+    Attributes:
+        entropy_weight: β, a runtime quantity; the trainer sets it before every step. 0 until then.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(StreamedLoss.Config):
+        """The prior over exit steps; its weight β is scheduled by the trainer."""
+
+        prior: Prior = "uniform"
+        """Prior over exit steps."""
+
+        geometric_eta: float = 0.5
+        """η of the geometric prior, in (0, 1); larger prefers shallower steps."""
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config, compile_config=compile_config)
+        if config.prior not in ("uniform", "geometric"):
+            raise UserError(f"loss.prior={config.prior!r}: choose uniform or geometric")
+        self.geometric_eta: float | None = None
+        if config.prior == "geometric":
+            geometric_prior(
+                1, config.geometric_eta
+            )  # rejects an impossible η before training starts
+            self.geometric_eta = config.geometric_eta
+        self.entropy_weight = 0.0
+
+    def compute(
+        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
+        if not pred.exit_logit_RBL:
+            last = last_step_loss(head, pred.hidden_RBLD, labels_BL, valid_tokens=valid_tokens)
+            ce_R = last.ce_RBL.sum(dim=(1, 2)) / valid_tokens
+            last_step = pred.first_step + len(pred.hidden_RBLD) - 1
+            return last.loss, {f"ce/step_{last_step}": ce_R[0]}
+        exit_logit_RBL = stack_exit_logits(pred.exit_logit_RBL)
+        loss, ce_RBL = expected_loss(
+            head,
+            pred.hidden_RBLD,
+            exit_logit_RBL,
+            labels_BL,
+            entropy_weight=self.entropy_weight,
+            valid_tokens=valid_tokens,
+            geometric_eta=self.geometric_eta,
+        )
+        return loss, exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
+
+
+def collapse_warning(metrics: Mapping[str, Any]) -> str | None:
+    """Return one line if the exit distribution has collapsed, else None.
+
+    Collapsed means: the mean entropy is below 1 % of log R, or one step has more than 99 % of the
+    mean mass. Ouro §3.3 describes how a gate trained without the entropy term gets there by itself.
+
+    Args:
+        metrics: *Global* means under the keys of `exit_metrics`, numbers or scalar tensors.
+            Without exit metrics, or with a single recurrent step, nothing can collapse.
+    """
+    pmf: list[float] = []
+    while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:
+        pmf.append(float(metrics[key]))
+    recurrent_steps = len(pmf)
+    if recurrent_steps < 2:
+        return None
+    entropy_share = float(metrics["exit/entropy_nats"]) / math.log(recurrent_steps)
+    if entropy_share < COLLAPSED_ENTROPY_SHARE:
+        return (
+            f"exit distribution collapsed: its entropy is {entropy_share:.2%} of "
+            f"log {recurrent_steps}; raise entropy_weight"
+        )
+    top = max(range(recurrent_steps), key=pmf.__getitem__)
+    if pmf[top] > DOMINANT_STEP_PROBABILITY:
+        return (
+            f"exit distribution collapsed: recurrent step {top + 1} of {recurrent_steps} takes "
+            f"{pmf[top]:.2%} of the exits; raise entropy_weight"
+        )
+    return None

@@ -1,0 +1,211 @@
+"""The Stage II objective: the gate learns whether one more recurrent step lowers the loss.
+
+The language model is frozen. How much a step improved a token's cross entropy says how much the
+gate should want to go on; a binary cross entropy per step compares the two. Only the gate's logits
+carry a gradient: cross entropies and targets are detached.
+
+Shape suffixes: R recurrent steps, P = R − 1 pairs of neighbouring steps, B batch, L sequence.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.config import CompileConfig
+
+from titan_loop.errors import UserError
+from titan_loop.models.output import LoopOutput
+from titan_loop.objectives.streamed_loss import (
+    StreamedHead,
+    StreamedLoss,
+    exit_metrics,
+    stack_exit_logits,
+    token_mean,
+)
+
+
+def improvement_nats(ce_RBL: Tensor) -> Tensor:
+    """Return how much each recurrent step but the first lowered the loss of a token.
+
+        I_r = max(0, CE_{r−1} − CE_r),  r = 2 … R
+
+    Args:
+        ce_RBL: Cross entropies in nats.
+
+    Returns:
+        (P, B, L) improvements in nats, ≥ 0: I_2 first. Detached.
+
+    Source: Ouro, arXiv 2510.25741, §3.4 Eq. 5.
+    """
+    ce_RBL = ce_RBL.detach()
+    return (ce_RBL[:-1] - ce_RBL[1:]).clamp(min=0)
+
+
+def continue_target(improvement: Tensor, *, slope: float, threshold: float) -> Tensor:
+    """Return w = sigmoid(k (I − γ)), the probability with which the gate should continue.
+
+    I is never negative, so w ≥ sigmoid(−k γ): 0.438 with the published constants. A gate that fits
+    its targets therefore never exits with a λ above 0.562.
+
+    Args:
+        improvement: I in nats, any shape.
+        slope: k, per nat.
+        threshold: γ in nats.
+
+    Source: Ouro, arXiv 2510.25741, §3.4 (unnumbered, after Eq. 5).
+    """
+    return torch.sigmoid(slope * (improvement - threshold))
+
+
+class AdaptiveLoss(NamedTuple):
+    """The scalar loss, and per pair of steps and token what it was made of (detached)."""
+
+    loss: Tensor
+    improvement_PBL: Tensor
+    target_PBL: Tensor
+    bce_PBL: Tensor
+
+
+def adaptive_loss(
+    exit_logit_RBL: Tensor,
+    ce_RBL: Tensor,
+    labels_BL: Tensor,
+    *,
+    slope: float,
+    threshold: float,
+    look_ahead: bool,
+    valid_tokens: Tensor | float,
+) -> AdaptiveLoss:
+    """Return the adaptive exit loss of the gate.
+
+        L = 1/R Σ_{r=2..R} −1/N Σ_i [ w_r log(1 − λ_r) + (1 − w_r) log λ_r ],  w_r = w(I_r)
+
+    over the valid tokens i. As printed, gate r looks back: its target is the improvement that step
+    r has already brought. Step 1 has no target and learns through the shared weights only, and λ_R
+    is trained although exiting ignores it. With `look_ahead` gate r gets the improvement that the
+    step it decides about will bring:
+
+        L = 1/R Σ_{r=1..R−1} −1/N Σ_i [ w_{r+1} log(1 − λ_r) + (1 − w_{r+1}) log λ_r ]
+
+    | symbol | code |
+    |---|---|
+    | λ_r | sigmoid of `exit_logit_RBL[r - 1]` |
+    | I_r, w_r | `improvement_PBL[r - 2]`, `target_PBL[r - 2]` |
+    | k, γ | `slope`, `threshold` |
+    | N | `valid_tokens` |
+
+    Args:
+        exit_logit_RBL: Gate logits of at least two steps; the arithmetic is fp32 or float64.
+        ce_RBL: Cross entropies in nats; no gradient flows into them.
+        labels_BL: Next-token ids. Ignored labels do not count.
+        slope: k > 0, per nat.
+        threshold: γ ≥ 0, in nats.
+        look_ahead: Whether gate r is taught the next improvement instead of the last one.
+        valid_tokens: N, the valid tokens of the global batch, not only of this call.
+
+    Returns:
+        The loss, at least fp32, and I, w and the binary cross entropy in nats, each (P, B, L).
+
+    Raises:
+        UserError: There is only one recurrent step, hence no improvement.
+
+    Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.4 Eq. 5 and 6 and the total after them.
+    Deviations: the mean is over the valid tokens of the global batch, not of one sequence. The
+        paper normalises by the number of steps, not of terms; so do both forms here. `look_ahead`
+        is ours.
+    """
+    if len(exit_logit_RBL) < 2:
+        raise UserError(
+            f"recurrent steps R={len(exit_logit_RBL)}: the adaptive gate loss compares neighbouring"
+            " steps and needs at least 2"
+        )
+    improvement_PBL = improvement_nats(ce_RBL)
+    target_PBL = continue_target(improvement_PBL, slope=slope, threshold=threshold)
+    logit_PBL = exit_logit_RBL[:-1] if look_ahead else exit_logit_RBL[1:]
+    dtype = torch.promote_types(logit_PBL.dtype, torch.float32)
+    bce_PBL = F.binary_cross_entropy_with_logits(
+        logit_PBL.to(dtype), 1 - target_PBL.to(dtype), reduction="none"
+    )
+    mean_bce_P = token_mean(bce_PBL, labels_BL, valid_tokens)
+    return AdaptiveLoss(
+        mean_bce_P.sum() / len(exit_logit_RBL), improvement_PBL, target_PBL, bce_PBL.detach()
+    )
+
+
+class AdaptiveGateLoss(StreamedLoss):
+    """The Stage II objective as a torchtitan loss.
+
+    Metrics are those of `exit_metrics` and, as means over the valid tokens of the global batch:
+
+    | key | meaning |
+    |---|---|
+    | `improvement/step_2` … `improvement/step_R` | I_r in nats |
+    | `gate/target_2` … `gate/target_R` | the target w of gate r |
+    | `gate/bce_2` … `gate/bce_R` | the binary cross entropy of gate r in nats |
+
+    With `look_ahead` the gates are those of steps 1 to R − 1.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(StreamedLoss.Config):
+        """What counts as an improvement, and which gate learns from it."""
+
+        slope: float = 50.0
+        """k, how sharply the target turns from exit to continue, per nat."""
+
+        threshold: float = 0.005
+        """γ, the improvement in nats at which exit and continue are equally good."""
+
+        look_ahead: bool = False
+        """Teach gate r the improvement of step r + 1 instead of its own."""
+
+        def check(self) -> None:
+            """Raise `UserError` for constants that make no target."""
+            if not 0 < self.slope < math.inf:
+                raise UserError(f"loss.slope={self.slope} must be positive; the paper uses 50")
+            if not 0 <= self.threshold < math.inf:
+                raise UserError(
+                    f"loss.threshold={self.threshold} must not be negative; the paper uses 0.005"
+                )
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config, compile_config=compile_config)
+        config.check()
+        self.slope = config.slope
+        self.threshold = config.threshold
+        self.look_ahead = config.look_ahead
+
+    def compute(
+        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
+        assert pred.exit_logit_RBL, "the model has no exit gate"
+        exit_logit_RBL = stack_exit_logits(pred.exit_logit_RBL)
+        with torch.no_grad():  # the head then makes no gradients either
+            _, ce_RBL = head(
+                pred.hidden_RBLD,
+                labels_BL=labels_BL,
+                weight_RBL=torch.zeros_like(exit_logit_RBL),
+            )
+        adaptive = adaptive_loss(
+            exit_logit_RBL,
+            ce_RBL,
+            labels_BL,
+            slope=self.slope,
+            threshold=self.threshold,
+            look_ahead=self.look_ahead,
+            valid_tokens=valid_tokens,
+        )
+        metrics = exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
+        first_gate = 1 if self.look_ahead else 2
+        for name, first, value_PBL in (
+            ("improvement/step", 2, adaptive.improvement_PBL),
+            ("gate/target", first_gate, adaptive.target_PBL),
+            ("gate/bce", first_gate, adaptive.bce_PBL),
+        ):
+            mean_P = token_mean(value_PBL, labels_BL, valid_tokens)
+            metrics |= {f"{name}_{r}": mean for r, mean in enumerate(mean_P, start=first)}
+        return adaptive.loss, metrics

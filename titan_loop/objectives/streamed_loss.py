@@ -1,0 +1,152 @@
+"""What every objective shares that reads all recurrent steps out through the streamed head.
+
+`StreamedLoss` gives such an objective to torchtitan's Trainer; a subclass writes `compute`. One
+mean over the valid target tokens of the *global* batch: whatever a subclass returns is divided by
+`global_valid_tokens`, so contributions of micro-batches and data-parallel ranks simply add up.
+
+Shape suffixes: R recurrent steps, B batch, L sequence, D width.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import spmd_types as spmd
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import (
+    IGNORE_INDEX,
+    BaseLoss,
+    ChunkedLossWrapper,
+    CrossEntropyLoss,
+)
+from torchtitan.config import CompileConfig
+from torchtitan.tools.logging import logger
+
+from titan_loop.models.output import LoopOutput
+from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
+
+
+class StreamedHead(Protocol):
+    """What an objective needs from the readout; `titan_loop.models.readout.LMHead` provides it."""
+
+    def __call__(
+        self, input: Sequence[Tensor], *, labels_BL: Tensor, weight_RBL: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return Σ weight · CE (differentiable) and CE per recurrent step and token (detached)."""
+        ...
+
+
+class StreamedLoss(ChunkedLossWrapper):
+    """A torchtitan loss over a `LoopOutput`; subclasses write `compute`.
+
+    It is a `ChunkedLossWrapper` because the Trainer hands the head (`set_lm_head`) to no other
+    loss, and makes the model stop before the head. The chunking itself is the head's: see
+    `LMHead.Config.chunk_tokens`.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        """Nothing of its own."""
+
+        # Fields of the base class without a meaning here: not settable, so they cannot be ignored
+        # silently.
+        num_chunks: int = field(default=1, init=False)
+        loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config)
+        compiled = compile_config.components if compile_config and compile_config.enable else []
+        if "loss" in compiled:
+            logger.warning('compile.components contains "loss": the streamed loss runs eagerly')
+
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]  a LoopOutput, not a tensor
+        self,
+        pred: LoopOutput,
+        labels: Tensor,
+        global_valid_tokens: Tensor | float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch.
+
+        Args:
+            pred: What the model returned.
+            labels: (B, L) next-token ids.
+            global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
+
+        Returns:
+            The scalar loss, at least fp32, and the metrics `compute` describes.
+        """
+        head = self.lm_head
+        assert head is not None, "set_lm_head was not called"
+        valid_tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
+        type_checking = spmd.is_type_checking()
+        # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.
+        with spmd.no_typecheck():
+            loss, metrics = self.compute(head, pred, labels, valid_tokens)
+            if type_checking:
+                spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
+        return loss, metrics
+
+    @abstractmethod
+    def compute(
+        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and its metrics.
+
+        Args:
+            head: The streamed readout.
+            pred: What the model returned.
+            labels_BL: Next-token ids; ignored labels do not count.
+            valid_tokens: N, the valid tokens of the global batch, which divides every sum.
+
+        Returns:
+            The scalar loss, and detached scalars by name.
+        """
+
+
+def stack_exit_logits(exit_logit_RBL: Sequence[Tensor]) -> Tensor:
+    """Stack the gate logits into one plain (R, B, L) tensor.
+
+    Under tensor parallelism they are replicated, and so are their gradients: CE_r is equal on all
+    ranks.
+    """
+    return torch.stack(
+        [
+            logit_BL.to_local() if isinstance(logit_BL, DTensor) else logit_BL
+            for logit_BL in exit_logit_RBL
+        ]
+    )
+
+
+def token_mean(value: Tensor, labels_BL: Tensor, valid_tokens: Tensor | float) -> Tensor:
+    """Return this call's share of the mean over valid tokens: (…, B, L) → (…)."""
+    return torch.where(labels_BL != IGNORE_INDEX, value, 0.0).sum(dim=(-2, -1)) / valid_tokens
+
+
+@torch.no_grad()
+def exit_metrics(
+    ce_RBL: Tensor, exit_logit_RBL: Tensor, labels_BL: Tensor, valid_tokens: Tensor | float
+) -> dict[str, Tensor]:
+    """Return the metrics of a model with a gate.
+
+    Detached, this call's sum over valid tokens divided by the *global* number of valid tokens, so
+    that adding them over micro-batches and data-parallel ranks gives the mean:
+
+    | key | meaning |
+    |---|---|
+    | `ce/step_1` … `ce/step_R` | CE_r, nats per token |
+    | `exit/pmf_1` … `exit/pmf_R` | p_r |
+    | `exit/entropy_nats` | H(p) |
+    | `exit/mean_step` | Σ_r r p_r |
+    """
+    pmf_R = token_mean(exit_pmf(exit_logit_RBL), labels_BL, valid_tokens)
+    ce_R = token_mean(ce_RBL, labels_BL, valid_tokens)
+    metrics = {f"ce/step_{r}": ce for r, ce in enumerate(ce_R, start=1)}
+    metrics |= {f"exit/pmf_{r}": probability for r, probability in enumerate(pmf_R, start=1)}
+    entropy_BL, step_BL = exit_entropy_nats(exit_logit_RBL), mean_exit_step(exit_logit_RBL)
+    metrics["exit/entropy_nats"] = token_mean(entropy_BL, labels_BL, valid_tokens)
+    metrics["exit/mean_step"] = token_mean(step_BL, labels_BL, valid_tokens)
+    return metrics

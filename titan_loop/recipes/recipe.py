@@ -1,0 +1,105 @@
+"""A recipe is a list of stages; a stage is a complete run and what it starts from.
+
+    Recipe("ouro", [1a, 1b (parent 1a), …]) ─► runs/ouro/1a, runs/ouro/1b, …
+
+Every stage has a run directory of its own below the recipe's, so a stage can be repeated, forked or
+launched alone, and its checkpoints say which one they descend from.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.training.trainer import LoopTrainer
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(kw_only=True, slots=True)
+class Stage:
+    """One job of a recipe."""
+
+    name: str
+    """Names its run directory; letters, digits, dot, dash and underscore."""
+
+    config: LoopTrainer.Config
+    """Everything about the run; the recipe sets `stage`, `dump_folder` and the parent's path."""
+
+    parent: str | None = None
+    """The stage whose last checkpoint it starts from; None for initial weights."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Recipe:
+    """Stages in the order in which they run."""
+
+    name: str
+    stages: list[Stage]
+    folder: str = ""
+    """Where the stages' run directories go; empty for `runs/NAME`."""
+
+    @classmethod
+    def of_one_run(cls, name: str, config: LoopTrainer.Config) -> "Recipe":
+        """Return the recipe of a config alone, which trains in the config's own folder."""
+        return cls(name=name, stages=[Stage(name=name, config=config)], folder=config.dump_folder)
+
+    def check(self) -> None:
+        """Raise `UserError` unless names are unique and every parent comes before its children."""
+        if not self.stages:
+            raise UserError(f"recipe {self.name} has no stage; give it at least one")
+        seen: list[str] = []
+        for stage in self.stages:
+            if not _NAME.fullmatch(stage.name):
+                raise UserError(
+                    f"recipe {self.name}: stage name {stage.name!r} cannot name a folder; use "
+                    "letters, digits, dot, dash and underscore"
+                )
+            if stage.name in seen:
+                raise UserError(f"recipe {self.name} has two stages {stage.name!r}; rename one")
+            if stage.parent is not None and stage.parent not in seen:
+                later = stage.parent in (other.name for other in self.stages)
+                reason = (
+                    "which does not run before it: reorder them, cycles cannot be trained"
+                    if later
+                    else f"which does not exist{nearest(stage.parent, seen)}"
+                )
+                raise UserError(
+                    f"recipe {self.name}: stage {stage.name} starts from {stage.parent}, {reason}"
+                )
+            if stage.parent is not None and stage.config.checkpoint.carry.parent:
+                raise UserError(
+                    f"recipe {self.name}: stage {stage.name} names the parent {stage.parent} and "
+                    "checkpoint.carry.parent; keep one"
+                )
+            seen.append(stage.name)
+
+    def stage(self, name: str) -> Stage:
+        """Return the stage called `name`.
+
+        Raises:
+            UserError: There is none.
+        """
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        names = [stage.name for stage in self.stages]
+        raise UserError(f"recipe {self.name} has no stage {name!r}{nearest(name, names)}")
+
+    def place(self, folder: str = "") -> Path:
+        """Give every stage its run directory, and its parent's as the place to start from.
+
+        Args:
+            folder: Instead of the recipe's own.
+
+        Returns:
+            The recipe's folder.
+        """
+        root = Path(folder or self.folder or f"runs/{self.name}")
+        alone = len(self.stages) == 1 and self.stages[0].name == self.name
+        for stage in self.stages:
+            stage.config.stage = stage.name
+            stage.config.dump_folder = str(root if alone else root / stage.name)
+            if stage.parent is not None:
+                stage.config.checkpoint.carry.parent = str(root / stage.parent)
+        return root

@@ -1,0 +1,111 @@
+"""Find a recipe: `NAME` is the public function of that name in some module of `train_configs`.
+
+Its annotation says what it returns: a `Recipe`, or the `LoopTrainer.Config` of one run.
+`PACKAGE.MODULE:FUNCTION` names any other. Names and summaries are read from the files, so listing
+them imports nothing; importing a recipe imports torch.
+"""
+
+import ast
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+from titan_loop.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from titan_loop.recipes.recipe import Recipe
+
+RECIPES_PACKAGE = "train_configs"
+RETURNED = ("Recipe", "LoopTrainer.Config")
+
+
+class _Found(NamedTuple):
+    module: str
+    summary: str
+
+
+def recipe_summaries() -> dict[str, str]:
+    """Return name → first line of the function's docstring, in alphabetical order."""
+    return {name: found.summary for name, found in sorted(_find_recipes().items())}
+
+
+def _find_recipes() -> dict[str, _Found]:
+    spec = importlib.util.find_spec(RECIPES_PACKAGE)
+    folders = spec.submodule_search_locations if spec is not None else None
+    found: dict[str, _Found] = {}
+    for path in sorted(path for folder in folders or () for path in Path(folder).glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and not node.name.startswith("_")
+                and node.returns is not None
+                and ast.unparse(node.returns) in RETURNED
+            ):
+                if node.name in found:
+                    raise UserError(
+                        f"two recipes are called {node.name}: in {found[node.name].module} and "
+                        f"{path.stem}; rename one"
+                    )
+                summary = (ast.get_docstring(node) or "").partition("\n")[0]
+                found[node.name] = _Found(f"{RECIPES_PACKAGE}.{path.stem}", summary)
+    return found
+
+
+def load_recipe(name: str) -> "Recipe":
+    """Return a recipe, checked.
+
+    Args:
+        name: A name of `recipe_summaries`, or `PACKAGE.MODULE:FUNCTION`. The function takes no
+            arguments.
+
+    Raises:
+        UserError: There is no such recipe, it returns something else, or its stages do not fit
+            together.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        known = _find_recipes()
+        if name not in known:
+            raise UserError(f"unknown recipe {name!r}{nearest(name, known)}")
+        module_name, function_name = known[name].module, name
+    elif not module_name or not function_name or module_name.startswith("."):
+        raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
+    module = _import(module_name, name)
+    function = vars(module).get(function_name)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise UserError(
+            f"recipe {name!r}: {module_name} has no function {function_name!r}"
+            + nearest(function_name, functions)
+        )
+    result = function()
+    from titan_loop.recipes.recipe import Recipe
+    from titan_loop.training.trainer import LoopTrainer
+
+    if isinstance(result, LoopTrainer.Config):
+        result = Recipe.of_one_run(function_name, result)
+    if not isinstance(result, Recipe):
+        raise UserError(
+            f"recipe {name!r} returns {type(result).__name__}; return a LoopTrainer.Config or a "
+            "Recipe"
+        )
+    result.check()
+    return result
+
+
+def _import(module_name: str, recipe: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # a user's recipe lies where the user works
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # Another missing name is a defect inside the recipe and keeps its traceback.
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(
+            f"recipe {recipe!r}: no module {error.name!r}; give it as PACKAGE.MODULE:FUNCTION, "
+            "importable from the current folder"
+        ) from error

@@ -1,0 +1,124 @@
+"""Runs what remains of a recipe, stage after stage, in one process a rank.
+
+Everything a user can get wrong in any stage is checked before the first one starts. A stage that is
+complete is passed over, one that was interrupted continues from its newest checkpoint, and one that
+has not begun starts from its parent's last, which must hold all the parent's tokens. The process
+group serves all stages; models, meshes and optimiser states of a stage are gone before the next one
+is built.
+"""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import titan_loop.compat as compat  # before any torchtitan module
+from torchtitan.tools.logging import init_logger, logger
+
+from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.errors import UserError
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.status import write_plan
+from titan_loop.training.run import architecture_of, run_training, shutdown
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.trainer import LoopTrainer
+
+
+def run_recipe(recipe: Recipe, *, folder: str = "", only: str | None = None) -> None:
+    """Train the stages that are not complete; call it on every rank the launcher started.
+
+    Args:
+        recipe: The recipe; its configs are resolved in place.
+        folder: Where the stages' run directories go; empty for the recipe's own.
+        only: The one stage to train. What the flags of this start say is not for the others: they
+            are what their own run directories record.
+
+    Raises:
+        UserError: One line naming stage, field, value and fix. Nothing has started then, unless a
+            stage turns out to end before its last token: it is trained, and its children are not.
+        NonFiniteError: Training stopped, see `titan_loop.training.stability`.
+    """
+    rank, world_size = compat.start_runtime()
+    init_logger()
+    recipe.check()
+    root = recipe.place(folder)
+    stages = recipe.stages if only is None else [recipe.stage(only)]
+    for stage in recipe.stages:
+        if only not in (None, stage.name):
+            _adopt_recorded(stage.config)
+    if only is not None:
+        _require_complete_parent(recipe, stages[0])
+    for stage in stages:
+        _check(recipe, stage, world_size)
+    if rank == 0 and len(recipe.stages) > 1:
+        write_plan(recipe, root)
+    try:
+        for number, stage in enumerate(stages, start=1):
+            if len(recipe.stages) > 1:
+                logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
+            _require_complete_parent(recipe, stage)
+            run_training(stage.config)
+            gc.collect()  # torchtitan turns automatic collection off; a model has cycles
+    finally:
+        shutdown()
+
+
+def _adopt_recorded(config: LoopTrainer.Config) -> None:
+    """Give a run that this start does not train the length and weights its own start gave it."""
+    run_directory = RunDirectory(config.dump_folder)
+    if run_directory.config_json.exists():
+        recorded = run_directory.read_config()
+        config.total_tokens = recorded["total_tokens"]
+        config.trainable = recorded.get("trainable", config.trainable)  # older runs have none
+
+
+def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
+    """Refuse a stage that cannot run, or cannot start from its parent."""
+    try:
+        stage.config.resolve(world_size)
+        if stage.parent is not None and _saved_state(stage.config) is None:
+            parent, carry = recipe.stage(stage.parent).config, stage.config.checkpoint.carry
+            state = _saved_state(parent)
+            if state is None:
+                parent.resolve(world_size)
+                trained = architecture_of(parent)
+            else:
+                trained = state["architecture"]
+            check_parent(trained, architecture_of(stage.config), carry)
+            if carry.optimizer and parent.trainable != stage.config.trainable:
+                raise UserError(
+                    f"checkpoint.carry.optimizer=True, but {stage.parent} has moments for "
+                    f"trainable={parent.trainable} and this stage wants them for "
+                    f"trainable={stage.config.trainable}; set it to False"
+                )
+    except UserError as error:
+        if len(recipe.stages) == 1:
+            raise
+        raise UserError(f"stage {stage.name}: {error}") from error
+
+
+def _require_complete_parent(recipe: Recipe, stage: Stage) -> None:
+    """Refuse to start a stage, not to continue one, while its parent lacks tokens."""
+    if stage.parent is None or _saved_state(stage.config) is not None:
+        return
+    parent = recipe.stage(stage.parent).config
+    state = _saved_state(parent)
+    tokens = 0 if state is None else state["tokens"]
+    if tokens < parent.total_tokens:
+        raise UserError(
+            f"stage {stage.name} starts from {stage.parent}, which has {tokens} of "
+            f"{parent.total_tokens} tokens in {parent.dump_folder}; train it to its end (without "
+            f"--training.steps), or fork with --stage {stage.name} --checkpoint.carry.parent "
+            "CHECKPOINT"
+        )
+
+
+def _saved_state(config: LoopTrainer.Config) -> Mapping[str, Any] | None:
+    """Return what the trainer recorded in a run's newest checkpoint; None if it has none.
+
+    Raises:
+        UserError: It has checkpoints, and none is usable.
+    """
+    newest = newest_good(Path(config.dump_folder) / config.checkpoint.folder, look_at="manifest")
+    return None if newest is None else newest[1]["trainer"]

@@ -1,0 +1,214 @@
+"""The tree of a recipe's stages and forks: how far each is, its loss, and what runs next.
+
+Read from files alone: `recipe.json`, which the runner writes, and every run directory below the
+recipe's folder. A run that nobody planned but that started from one of them is a fork and stands
+below its parent.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.training.run_directory import RunDirectory
+
+RECIPE_JSON = "recipe.json"
+FORMAT_VERSION = 1
+
+
+def write_plan(recipe: Recipe, folder: Path) -> None:
+    """Record a recipe's stages in its folder; call it on one rank.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    stages = [
+        {
+            "name": stage.name,
+            "parent": stage.parent,
+            "total_tokens": stage.config.total_tokens,
+        }
+        for stage in recipe.stages
+    ]
+    plan = {"format_version": FORMAT_VERSION, "name": recipe.name, "stages": stages}
+    write_json(folder / RECIPE_JSON, plan)
+
+
+@dataclass(slots=True)
+class StageStatus:
+    """One stage or fork.
+
+    Attributes:
+        name: Its run directory's name.
+        parent: The run it starts from; empty for initial weights.
+        tokens: Global tokens of its last logged step.
+        total_tokens: Global tokens it is to train on.
+        saved_tokens: Global tokens of its newest checkpoint.
+        loss: Training loss of its last logged step, in nats; None before the first.
+        tokens_per_second: Of the same step.
+        planned: Whether the recipe names it, if there is one.
+        position: Where it stands in the recipe's order; what is not planned comes after.
+        damage: Why none of its checkpoints can be used; empty if one can, or there is none.
+    """
+
+    name: str
+    parent: str
+    total_tokens: int
+    tokens: int = 0
+    saved_tokens: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    planned: bool = True
+    position: int = 0
+    damage: str = ""
+    children: list["StageStatus"] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether a checkpoint holds its last token."""
+        return self.saved_tokens >= self.total_tokens
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to its end at the last logged speed; None where that is unknown."""
+        if not self.tokens_per_second:
+            return None
+        return max(0, self.total_tokens - self.tokens) / self.tokens_per_second
+
+
+def read_status(folder: Path) -> list[StageStatus]:
+    """Return the stages that start from initial weights, with what descends from them.
+
+    Args:
+        folder: A recipe's folder, or one run directory.
+
+    Raises:
+        UserError: It is neither.
+    """
+    plan = _read_plan(folder)
+    places = {planned["name"]: (folder / planned["name"]).resolve() for planned in plan}
+    parents = {places[planned["name"]]: places.get(planned["parent"]) for planned in plan}
+    found = {
+        places[planned["name"]]: StageStatus(
+            name=planned["name"],
+            parent="",
+            total_tokens=planned["total_tokens"],
+            position=position,
+        )
+        for position, planned in enumerate(plan)
+    }
+    for run in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
+        directory = RunDirectory(run)
+        if not directory.run_json.exists():
+            continue
+        config = directory.read_config()
+        place = run.resolve()
+        status = found.setdefault(
+            place,
+            StageStatus(
+                name=run.name,
+                parent="",
+                total_tokens=config["total_tokens"],
+                planned=not plan,
+                position=len(found),
+            ),
+        )
+        _measure(status, directory, config)
+        if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
+            parents[place] = _parent_run(config)
+    if not found:
+        raise UserError(
+            f"{folder} holds neither a run nor a recipe's stages; give the folder of one"
+        )
+    roots = []
+    for place, status in found.items():
+        parent = parents.get(place)
+        status.parent = "" if parent is None else parent.name
+        (found[parent].children if parent in found else roots).append(status)
+    return roots
+
+
+def status_lines(roots: list[StageStatus]) -> list[str]:
+    """Return the tree as text, a stage a line, and what runs next."""
+    rows = [row for root in roots for row in _rows(root, "", "")]
+    width = max(len(label) for label, _ in rows)
+    lines = [f"{label:{width}}  {_describe(status)}" for label, status in rows]
+    left = [status for _, status in rows if status.planned and not status.complete]
+    waiting = min(left, key=lambda status: status.position, default=None)
+    lines.append(f"next: {waiting.name}" if waiting else "everything is trained")
+    return lines
+
+
+def _rows(status: StageStatus, stem: str, branch: str) -> Iterator[tuple[str, StageStatus]]:
+    yield stem + branch + status.name, status
+    below = stem + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+    for number, child in enumerate(status.children, start=1):
+        yield from _rows(child, below, "└─ " if number == len(status.children) else "├─ ")
+
+
+def _describe(status: StageStatus) -> str:
+    loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+    fork = "" if status.planned else ", not of the recipe"
+    if status.damage:
+        return f"{status.damage}{fork}"
+    if status.complete:
+        return f"complete, {status.total_tokens:,} tokens{loss}{fork}"
+    if status.loss is None:
+        origin = f" from {status.parent}" if status.parent else ""
+        return f"not begun{origin}, {status.total_tokens:,} tokens{fork}"
+    share = status.tokens / status.total_tokens
+    left = "" if status.seconds_left is None else f", about {_duration(status.seconds_left)} left"
+    return f"{share:.1%} of {status.total_tokens:,} tokens{loss}{left}{fork}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _measure(status: StageStatus, directory: RunDirectory, config: dict[str, Any]) -> None:
+    status.total_tokens = config["total_tokens"]
+    try:
+        newest = newest_good(directory.path / config["checkpoint"]["folder"], look_at="manifest")
+    except UserError as error:
+        newest, status.damage = None, str(error)
+    status.saved_tokens = 0 if newest is None else newest[1]["trainer"]["tokens"]
+    records = directory.read_metrics()
+    if records:
+        status.tokens = records[-1]["tokens"]
+        status.loss = records[-1]["loss"]
+        status.tokens_per_second = records[-1]["tokens_per_second"]
+
+
+def _read_plan(folder: Path) -> list[dict[str, Any]]:
+    path = folder / RECIPE_JSON
+    if not path.exists():
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder; give that of a run or a recipe")
+        return []
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if plan["format_version"] > FORMAT_VERSION:
+            raise UserError(
+                f"{path} has format version {plan['format_version']}, this titan_loop reads up to "
+                f"{FORMAT_VERSION}; upgrade it"
+            )
+        return plan["stages"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); train once more to write it") from error
+
+
+def _parent_run(config: dict[str, Any]) -> Path | None:
+    """Return the run directory that a config's parent, a run or a checkpoint, lies in."""
+    parent = config["checkpoint"].get("carry", {}).get("parent")
+    if not parent:
+        return None
+    path = Path(parent).resolve()
+    return path.parents[1] if path.name.startswith("step-") else path

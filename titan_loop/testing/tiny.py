@@ -1,0 +1,67 @@
+"""Small real parts for tests: a tokenised source and a run that trains on it in seconds."""
+
+import json
+from pathlib import Path
+
+from titan_loop.data.loader import WindowLoader
+from titan_loop.data.prepare import tokenize_source
+from titan_loop.data.tokenizer import train_tokenizer
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+SEQ_LEN = 32
+BATCH_WINDOWS = 8
+BATCH_TOKENS = BATCH_WINDOWS * SEQ_LEN
+TINY_VOCABULARY = 300
+
+
+def tiny_source(folder: Path, *, documents: int = 60) -> Path:
+    """Tokenise this package's own source code; about 400 KB of text.
+
+    Args:
+        folder: Where the raw documents and the source go.
+        documents: At most this many files.
+
+    Returns:
+        The prepared source's folder.
+    """
+    raw = folder / "raw.jsonl"
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))[:documents]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    lines = [json.dumps({"id": str(i), "text": text}) for i, text in enumerate(texts) if text]
+    raw.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tokenizer = train_tokenizer([raw], vocab_size=TINY_VOCABULARY, output=folder / "tokenizer.json")
+    source = folder / "source"
+    tokenize_source(raw, source, tokenizer_path=tokenizer, held_out_fraction=0.2)
+    return source
+
+
+def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrainer.Config:
+    """Return a run of `steps` steps: R falls from 4 to 2 in the middle, all schedules move.
+
+    Args:
+        source: From `tiny_source`.
+        dump_folder: The run directory.
+        steps: Training steps.
+    """
+    total = steps * BATCH_TOKENS
+    config = LoopTrainer.Config(
+        dump_folder=str(dump_folder),
+        total_tokens=total,
+        model=ModelOptions(size="debugmodel"),
+        dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
+        learning_rate=Schedule.warmup_cosine(
+            3e-3, warmup_tokens=BATCH_TOKENS, total_tokens=total, start=3e-4
+        ),
+        entropy_weight=Schedule.steps([(0, 0.1), (total // 2, 0.05)]),
+        recurrence=RecurrenceConfig(steps=Schedule.steps([(0, 4), (total // 2, 2)])),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+    )
+    config.training.seq_len = SEQ_LEN
+    config.training.local_batch_size = 2
+    config.checkpoint.interval = 2
+    config.metrics.log_freq = 1
+    return config

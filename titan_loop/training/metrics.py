@@ -1,0 +1,330 @@
+"""What a training step reports: `metrics.jsonl`, TensorBoard, W&B and one console line.
+
+Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, what the objective
+reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
+`improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr`,
+`recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
+last record), `mfu` (fraction of the devices' bf16 peak; null if that is not known),
+`peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`,
+`windows_consumed`, `data_wait` (rank 0: share of the time since the last record in which training
+waited for data), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks
+since the start. Numbers that are not finite are null.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import titan_loop.compat  # noqa: F401 (must come before torchtitan)
+import torch.distributed as dist
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    TensorBoardLogger,
+    WandBLogger,
+)
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+
+from titan_loop.data.batches import SourceProgress
+from titan_loop.errors import UserError
+from titan_loop.json_files import append_jsonl, finite_or_null
+from titan_loop.training.run_directory import RunDirectory
+
+_A100_PEAK_FLOPS = 312e12
+"""What upstream's table answers for an A100, and for every device it does not know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """What the trainer knows about one step; every value is global, equal on all ranks.
+
+    Attributes:
+        step: Training steps done, this one included.
+        total_steps: Steps planned for the whole run.
+        tokens: Global tokens consumed after this step.
+        loss: Mean over the valid tokens of the global batch.
+        grad_norm: Before clipping.
+        lr: Learning rate of this step.
+        recurrent_steps: R of this step.
+        entropy_weight: β of this step.
+        global_batch_tokens: Tokens in this step's batch.
+        data_hash: Rolling hash of the data read.
+        windows_consumed: Global windows consumed after this step.
+        sources: How far each source was read; none for generated data.
+        objective: The objective's metrics: cross entropies, exit pmf and so on.
+        flops_per_token: Model FLOPs per token at this R.
+    """
+
+    step: int
+    total_steps: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    recurrent_steps: int
+    entropy_weight: float
+    global_batch_tokens: int
+    data_hash: str
+    windows_consumed: int
+    sources: Sequence[SourceProgress]
+    objective: Mapping[str, float]
+    flops_per_token: int
+
+
+class LoopMetricsProcessor(MetricsProcessor):
+    """torchtitan's metrics processor with loop metrics, global token rates and a tested JSONL file.
+
+    Call `start` once before the first step, `log_step` on every step for which `should_log` is
+    true, and wrap evaluation and the like in `paused`, so that it does not count as training time.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        """Where metrics go besides `metrics.jsonl`, and how often."""
+
+        device_peak_flops: float | None = None
+        """Peak bf16 FLOP/s of one device; None takes torchtitan's table, if listed."""
+
+        progress: bool = True
+        """Print one line per logged step."""
+
+    config: Config  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, config: Config, *, dump_folder: str = "./outputs", **upstream: Any) -> None:
+        if config.save_for_all_ranks:
+            raise UserError(
+                "metrics.save_for_all_ranks=True is not supported: every metric is global; set it "
+                "to False"
+            )
+        self.run_directory = RunDirectory(dump_folder)
+        super().__init__(config, dump_folder=dump_folder, **upstream)
+        if not sys.stdout.isatty():  # escape codes make a log file hard to read and to search
+            self.color = titan_utils.NoColor()
+        self.device_peak_flops = config.device_peak_flops or known_peak_flops(
+            self.device_memory_monitor.device_name
+        )
+        self._writes = not dist.is_initialized() or dist.get_rank() == 0
+        self._total_steps: int | None = None
+        self._last_step = self._last_tokens = 0
+        self._paused_seconds = 0.0
+
+    def _build_metric_logger(
+        self,
+        *,
+        config: MetricsProcessor.Config,
+        dump_folder: str,
+        config_dict: dict[str, Any] | None = None,
+        tag: str | None = None,
+        **_: Any,
+    ) -> BaseLogger:
+        """Write into the run directory itself instead of upstream's dated sub-folder of `tb`."""
+        loggers = LoggerContainer()
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return loggers
+        if config.enable_wandb:
+            os.environ.setdefault("WANDB_PROJECT", "titan_loop")
+            try:
+                loggers.add_logger(WandBLogger(dump_folder, config_dict=config_dict, tag=tag))
+            except Exception as error:  # a tracking service must never stop a training run
+                logger.error("metrics.enable_wandb: W&B is off for this run (%s)", error)
+        if config.enable_tensorboard:
+            folder = os.path.join(dump_folder, config.save_tb_folder)
+            loggers.add_logger(TensorBoardLogger(folder, tag))
+        return loggers
+
+    def start(self, *, step: int, tokens: int, total_steps: int) -> None:
+        """Start the clock and say where everything is written.
+
+        Args:
+            step: Training steps already done (0, or the checkpoint's).
+            tokens: Global tokens already consumed.
+            total_steps: Steps planned for the whole run; the last one is always logged.
+        """
+        self._total_steps = total_steps
+        self._restart_clock(step, tokens)
+        if self._writes:
+            extras = [
+                f"{self.config.save_tb_folder}/" if self.config.enable_tensorboard else "",
+                "wandb/" if self.config.enable_wandb else "",
+            ]
+            names = ", ".join(["metrics.jsonl", "checkpoints/", *filter(None, extras)])
+            logger.info("Writing %s to %s", names, self.run_directory.path.resolve())
+
+    def should_log(self, step: int) -> bool:
+        """Return whether to log `step`: the first, the last, and every `log_freq`-th."""
+        return super().should_log(step) or step == self._total_steps
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time inside as training time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused_seconds += time.perf_counter() - began
+
+    def log_step(self, record: StepRecord) -> dict[str, Any]:
+        """Write one step everywhere and start the next measuring interval.
+
+        Args:
+            record: The step; the same on all ranks.
+
+        Returns:
+            The record as written to `metrics.jsonl` (rates and memory are this rank's own).
+        """
+        elapsed = time.perf_counter() - self.time_last_log - self._paused_seconds
+        elapsed = max(elapsed, 1e-9)
+        tokens_per_second = (record.tokens - self._last_tokens) / elapsed
+        metrics: dict[str, Any] = finite_or_null(
+            {
+                "step": record.step,
+                "tokens": record.tokens,
+                "loss": record.loss,
+                **record.objective,
+                "grad_norm": record.grad_norm,
+                "lr": record.lr,
+                "recurrent_steps": record.recurrent_steps,
+                "entropy_weight": record.entropy_weight,
+                "global_batch_tokens": record.global_batch_tokens,
+                "tokens_per_second": tokens_per_second,
+                "mfu": self._mfu(record.flops_per_token, tokens_per_second),
+                "peak_memory_bytes": self._peak_memory_bytes(),
+                "data_hash": record.data_hash,
+                "windows_consumed": record.windows_consumed,
+                "data_wait": sum(self.data_loading_times) / elapsed,
+                **{f"data/{s.name}/tokens": s.tokens for s in record.sources},
+                **{f"data/{s.name}/epochs": s.epochs for s in record.sources},
+            }
+        )
+        if self._writes:
+            append_jsonl(self.run_directory.metrics_jsonl, metrics)
+            self._log_numbers(metrics, record.step)
+            if self.config.progress:
+                seconds_per_step = elapsed / max(record.step - self._last_step, 1)
+                remaining_seconds = (record.total_steps - record.step) * seconds_per_step
+                logger.info(
+                    progress_line(
+                        metrics,
+                        total_steps=record.total_steps,
+                        remaining_seconds=remaining_seconds,
+                        color=self.color,
+                    )
+                )
+        self.num_flops_per_token = record.flops_per_token
+        self._restart_clock(record.step, record.tokens)
+        return metrics
+
+    def _restart_clock(self, step: int, tokens: int) -> None:
+        self._last_step, self._last_tokens = step, tokens
+        self._paused_seconds = 0.0
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.device_memory_monitor.reset_peak_stats()
+        self.time_last_log = time.perf_counter()
+
+    def _log_numbers(self, metrics: Mapping[str, Any], step: int) -> None:
+        numbers = {
+            key: value
+            for key, value in metrics.items()
+            if isinstance(value, (int, float)) and key != "step"
+        }
+        try:
+            self.logger.log(numbers, step)
+        except Exception as error:  # a tracking service must never stop a training run
+            logger.warning("TensorBoard and W&B are off from step %d on (%s)", step, error)
+            self.logger = BaseLogger()
+
+    def _mfu(self, flops_per_token: int, tokens_per_second: float) -> float | None:
+        # Quantised products run at another peak than bf16's, so the fraction would mislead.
+        if self.device_peak_flops is None or self.has_quantization:
+            return None
+        world_peak = self.device_peak_flops * self.parallel_dims.world_size
+        return flops_per_token * tokens_per_second / world_peak
+
+    def _peak_memory_bytes(self) -> int:
+        stats = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
+        return stats["reserved_bytes.all.peak"]
+
+
+def known_peak_flops(device_name: str) -> float | None:
+    """Return a device's bf16 peak in FLOP/s from torchtitan's table, None if it is not in it.
+
+    Upstream answers an A100's figure for devices it does not know; that is not passed on.
+    """
+    peak = titan_utils.get_peak_flops(device_name)
+    is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
+    return None if is_fallback or not math.isfinite(peak) else peak
+
+
+def progress_line(
+    metrics: Mapping[str, Any],
+    *,
+    total_steps: int,
+    remaining_seconds: float,
+    color: titan_utils.Color | titan_utils.NoColor,
+) -> str:
+    """Return the console line of one step.
+
+    Args:
+        metrics: A record of `metrics.jsonl`.
+        total_steps: Steps planned for the whole run.
+        remaining_seconds: Estimated time to the end.
+        color: Terminal colours, or none.
+    """
+    step = metrics["step"]
+    parts = [
+        f"step {step:>{len(str(total_steps))}}/{total_steps} {step / total_steps:4.0%}",
+        f"{_with_suffix(metrics['tokens'])} tokens",
+        f"{color.green}loss {_number(metrics['loss'], '.4f')}{color.reset}",
+    ]
+    entropies = [value for key, value in metrics.items() if key.startswith("ce/step_")]
+    if len(entropies) > 1:
+        parts.append(f"CE {_number(entropies[0], '.3f')}→{_number(entropies[-1], '.3f')}")
+    if "exit/mean_step" in metrics:
+        parts.append(f"exit {_number(metrics['exit/mean_step'], '.2f')}")
+    mfu = metrics["mfu"]
+    parts += [
+        f"R {metrics['recurrent_steps']}",
+        f"grad {_number(metrics['grad_norm'], '.2f')}",
+        f"lr {metrics['lr']:.2e}",
+        f"{color.blue}{_with_suffix(metrics['tokens_per_second'])} tok/s{color.reset}",
+        f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB",
+        "MFU -" if mfu is None else f"MFU {mfu:.1%}",
+        f"ETA {format_duration(remaining_seconds)}",
+    ]
+    return " | ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration with its two largest units: 45s, 12m30s, 3h05m, 2d04h."""
+    whole = round(seconds)
+    minutes, second = divmod(whole, 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d{hour:02}h"
+    if hours:
+        return f"{hours}h{minute:02}m"
+    return f"{minutes}m{second:02}s" if minutes else f"{second}s"
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "not finite" if value is None else format(value, spec)
+
+
+def _with_suffix(value: float) -> str:
+    """Return a count with three digits and K, M, B or T."""
+    for suffix in ("", "K", "M", "B"):
+        if value < 999.5:
+            return (
+                f"{value:.0f}{suffix}" if value >= 99.95 or not suffix else f"{value:.3g}{suffix}"
+            )
+        value /= 1000
+    return f"{value:.3g}T"

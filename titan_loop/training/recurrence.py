@@ -1,0 +1,94 @@
+"""How many recurrent steps R a training step runs: a schedule of global tokens, optionally random.
+
+Random depth draws R ~ clip(Poisson(λ), R_min, R_max) once per training step. The draw is a pure
+function of (seed, step), so all ranks agree without communication and a resumed run repeats it.
+
+Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
+(λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from titan_loop.errors import UserError
+from titan_loop.training.schedule import Schedule
+
+
+@dataclass(kw_only=True, slots=True)
+class RecurrenceConfig:
+    """How many times the stack is applied.
+
+    Raises:
+        UserError: If a step count below 1 is possible, or the limits exclude each other.
+    """
+
+    steps: Schedule = field(default_factory=lambda: Schedule.constant(4))
+    """Recurrent steps R against global tokens, rounded; the mean λ when `poisson` is set."""
+
+    poisson: bool = False
+    """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
+
+    max_steps: int | None = None
+    """The most steps ever run; None for no limit."""
+
+    min_steps: int = 1
+    """The fewest steps ever run."""
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Refuse settings that contradict each other; again after fields were assigned.
+
+        Raises:
+            UserError: If a step count below 1 is possible, or the limits exclude each other.
+        """
+        if self.steps.smallest < 1:
+            raise UserError(
+                f"recurrence.steps={str(self.steps)!r} falls below 1; use at least 1 recurrent step"
+            )
+        if self.min_steps < 1:
+            raise UserError(f"recurrence.min_steps={self.min_steps} is below 1; use at least 1")
+        if self.max_steps is not None and self.max_steps < self.min_steps:
+            raise UserError(
+                f"recurrence.max_steps={self.max_steps} is below min_steps={self.min_steps}; "
+                "raise max_steps or set it to None"
+            )
+
+
+def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
+    """Return the smallest R that any training step can get."""
+    return _clip(0 if config.poisson else round(config.steps.smallest), config)
+
+
+def most_recurrent_steps(config: RecurrenceConfig) -> int:
+    """Return the R to provide memory for; fewer than 1 random draw in 1,000 exceeds it."""
+    largest = config.steps.largest
+    spread = 4 * math.sqrt(largest) if config.poisson else 0  # a Poisson draw's deviation is √λ
+    return _clip(math.ceil(largest + spread), config)
+
+
+def recurrent_steps_at(config: RecurrenceConfig, *, tokens: int, step: int, seed: int) -> int:
+    """Return R for one training step, the same on every rank.
+
+    Args:
+        config: The schedule and its limits.
+        tokens: Global tokens consumed before this step.
+        step: The training step, which keys the random draw.
+        seed: The run's seed, ≥ 0.
+
+    Returns:
+        min_steps ≤ R ≤ max_steps.
+    """
+    scheduled = config.steps(tokens)
+    if not config.poisson:
+        return _clip(round(scheduled), config)
+    bits = np.random.Philox(np.random.SeedSequence((seed, step)))
+    return _clip(int(np.random.Generator(bits).poisson(scheduled)), config)
+
+
+def _clip(steps: int, config: RecurrenceConfig) -> int:
+    steps = max(steps, config.min_steps)
+    return steps if config.max_steps is None else min(steps, config.max_steps)

@@ -1,0 +1,166 @@
+"""One run from its config to its last checkpoint: check, build, train, clean up.
+
+Everything a user can get wrong is checked before a process group or a device is touched.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import titan_loop.compat as compat  # before any torchtitan module
+import torch.distributed as dist
+from torchtitan.observability import structured_logger
+from torchtitan.tools.logging import init_logger, logger
+
+from titan_loop.checkpoint.agreement import from_rank_zero
+from titan_loop.checkpoint.architecture import architecture, check_architecture
+from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.choosing import inspect, newest_good
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.errors import EXIT_OK, UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.trainer import LoopTrainer
+
+T = TypeVar("T")
+
+
+def run_training(config: LoopTrainer.Config, command: Sequence[str] | None = None) -> int:
+    """Train `config` in this process, one of the ranks the launcher started.
+
+    Continues from the newest good checkpoint of its run directory, if there is one. The process
+    group stays for the next run of a recipe: call `shutdown` after the last.
+
+    Args:
+        config: The run; changed in place by `resolve`.
+        command: Recorded in `run.json`; None takes this process' command line.
+
+    Returns:
+        `EXIT_OK`.
+
+    Raises:
+        UserError: One line naming field, value and fix.
+        NonFiniteError: Training stopped, see `titan_loop.training.stability`.
+    """
+    _, world_size = compat.start_runtime()
+    init_logger()
+    compat.quiet_upstream()
+    config.resolve(world_size)
+    run_directory = RunDirectory(config.dump_folder)
+    _require_writable(run_directory)
+    if not _agreed(lambda: check_resumable(config)):
+        logger.info("Nothing left to train in %s", config.dump_folder)
+        return EXIT_OK
+    structured_logger.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
+    resolved = config.to_dict()
+    trainer = LoopTrainer(config)  # claims the run directory: from here on it is ours
+    try:
+        started_by = sys.argv if command is None else command
+        _agreed(lambda: run_directory.create_or_open(started_by, config=resolved))
+        trainer.train()
+    finally:
+        trainer.close()
+    return EXIT_OK
+
+
+def _agreed(look: Callable[[], T]) -> T:
+    """Let rank 0 answer for all where ranks can already talk; before that each one asks."""
+    return from_rank_zero(dist.group.WORLD if dist.is_initialized() else None, look)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one; after the last run of the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _require_writable(run_directory: RunDirectory) -> None:
+    """Refuse, on every rank, a folder that cannot be written or holds a newer format.
+
+    If only rank 0 found out, the others would wait for it in a collective.
+    """
+    existing = run_directory.path.absolute()
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        reason = "" if existing.is_dir() else f"{existing} is a file"
+        if not reason and not os.access(existing, os.W_OK | os.X_OK):
+            reason = "Permission denied"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise UserError(
+            f"dump_folder={run_directory.path} cannot be written ({reason}); choose a folder you "
+            "can write to"
+        )
+    if run_directory.run_json.exists():
+        run_directory.read_run()
+    if run_directory.config_json.exists():
+        run_directory.read_config()
+
+
+def check_resumable(config: LoopTrainer.Config) -> bool:
+    """Refuse to continue what is not this run; return whether anything is left to train.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        UserError: Checkpoints of another architecture, of other data, or none that is usable; or a
+            step asked for that does not exist or is not the newest.
+    """
+    if not config.checkpoint.enable:
+        return True
+    folder = Path(config.dump_folder) / config.checkpoint.folder
+    steps = committed_steps(folder)
+    step = config.checkpoint.load_step
+    if step == -1:
+        newest = newest_good(folder, look_at="manifest")
+        if newest is None:
+            _check_start(config)
+            return True
+        step, manifest = newest
+    else:
+        if step not in steps:
+            raise UserError(
+                f"checkpoint.load_step={step} does not exist in {folder}; there are "
+                f"{steps or 'none'}"
+            )
+        if step != steps[-1]:
+            raise UserError(
+                f"checkpoint.load_step={step} would leave newer checkpoints "
+                f"{[s for s in steps if s > step]} of another attempt in {folder}; delete their "
+                "folders to go back for good"
+            )
+        manifest = read_manifest(folder / f"step-{step}")
+    state = manifest["trainer"]
+    check_architecture(state["architecture"], architecture_of(config))
+    config.open_data().check_state(manifest["data"])
+    limit = config.training.steps
+    if state["tokens"] < config.total_tokens and not 0 < limit <= state["step"]:
+        return True
+    # Done, if the checkpoint that says so is whole; otherwise loading finds an older one.
+    return inspect(folder / f"step-{step}", "sizes")[0] is None
+
+
+def _check_start(config: LoopTrainer.Config) -> None:
+    """Refuse a parent that is not there, or whose weights this model cannot take."""
+    carry = config.checkpoint.carry
+    if carry.parent:
+        state = read_manifest(carry.find_parent())["trainer"]
+        check_parent(state["architecture"], architecture_of(config), carry)
+
+
+def architecture_of(config: LoopTrainer.Config) -> dict[str, Any]:
+    """Return what makes the model of a resolved config the same model as another."""
+    assert config.model_spec is not None, "resolve the config first"
+    model = config.model_spec.model
+    assert isinstance(model, LoopDecoder.Config)
+    return architecture(model)

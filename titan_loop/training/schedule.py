@@ -1,0 +1,316 @@
+"""A value as a function of the global tokens consumed; drives learning rate, R, β and batch size.
+
+A schedule is a list of knots (tokens, value), each with the interpolation used *after* it. Before
+the first knot the first value holds, after the last knot the last. Its one-line text form is what
+the command line reads and what `str` writes:
+
+    3e-4                                                   constant
+    0:0 linear 2M:3e-4 constant 90M:3e-4 cosine 100M:3e-5  warm-up, plateau, decay
+
+This module imports neither torch nor torchtitan, so that `--help` stays fast.
+"""
+
+import bisect
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from titan_loop.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    import tyro
+
+Interpolation = Literal["constant", "linear", "cosine"]
+
+_INTERPOLATIONS: tuple[str, ...] = get_args(Interpolation)
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMBT]?)")
+
+
+@dataclass(frozen=True, slots=True)
+class Knot:
+    """One point of a schedule.
+
+    Attributes:
+        tokens: Global tokens consumed at this point, ≥ 0.
+        value: The schedule's value there.
+        interpolation: How the value moves to the next knot; "constant" keeps it and jumps.
+    """
+
+    tokens: int
+    value: float
+    interpolation: Interpolation = "constant"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A piecewise function of the global token count.
+
+    With t_i ≤ t < t_{i+1} and f = (t − t_i) / (t_{i+1} − t_i) the value is v_i (constant),
+    v_i + f (v_{i+1} − v_i) (linear) or v_i + (v_{i+1} − v_i)(1 − cos πf)/2 (cosine).
+
+    Attributes:
+        knots: At least one, in strictly increasing order of tokens.
+
+    Raises:
+        UserError: On negative or not increasing tokens, a value that is not finite, or an
+            unknown interpolation.
+    """
+
+    knots: tuple[Knot, ...]
+
+    def __post_init__(self) -> None:
+        if not self.knots:
+            raise UserError("schedule has no knots; give at least one value, such as 3e-4")
+        previous = -1
+        for knot in self.knots:
+            if knot.tokens < 0:
+                raise UserError(f"schedule knot tokens={knot.tokens} is negative; start at 0")
+            if knot.tokens <= previous:
+                raise UserError(
+                    f"schedule knot tokens={knot.tokens} does not increase (the one before is "
+                    f"{previous}); order the knots by tokens"
+                )
+            if not math.isfinite(knot.value):
+                raise UserError(f"schedule value={knot.value} at {knot.tokens} is not finite")
+            if knot.interpolation not in _INTERPOLATIONS:
+                raise UserError(
+                    f"schedule interpolation={knot.interpolation!r} is unknown"
+                    + nearest(str(knot.interpolation), _INTERPOLATIONS)
+                )
+            previous = knot.tokens
+        # Nothing follows the last knot: one spelling, so that equal schedules compare equal.
+        last = self.knots[-1]
+        object.__setattr__(self, "knots", (*self.knots[:-1], Knot(last.tokens, last.value)))
+
+    def __call__(self, tokens: int) -> float:
+        """Return the value after `tokens` global tokens (exactly the knot's value on a knot)."""
+        index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
+        if index < 0:
+            return self.knots[0].value
+        knot = self.knots[index]
+        if index + 1 == len(self.knots) or knot.interpolation == "constant":
+            return knot.value
+        following = self.knots[index + 1]
+        fraction = (tokens - knot.tokens) / (following.tokens - knot.tokens)
+        if knot.interpolation == "cosine":
+            fraction = (1.0 - math.cos(math.pi * fraction)) / 2.0
+        return knot.value + fraction * (following.value - knot.value)
+
+    def constant_until(self, tokens: int) -> int | None:
+        """Return the first token count after `tokens` where the value may differ, None for never.
+
+        The result is `tokens + 1` inside a stretch that moves, so a caller may always jump to it.
+        """
+        index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
+        for i in range(max(index, 0), len(self.knots) - 1):
+            knot, following = self.knots[i], self.knots[i + 1]
+            if knot.value == following.value:
+                continue
+            if knot.interpolation == "constant":
+                return following.tokens
+            return max(knot.tokens, tokens) + 1
+        return None
+
+    @property
+    def smallest(self) -> float:
+        """The smallest value ever taken (every interpolation is monotone between two knots)."""
+        return min(knot.value for knot in self.knots)
+
+    @property
+    def largest(self) -> float:
+        """The largest value ever taken."""
+        return max(knot.value for knot in self.knots)
+
+    @classmethod
+    def constant(cls, value: float) -> "Schedule":
+        """Return the schedule that always has `value`."""
+        return cls((Knot(0, float(value)),))
+
+    @classmethod
+    def steps(cls, knots: Iterable[tuple[int, float]]) -> "Schedule":
+        """Return the staircase that jumps to each value at its token count."""
+        return cls(tuple(Knot(int(tokens), float(value)) for tokens, value in knots))
+
+    @classmethod
+    def warmup_constant(cls, peak: float, *, warmup_tokens: int, start: float = 0.0) -> "Schedule":
+        """Return a linear rise from `start` to `peak` over `warmup_tokens`, constant after."""
+        return cls((*_warmup(start, peak, warmup_tokens), Knot(warmup_tokens, float(peak))))
+
+    @classmethod
+    def warmup_cosine(
+        cls,
+        peak: float,
+        *,
+        warmup_tokens: int,
+        total_tokens: int,
+        final: float = 0.0,
+        start: float = 0.0,
+    ) -> "Schedule":
+        """Return a linear rise to `peak`, then a half cosine down to `final` at `total_tokens`."""
+        return cls(
+            (
+                *_warmup(start, peak, warmup_tokens),
+                Knot(warmup_tokens, float(peak), "cosine"),
+                Knot(total_tokens, float(final)),
+            )
+        )
+
+    @classmethod
+    def warmup_stable_decay(
+        cls,
+        peak: float,
+        *,
+        warmup_tokens: int,
+        decay_tokens: int,
+        total_tokens: int,
+        final: float = 0.0,
+        start: float = 0.0,
+        decay: Interpolation = "linear",
+    ) -> "Schedule":
+        """Return warm-up, a plateau at `peak`, and a decay over the last `decay_tokens`.
+
+        Raises:
+            UserError: If warm-up and decay together leave no plateau before `total_tokens`.
+        """
+        decay_start = total_tokens - decay_tokens
+        if decay_start <= warmup_tokens:
+            raise UserError(
+                f"warmup_tokens={warmup_tokens} and decay_tokens={decay_tokens} do not fit in "
+                f"total_tokens={total_tokens}; shorten one of them"
+            )
+        return cls(
+            (
+                *_warmup(start, peak, warmup_tokens),
+                Knot(warmup_tokens, float(peak)),
+                Knot(decay_start, float(peak), decay),
+                Knot(total_tokens, float(final)),
+            )
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "Schedule":
+        """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
+
+        Args:
+            text: For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
+
+        Raises:
+            UserError: If the text is not a schedule.
+        """
+        words = text.split()
+        if len(words) == 1 and ":" not in words[0]:
+            return cls.constant(_parse_number(words[0], text))
+        knots: list[Knot] = []
+        for place in range(0, len(words), 2):
+            tokens_text, colon, value_text = words[place].partition(":")
+            if not colon:
+                raise UserError(
+                    f"schedule {text!r} has {words[place]!r} where TOKENS:VALUE belongs; "
+                    "write it like 0:0 linear 2M:3e-4"
+                )
+            tokens = _parse_number(tokens_text, text)
+            if tokens != int(tokens):
+                raise UserError(f"schedule {text!r} has tokens={tokens_text}; use a whole number")
+            word = words[place + 1] if place + 1 < len(words) else "constant"
+            if word not in _INTERPOLATIONS:
+                raise UserError(
+                    f"schedule {text!r} has the interpolation {word!r}"
+                    + nearest(word, _INTERPOLATIONS)
+                )
+            interpolation: Interpolation = word  # pyright: ignore[reportAssignmentType]
+            knots.append(Knot(int(tokens), float(_parse_number(value_text, text)), interpolation))
+        if not words or len(words) % 2 == 0:
+            raise UserError(
+                f"schedule {text!r} does not end with a knot; write it like 0:0 linear 2M:3e-4"
+            )
+        return cls(tuple(knots))
+
+    def __str__(self) -> str:
+        """Return the text form that `parse` reads back to an equal schedule."""
+        if len(self.knots) == 1 and self.knots[0].tokens == 0:
+            return _format_value(self.knots[0].value)
+        words: list[str] = []
+        for knot in self.knots:
+            words += [f"{_format_tokens(knot.tokens)}:{_format_value(knot.value)}"]
+            words += [knot.interpolation]
+        return " ".join(words[:-1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, for `config.json`."""
+        return {"knots": [asdict(knot) for knot in self.knots]}
+
+
+def parse_tokens(word: str) -> int:
+    """Return a token count from its text, such as `200000`, `4M` or `1.4T`.
+
+    Raises:
+        UserError: If it is not a whole number.
+    """
+    tokens = _parse_number(word, word)
+    if tokens != int(tokens):
+        raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")
+    return int(tokens)
+
+
+def register_tyro_rule(registry: "tyro.constructors.ConstructorRegistry") -> None:
+    """Let fields of type `Schedule` be set on the command line by their text form.
+
+    Args:
+        registry: torchtitan's is `torchtitan.config.manager.custom_registry`.
+    """
+    import tyro
+
+    @registry.primitive_rule
+    def schedule_rule(
+        type_info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Schedule] | None:
+        if type_info.type is not Schedule:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="'VALUE | TOKENS:VALUE [constant|linear|cosine TOKENS:VALUE ...]'",
+            instance_from_str=lambda words: Schedule.parse(words[0]),
+            is_instance=lambda instance: isinstance(instance, Schedule),
+            str_from_instance=lambda instance: [str(instance)],
+        )
+
+
+def _warmup(start: float, peak: float, warmup_tokens: int) -> tuple[Knot, ...]:
+    """Return the knot that starts a linear warm-up; none when there is no warm-up."""
+    if warmup_tokens < 0:
+        raise UserError(f"warmup_tokens={warmup_tokens} is negative; use 0 for no warm-up")
+    return (Knot(0, float(start), "linear"),) if warmup_tokens > 0 else ()
+
+
+def _parse_number(word: str, text: str) -> int | float:
+    """Return the number in `word`, with its suffix applied; exact for whole numbers."""
+    match = _NUMBER.fullmatch(word)
+    if match is None or not math.isfinite(float(match[1])):
+        raise UserError(f"schedule {text!r} has {word!r} where a number belongs, such as 2e6 or 4M")
+    digits, suffix = match.groups()
+    scale = _SUFFIXES.get(suffix, 1)
+    if scale == 1 and not digits.lstrip("+-").isdigit():
+        return float(digits)
+    if digits.lstrip("+-").isdigit():
+        return int(digits) * scale
+    value = float(digits) * scale
+    # 1.4T is meant exactly, although 1.4 × 10¹² need not be a whole number in binary.
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-15) else value
+
+
+def _format_tokens(tokens: int) -> str:
+    """Return a token count with the largest suffix that keeps it exact."""
+    for suffix, scale in reversed(_SUFFIXES.items()):
+        if tokens >= scale and tokens % scale == 0:
+            return f"{tokens // scale}{suffix}"
+    return str(tokens)
+
+
+def _format_value(value: float) -> str:
+    """Return a short text that reads back to the same float."""
+    if value == int(value) and abs(value) < 2**53:
+        return _format_tokens(int(value))
+    return repr(value)

@@ -1,0 +1,132 @@
+"""Never step on a non-finite gradient, never save a non-finite weight.
+
+    loss, gradient norm ─► all_ranks_finite ─┬─► update
+                                             └─► skip, count ─► too many in a row: stop (exit 3)
+
+All ranks take the same decision, so no rank waits for a collective the others left.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_loop.errors import NonFiniteError, UserError
+
+logger = logging.getLogger(__name__)
+
+
+def all_ranks_finite(
+    loss: Tensor, grad_norm: Tensor, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Return whether loss and gradient norm are finite on every rank; collective.
+
+    Args:
+        loss: This rank's loss of the step, any shape.
+        grad_norm: The gradient norm before clipping, any shape.
+        group: The ranks that must agree; None for all of them.
+    """
+    finite = torch.isfinite(_local(loss)).all() & torch.isfinite(_local(grad_norm)).all()
+    return bool(_all_reduce_minimum(finite.to(torch.int32), group))
+
+
+class SkipCounter:
+    """Counts skipped updates and ends the run when too many follow one another.
+
+    Args:
+        max_skipped_steps: Skipped steps in a row that end the run, ≥ 1.
+
+    Attributes:
+        in_a_row: Skipped steps since the last update.
+        total: Skipped steps of this process.
+    """
+
+    def __init__(self, max_skipped_steps: int) -> None:
+        if max_skipped_steps < 1:
+            raise UserError(f"max_skipped_steps={max_skipped_steps} is below 1; use at least 1")
+        self.max_skipped_steps = max_skipped_steps
+        self.in_a_row = 0
+        self.total = 0
+
+    def record(
+        self, finite: bool, *, step: int, windows: range, loss: float, grad_norm: float
+    ) -> bool:
+        """Count one step and return whether to update the weights.
+
+        Args:
+            finite: The agreed verdict of `all_ranks_finite`.
+            step: The training step.
+            windows: The global window numbers the step read, to find the data again.
+            loss: This rank's loss, for the log.
+            grad_norm: The gradient norm, for the log.
+
+        Raises:
+            NonFiniteError: At the `max_skipped_steps`-th skipped step in a row.
+        """
+        if finite:
+            self.in_a_row = 0
+            return True
+        self.in_a_row += 1
+        self.total += 1
+        where = f"step {step} (windows {windows.start} to {windows.stop - 1})"
+        logger.warning(
+            "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
+            "in a row)",
+            where,
+            loss,
+            grad_norm,
+            self.in_a_row,
+            self.max_skipped_steps,
+        )
+        if self.in_a_row >= self.max_skipped_steps:
+            raise NonFiniteError(
+                f"stopped at {where}: {self.in_a_row} steps in a row had a non-finite loss or "
+                "gradient; restart from the last checkpoint with a lower learning rate or fewer "
+                "recurrent steps"
+            )
+        return False
+
+
+def first_non_finite_parameter(
+    model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
+) -> str | None:
+    """Return the name of the first parameter with a NaN or infinity on any rank; collective.
+
+    Every rank holds the same parameters in the same order (a shard of each), so all ranks return
+    the same name. Call it before saving.
+
+    Args:
+        model_parts: The model, as torchtitan's trainer keeps it.
+        group: The ranks that must agree; None for all of them.
+
+    Returns:
+        The parameter's qualified name, or None if all are finite.
+    """
+    named = [item for part in model_parts for item in part.named_parameters()]
+    if not named:
+        return None
+    flags = torch.stack([_is_finite(_local(parameter.detach())) for _, parameter in named])
+    flags = _all_reduce_minimum(flags.to(torch.int32), group)
+    bad = (flags == 0).nonzero()
+    return named[int(bad[0])][0] if len(bad) else None
+
+
+def _is_finite(values: Tensor) -> Tensor:
+    """Return a scalar bool on the tensor's device, without a temporary of the tensor's size."""
+    if values.numel() == 0:  # an uneven shard may be empty
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    smallest, largest = torch.aminmax(values)
+    return torch.isfinite(smallest) & torch.isfinite(largest)
+
+
+def _local(values: Tensor) -> Tensor:
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
+def _all_reduce_minimum(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if dist.is_initialized():
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+    return flags

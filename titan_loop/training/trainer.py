@@ -1,0 +1,629 @@
+"""`LoopTrainer`: torchtitan's trainer with token schedules, loop metrics and safe updates.
+
+One training step:
+
+    plan_step(tokens) ─► R, β, learning rate, windows
+    loader.read_step ─► micro-batches ─► forward, backward (upstream) ─► gradient norm
+    finite on every rank? ─► update, or skip and count ─► metrics, callbacks
+
+Everything scheduled is a pure function of the global token count, an integer that does not depend
+on how many ranks there are. Meshes, model building, parallelisms, profiling and the outer loop are
+upstream's.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import spmd_types as spmd
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+import tyro
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config.configs import (
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from titan_loop.checkpoint.architecture import architecture, check_architecture
+from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.lock import claim_run
+from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.data.batches import GlobalWindowLoader
+from titan_loop.data.loader import WindowLoader
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
+from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.json_files import finite_or_null
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.trainable import Trainable
+from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
+from titan_loop.objectives.streamed_loss import StreamedLoss
+from titan_loop.training.batch_schedule import (
+    BatchConfig,
+    accumulation_steps,
+    batch_sizes,
+    plan_steps,
+    planned_tokens,
+)
+from titan_loop.training.callback import Callback
+from titan_loop.training.held_out import HeldOutConfig, HeldOutLoss
+from titan_loop.training.learning_rate import AdamWConfig, TokenLearningRate
+from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
+from titan_loop.training.prepared_tokens import PreparedTokens
+from titan_loop.training.recurrence import (
+    RecurrenceConfig,
+    fewest_recurrent_steps,
+    most_recurrent_steps,
+)
+from titan_loop.training.run_directory import library_versions
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.stability import (
+    SkipCounter,
+    all_ranks_finite,
+    first_non_finite_parameter,
+)
+from titan_loop.training.step_plan import StepPlan, plan_step
+
+DEFAULT_SEED = 0
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
+
+
+def _default_training() -> TrainingConfig:
+    on_cuda = compat.device_type() == "cuda"
+    return TrainingConfig(
+        steps=0,
+        # bf16 products on a CPU without AMX are about 20 times slower than fp32.
+        mixed_precision_param="bfloat16" if on_cuda else "float32",
+        # A changing number of recurrent steps cannot be captured in a CUDA graph.
+        disable_cuda_graphs=True,
+    )
+
+
+def _callback_record(callback: Callback) -> dict[str, Any]:
+    kind = type(callback)
+    values = (
+        {field.name: getattr(callback, field.name) for field in fields(callback)}
+        if is_dataclass(callback)
+        else {}
+    )
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", **values}
+
+
+class LoopTrainer(Trainer):
+    """Trains a `LoopDecoder`; see the module's docstring for what it adds to torchtitan's trainer.
+
+    Attributes:
+        tokens: Global tokens consumed, an integer independent of the number of ranks.
+        callbacks: Called around the loop and after every step, in this order.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """A complete run; every field not marked as derived can be set on the command line."""
+
+        dump_folder: str = "runs/run"
+        """The run directory; its layout is described in `titan_loop/training/run_directory.py`."""
+
+        stage: str = ""
+        """Name of the stage in its recipe; recorded in every checkpoint."""
+
+        total_tokens: int = 1_000_000
+        """Global tokens to train on."""
+
+        model: ModelOptions = field(default_factory=ModelOptions)
+        trainable: Trainable = "all"
+        """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
+
+        learning_rate: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
+        """Learning rate against global tokens."""
+
+        entropy_weight: Schedule = field(default_factory=lambda: Schedule.constant(0.05))
+        """β, the weight of the exit entropy (or of the KL to the prior), against global tokens.
+        `AdaptiveGateLoss` has none: its steps record 0."""
+
+        recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
+        batch: BatchConfig = field(default_factory=BatchConfig)
+        adamw: AdamWConfig = field(default_factory=AdamWConfig)
+        held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+        max_skipped_steps: int = 10
+        """Skipped non-finite updates in a row after which the run stops with exit code 3."""
+
+        training: TrainingConfig = field(default_factory=_default_training)
+        """Upstream's; `steps` > 0 stops the run early, 0 trains on all of `total_tokens`."""
+
+        parallelism: ParallelismConfig = field(
+            default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
+        )
+        fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+        compile: CompileConfig = field(
+            default_factory=lambda: CompileConfig(
+                enable=compat.device_type() == "cuda", components=["model"]
+            )
+        )
+        activation_checkpoint: ActivationCheckpointingConfig = None
+        debug: DebugConfig = field(
+            default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
+        )
+        dataloader: GlobalWindowLoader.Config = field(default_factory=WindowLoader.Config)
+        metrics: MetricsProcessor.Config = field(default_factory=LoopMetricsProcessor.Config)
+        checkpoint: LoopCheckpointManager.Config = field(
+            default_factory=LoopCheckpointManager.Config
+        )
+        loss: BaseLoss.Config = field(default_factory=ExpectedExitLoss.Config)
+
+        callbacks: Annotated[tuple[Callback, ...], tyro.conf.Suppress] = ()
+        """What the recipe wants called; recorded in `config.json`, not settable."""
+
+        # Derived by `resolve`, or not used here: hidden from the command line.
+        optimizer: Annotated[OptimizersContainer.Config, tyro.conf.Suppress] = field(
+            default_factory=OptimizersContainer.Config
+        )
+        lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
+            default_factory=TokenLearningRate.Config
+        )
+        tokenizer: Annotated[BaseTokenizer.Config, tyro.conf.Suppress] = field(
+            default_factory=PreparedTokens.Config
+        )
+        validator: Annotated[Validator.Config, tyro.conf.Suppress] = field(
+            default_factory=Validator.Config
+        )
+        override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(
+            default_factory=OverrideConfig
+        )
+        hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+
+        def resolve(self, world_size: int) -> None:
+            """Check everything a user can get wrong, and derive what upstream's trainer needs.
+
+            Touches neither a process group nor a device.
+
+            Args:
+                world_size: Ranks that will train.
+
+            Raises:
+                UserError: One line naming field, value and fix.
+            """
+            for name, value in (
+                ("total_tokens", self.total_tokens),
+                ("training.seq_len", self.training.seq_len),
+                ("training.local_batch_size", self.training.local_batch_size),
+                ("max_skipped_steps", self.max_skipped_steps),
+            ):
+                if value < 1:
+                    raise UserError(f"{name}={value} must be at least 1")
+            if self.training.steps < 0:
+                raise UserError(f"training.steps={self.training.steps} is negative; 0 is no limit")
+            if self.profiler.enable_memory_snapshot and compat.device_type() == "cpu":
+                raise UserError(
+                    "profiler.enable_memory_snapshot=True records CUDA allocations, and there is "
+                    "no CUDA; leave it False"
+                )
+            self.recurrence.check()
+            self._check_trainable()
+            self.checkpoint.check()
+            if self.training.global_batch_size != -1:
+                raise UserError(
+                    f"training.global_batch_size={self.training.global_batch_size} is not used; "
+                    "set --batch.global-batch-tokens"
+                )
+            if not self.training.disable_cuda_graphs:
+                raise UserError(
+                    "training.disable_cuda_graphs=False cannot capture a changing number of "
+                    "recurrent steps; leave it True"
+                )
+            model = self._resolve_model()
+            attention = model.layers[0].attention
+            check_parallelism(
+                self.parallelism,
+                world_size=world_size,
+                n_heads=attention.n_heads,
+                n_kv_heads=attention.n_kv_heads or attention.n_heads,
+                seq_len=self.training.seq_len,
+            )
+            self.fsdp.check(self.parallelism)
+            self.batch.check(self.training.seq_len)
+            self._check_batches(world_size // self.parallelism.tensor_parallel_degree)
+            self.open_data().require_windows(self.windows_of_the_run())
+            self.held_out.check(self.dataloader.source_paths(), model.vocab_size)
+            self.optimizer = self.adamw.optimizer_config(
+                exit_gate=self.model.exit_gate, trainable=self.trainable
+            )
+            self.lr_scheduler = TokenLearningRate.Config(schedule=self.learning_rate)
+
+        def open_data(self) -> GlobalWindowLoader:
+            """Open the data as one rank would: memory maps only, so it finds faults early."""
+            return self.dataloader.build(
+                dp_world_size=1,
+                dp_rank=0,
+                seq_len=self.training.seq_len,
+                local_batch_size=1,
+                tokenizer=None,
+                snapshot_every_n_steps=None,
+            )
+
+        def to_dict(self) -> dict[str, Any]:
+            """Return the config as JSON values that are the same in every process.
+
+            A callback is its class's name and the fields of its dataclass. Functions and other
+            objects are their representation, without the address in memory.
+            """
+            record = Trainer.Config.to_dict(self)
+            record["callbacks"] = [_callback_record(callback) for callback in self.callbacks]
+            return json.loads(_ADDRESS.sub("", json.dumps(record, default=repr)))
+
+        def recipe_sha256(self) -> str:
+            """Return 64 hexadecimal digits for everything but this start's place and length.
+
+            These are `dump_folder`, `checkpoint.carry.parent`, `checkpoint.load_step` and
+            `training.steps`. The folders of the training data count.
+            """
+            record = self.to_dict()
+            del record["dump_folder"]
+            del record["checkpoint"]["carry"]["parent"]
+            del record["checkpoint"]["load_step"]
+            del record["training"]["steps"]
+            text = json.dumps(finite_or_null(record), sort_keys=True)
+            return hashlib.sha256(text.encode()).hexdigest()
+
+        def _resolve_model(self) -> LoopDecoder.Config:
+            data = self.dataloader.vocabulary()
+            self.open_data()
+            if self.model.vocab_size is None:
+                self.model.vocab_size = data.size
+            model = decoder_config(self.model, max_seq_len=self.training.seq_len)
+            if data.largest_token >= model.vocab_size:
+                raise UserError(
+                    f"model.vocab_size={model.vocab_size} is too small: the data's largest token "
+                    f"is {data.largest_token}; use {data.largest_token + 1} or more, or leave it "
+                    "unset"
+                )
+            self.model_spec = ModelSpec(
+                name="loop",
+                flavor=self.model.size,
+                model=model,
+                parallelize_fn=partial(
+                    parallelize_loop_decoder,
+                    fsdp=self.fsdp,
+                    trainable=self.trainable,
+                    recurrent_steps=most_recurrent_steps(self.recurrence),
+                ),
+                pipelining_fn=None,
+                post_optimizer_build_fn=None,
+                state_dict_adapter=None,
+            )
+            return model
+
+        def windows_of_the_run(self) -> int:
+            """Return how many windows the run consumes; at most, if a ramp is cut by `steps`."""
+            seq_len, limit = self.training.seq_len, self.training.steps
+            windows = planned_tokens(self.batch, self.total_tokens, seq_len) // seq_len
+            if limit:
+                largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
+                windows = min(windows, limit * largest)
+            return windows
+
+        def _check_trainable(self) -> None:
+            """Refuse a loss that does not train what is to be trained."""
+            if self.trainable not in ("all", "exit_gate"):
+                raise UserError(f"trainable={self.trainable}: choose all or exit_gate")
+            if not isinstance(self.loss, AdaptiveGateLoss.Config):
+                if self.trainable == "exit_gate":
+                    raise UserError(
+                        f"trainable=exit_gate with loss={type(self.loss).__qualname__}: the gate "
+                        "alone learns from AdaptiveGateLoss; set loss to AdaptiveGateLoss.Config()"
+                    )
+                return
+            self.loss.check()
+            if self.trainable == "all":
+                raise UserError(
+                    "trainable=all with loss=AdaptiveGateLoss.Config: this loss has no gradient "
+                    "for the language model; set trainable to exit_gate"
+                )
+            if not self.model.exit_gate:
+                raise UserError(
+                    "trainable=exit_gate needs a gate, and model.exit_gate=False; set it to True"
+                )
+            if (fewest := fewest_recurrent_steps(self.recurrence)) < 2:
+                raise UserError(
+                    f"trainable=exit_gate with recurrence.steps={str(self.recurrence.steps)!r}: R "
+                    f"can be {fewest}, and the gate learns from the difference of two steps; keep "
+                    "it at 2 or more (recurrence.min_steps=2)"
+                )
+
+        def _check_batches(self, data_parallel_ranks: int) -> None:
+            """Refuse a batch that some point of the ramp cannot split over the ranks."""
+            sizes = batch_sizes(self.batch, self.training.seq_len, self.total_tokens)
+            for windows in sizes:
+                accumulation_steps(windows, self.training.local_batch_size, data_parallel_ranks)
+
+    config: Config
+    dataloader: GlobalWindowLoader
+    model_config: LoopDecoder.Config
+    loss_fn: StreamedLoss
+    lr_schedulers: TokenLearningRate
+    metrics_processor: LoopMetricsProcessor
+
+    def __init__(self, config: Config) -> None:
+        self._step_limit = config.training.steps
+        self._lineage = {
+            "recipe_sha256": config.recipe_sha256(),
+            "stage": config.stage,
+            "versions": library_versions(),
+        }
+        super().__init__(config)
+        self.tokens = 0
+        self._plan_to_the_end()
+        self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
+        self.skipped = SkipCounter(config.max_skipped_steps)
+        self._microbatch_metrics: list[dict[str, Tensor]] = []
+        self._collapse: str | None = None
+        self.callbacks: list[Callback] = [*config.callbacks]
+        if config.held_out.enabled:
+            self.callbacks.insert(0, HeldOutLoss(config.held_out, self))
+
+    @property
+    def model(self) -> LoopDecoder:
+        """The one model part there is without pipeline parallelism."""
+        (model,) = self.model_parts
+        assert isinstance(model, LoopDecoder)
+        return model
+
+    @property
+    def at_stage_end(self) -> bool:
+        """Whether the run consumed all it was to train on; `training.steps` may end it earlier."""
+        return self.tokens >= self.config.total_tokens
+
+    def _plan_to_the_end(self) -> None:
+        """Set `training.steps`, which upstream's loop obeys, from where the run stands now."""
+        config = self.config
+        steps = plan_steps(
+            config.batch,
+            config.total_tokens,
+            config.training.seq_len,
+            tokens=self.tokens,
+            steps=self.step,
+        )
+        config.training.steps = min(steps, self._step_limit) if self._step_limit else steps
+
+    def train(self) -> None:
+        """Train to the end, from the newest checkpoint if there is one."""
+        super().train()
+        for callback in self.callbacks:
+            callback.on_train_end(self)
+
+    def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
+        """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
+        self._plan_to_the_end()
+        self._apply_optimizer_settings()
+        if self.step >= self.config.training.steps:
+            logger.info("Nothing left to train: the run ended at step %d", self.step)
+        for callback in self.callbacks:
+            callback.on_train_start(self)
+        self.dataloader.log_sources()
+        self.metrics_processor.start(
+            step=self.step, tokens=self.tokens, total_steps=self.config.training.steps
+        )
+        return iter(())
+
+    def _apply_optimizer_settings(self) -> None:
+        """Let this start's config decide: a checkpoint brings its own weight decay and betas."""
+        (optimizer,) = self.optimizers
+        wanted = self.config.optimizer.param_groups
+        for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+            group.update(settings.optimizer_kwargs)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
+        plan = plan_step(self.config, step=self.step, tokens=self.tokens, seed=self.seed)
+        self.model.recurrent_steps = plan.recurrent_steps
+        if isinstance(self.loss_fn, ExpectedExitLoss):
+            self.loss_fn.entropy_weight = plan.entropy_weight
+        self.lr_schedulers.set_tokens(plan.tokens)
+        self.optimizers.zero_grad()
+        first_window = self.dataloader.windows_consumed
+
+        loss, metrics = self._forward_backward(plan)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.training.max_norm, foreach=True
+        )
+        if self.skipped.record(
+            all_ranks_finite(loss, grad_norm),
+            step=plan.step,
+            windows=range(first_window, first_window + plan.windows),
+            loss=float(loss),
+            grad_norm=float(grad_norm),
+        ):
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+        self.tokens += plan.windows * self.config.training.seq_len
+        self._finish_step(plan, loss, grad_norm, metrics)
+
+    def _forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
+        """Accumulate the gradients of one global batch.
+
+        Returns:
+            This rank's share of the loss and of the objective's metrics: sums over ranks are global
+            means.
+        """
+        began = time.perf_counter()
+        microbatches = self.dataloader.read_step(plan.windows)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+        valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
+        valid = valid.to(self.device)
+        if self.parallel_dims.dp_enabled:
+            valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
+        losses: list[Tensor] = []
+        self._microbatch_metrics = []
+        for input_dict, labels in microbatches:
+            loss = self.forward_backward_step(
+                input_dict={name: value.to(self.device) for name, value in input_dict.items()},
+                labels=labels.to(self.device),
+                global_valid_tokens=valid,
+            )
+            losses.append(loss.detach())
+        reshard_units(self.model)  # held layers show their gradients only now
+        metrics = {
+            name: torch.stack([values[name] for values in self._microbatch_metrics]).sum(dim=0)
+            for name in self._microbatch_metrics[0]
+        }
+        return torch.stack(losses).sum(), metrics
+
+    def _forward_backward_body(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor,
+        extra_kwargs: dict[str, Any],
+    ) -> Tensor:
+        """As upstream's, but keeps the metrics of the loss, which upstream drops."""
+        with self.train_context():
+            output = self.model_parts[0](inputs, **extra_kwargs)
+            loss, metrics = self.loss_fn(output, labels, global_valid_tokens)
+            del output
+            with spmd.no_typecheck():  # as upstream: the forward pass suffices
+                loss.backward()
+        self._microbatch_metrics.append(metrics)
+        return loss
+
+    def _finish_step(
+        self,
+        plan: StepPlan,
+        loss: Tensor,
+        grad_norm: Tensor,
+        metrics: dict[str, Tensor],
+    ) -> None:
+        record: Mapping[str, Any] = {}
+        if self.metrics_processor.should_log(plan.step):
+            names = list(metrics)
+            totals = torch.stack([loss.float(), *(metrics[name].float() for name in names)])
+            loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+            if loss_mesh is not None:
+                totals = dist_utils.dist_sum_tensor(totals, loss_mesh)
+            mean_loss, *means = totals.tolist()
+            objective = dict(zip(names, means, strict=True))
+            seq_len = self.config.training.seq_len
+            record = self.metrics_processor.log_step(
+                StepRecord(
+                    step=plan.step,
+                    total_steps=self.config.training.steps,
+                    tokens=self.tokens,
+                    loss=mean_loss,
+                    grad_norm=float(grad_norm),
+                    lr=plan.learning_rate,
+                    recurrent_steps=plan.recurrent_steps,
+                    entropy_weight=plan.entropy_weight,
+                    global_batch_tokens=plan.windows * seq_len,
+                    data_hash=self.dataloader.data_hash,
+                    windows_consumed=self.dataloader.windows_consumed,
+                    sources=self.dataloader.progress(),
+                    objective=objective,
+                    flops_per_token=self.model_config.training_flops_per_token(
+                        seq_len, plan.recurrent_steps, self.config.trainable
+                    ),
+                )
+            )
+            self._warn_of_collapse(objective)
+        self._report_sources(plan.step)
+        with self.metrics_processor.paused():
+            for callback in self.callbacks:
+                callback.on_step_end(self, record)
+
+    def _report_sources(self, step: int) -> None:
+        """Say how far every source was read, when a checkpoint is due and at the end."""
+        due = step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
+        progress = self.dataloader.progress()
+        if due and progress and torch.distributed.get_rank() == 0:
+            sources = ", ".join(f"{s.name} {s.tokens} ({s.epochs:.3f} epochs)" for s in progress)
+            logger.info("tokens read by step %d: %s", step, sources)
+
+    def _warn_of_collapse(self, objective: Mapping[str, float]) -> None:
+        """Warn once each time the exit distribution collapses in another way."""
+        if not isinstance(self.loss_fn, ExpectedExitLoss):
+            return  # a frozen model cannot collapse: a gate that always exits late may be right
+        warning = collapse_warning(objective)
+        if warning is not None and self._collapse is None:
+            logger.warning("step %d: %s", self.step, warning)
+        self._collapse = warning
+
+    def before_save(self) -> None:
+        """Refuse to save weights that are not finite; collective."""
+        name = first_non_finite_parameter(self.model_parts)
+        if name is not None:
+            raise NonFiniteError(
+                f"parameter {name} is not finite at step {self.step}; nothing was saved, restart "
+                "from the last checkpoint"
+            )
+
+    def init_distributed(self) -> ParallelDims:
+        """Join the process group, then claim the run directory for this job."""
+        parallel_dims = super().init_distributed()
+        self.run_lock = claim_run(Path(self.config.dump_folder))
+        return parallel_dims
+
+    def close(self) -> None:
+        """Wait for a save that is being written, and let another job have the run directory.
+
+        Everything is closed even if closing some of it fails, unlike in upstream's `close`, whose
+        parts these are; the lock comes last.
+        """
+        with contextlib.ExitStack() as closing:
+            if self.run_lock is not None:
+                closing.callback(self.run_lock.release)
+            closing.callback(self.metrics_processor.close)
+            closing.callback(self.checkpointer.close)
+            closing.callback(self.dataloader.close)
+
+    def lineage(self) -> dict[str, Any]:
+        """Return what a checkpoint records of its run: recipe hash, stage, versions."""
+        return self._lineage
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the run, as JSON that means the same on any number of ranks."""
+        return {
+            "step": self.step,
+            "tokens": self.tokens,
+            "recurrent_steps": max(1, round(self.config.recurrence.steps(self.tokens))),
+            "architecture": architecture(self.model_config),
+        }
+
+    def check_parent(self, state_dict: dict[str, Any]) -> None:
+        """Raise `UserError` if this model cannot start from the weights of such a state."""
+        check_parent(
+            state_dict["architecture"],
+            architecture(self.model_config),
+            self.config.checkpoint.carry,
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            UserError: The checkpoint is of another architecture; R may differ.
+        """
+        check_architecture(state_dict["architecture"], architecture(self.model_config))
+        self.step = state_dict["step"]
+        self.tokens = state_dict["tokens"]

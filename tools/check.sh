@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Every static check; runs all of them and fails if any did. `bash tools/check.sh --fix` formats.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+failed=()
+check() {
+    echo "== $*"
+    "$VENV/bin/$1" "${@:2}" || failed+=("$1")
+}
+
+if [ "${1:-}" = --fix ]; then
+    "$VENV/bin/ruff" format --quiet
+    "$VENV/bin/ruff" check --fix --quiet
+fi
+check ruff format --check --quiet
+check ruff check --quiet
+# Import-linter's banner and basedpyright's baseline hints are noise here.
+check basedpyright --level error
+check lint-imports --no-logo
+check codespell
+if [ ${#failed[@]} -gt 0 ]; then
+    echo "tools/check.sh: failed: ${failed[*]}" >&2
+    exit 1
+fi
+echo "tools/check.sh: all clean"

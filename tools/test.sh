@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# All tests, on a fresh machine with only Python 3.11 or later.
+#
+#   bash tools/test.sh [--durations] [PYTEST ARGUMENTS]
+#
+# --durations fails when set-up, unit or multi-process tests exceed their budgets (for two cores)
+# and lists the slowest tests. TITAN_LOOP_REQUIRE=multiprocess,… forbids to skip tests so marked.
+set -euo pipefail
+
+SETUP_BUDGET_SECONDS=300
+export TITAN_LOOP_TEST_BUDGETS="unit=480,multiprocess=420"
+
+enforce=0
+if [ "${1:-}" = --durations ]; then
+    enforce=1
+    shift
+    set -- --durations=15 "$@"
+    export TITAN_LOOP_ENFORCE_BUDGETS=1
+fi
+
+SECONDS=0
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+setup_seconds=$SECONDS
+echo "set-up: $setup_seconds s of $SETUP_BUDGET_SECONDS s"
+
+# Threads of ranks that share cores spin on each other: one each (a pool's ranks set the same).
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+status=0
+"$VENV/bin/python" -m pytest "$@" || status=$?
+if [ $enforce = 1 ] && [ "$setup_seconds" -gt $SETUP_BUDGET_SECONDS ]; then
+    echo "tools/test.sh: set-up took $setup_seconds s, its budget is $SETUP_BUDGET_SECONDS s" >&2
+    status=1
+fi
+exit $status

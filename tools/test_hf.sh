@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# The tests of exported folders in transformers, one environment per supported major version.
+#
+#   bash tools/test_hf.sh [PYTEST ARGUMENTS]
+#
+# Each environment sees everything in the main one behind its own packages, so that torch is there
+# already and only what a version of transformers wants otherwise is installed on top (datatrove then
+# finds an older huggingface_hub than it asks for; these tests do without it). Kept until pyproject
+# changes; delete $TITAN_LOOP_VENV/hf5 to look for a newer transformers 5.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+# What pip finds in the main environment it cannot replace: that lies outside of the environment it
+# installs into. The constraint keeps it from laying another torch on top.
+install_transformers() { # install_transformers MARKER FOLDER: pyproject's group of that name
+    local group
+    group=$("$VENV/bin/python" -c '
+import sys, tomllib
+print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]])' "$1")
+    rm -rf "$2"
+    "$VENV/bin/python" -m venv --without-pip "$2"
+    "$VENV/bin/python" - "$("$2/bin/python" -c 'import site; print(site.getsitepackages()[0])')" <<'PYTHON'
+import pathlib
+import site
+import sys
+
+below = "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
+pathlib.Path(sys.argv[1], "main-environment.pth").write_text(below)
+PYTHON
+    echo "torch==$(usable_torch "$VENV/bin/python")" >"$2/constraints.txt"
+    # shellcheck disable=SC2086  # a group's requirements are words
+    "$VENV/bin/python" -m pip --python "$2/bin/python" install --no-compile --upgrade -c "$2/constraints.txt" $group
+}
+
+status=0
+for marker in hf4 hf5; do
+    folder=$VENV/$marker
+    wanted="$(cat "$VENV/titan-loop-stamp") $(cksum <tools/test_hf.sh)"
+    if [ ! -f "$folder/stamp" ] || [ "$(cat "$folder/stamp")" != "$wanted" ]; then
+        setup_stage "environment $marker" install_transformers $marker "$folder"
+        echo "$wanted" >"$folder/stamp"
+    fi
+    echo "== $marker: transformers $("$folder/bin/python" -c 'import importlib.metadata as m; print(m.version("transformers"))')"
+    OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=$marker \
+        HF_HUB_OFFLINE=1 HF_HOME=$folder/hf-home \
+        "$folder/bin/python" -m pytest -m $marker tests/checkpoint/hugging_face "$@" || status=1
+done
+exit $status

@@ -1,0 +1,66 @@
+"""What looping is for: Mano at equal parameters, the same layers visited once or several times.
+
+Two runs of the same single layer on the same data: one visits it four times and has an exit gate,
+the other visits it once. The exam asks for the value of held-out prefix expressions of the largest
+length; every answer needs a chain of dependent operations, for which one visit is too shallow.
+LOG.md has the length it needs and what came out.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
+"""
+
+from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.evaluation.mano_exam import ManoExam
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.learning_rate import AdamWConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+MODULUS = 5
+MAX_OPERATIONS = 3
+RECURRENT_STEPS = 4
+WINDOW_TOKENS = 64
+BATCH_TOKENS = 16 * WINDOW_TOKENS
+TOTAL_TOKENS = 4_000_000
+
+
+def depth_demo() -> Recipe:
+    """Why loop: modular arithmetic by the same layer four times, and once."""
+    return Recipe(
+        name="depth_demo",
+        stages=[
+            Stage(name="looped", config=_run(RECURRENT_STEPS)),
+            Stage(name="not_looped", config=_run(1)),
+        ],
+    )
+
+
+def _run(recurrent_steps: int) -> LoopTrainer.Config:
+    looped = recurrent_steps > 1
+    config = LoopTrainer.Config(
+        total_tokens=TOTAL_TOKENS,
+        model=ModelOptions(
+            size="debugmodel", n_layers=1, recurrent_steps=recurrent_steps, exit_gate=looped
+        ),
+        dataloader=ManoLoader.Config(modulus=MODULUS, max_operations=MAX_OPERATIONS),
+        learning_rate=Schedule.warmup_cosine(
+            4e-3, start=4e-4, warmup_tokens=200_000, total_tokens=TOTAL_TOKENS, final=4e-4
+        ),
+        entropy_weight=Schedule.constant(0.05),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+        adamw=AdamWConfig(beta2=0.98, eps=1e-6),
+        callbacks=(
+            ManoExam(
+                depths=(1, 2, 4, 6) if looped else (1,),
+                interval=500,
+            ),
+        ),
+    )
+    config.training.seq_len = WINDOW_TOKENS
+    config.training.local_batch_size = 16
+    config.checkpoint.interval = 1000
+    config.metrics.log_freq = 100
+    return config

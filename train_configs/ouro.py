@@ -1,0 +1,264 @@
+"""Ouro (LoopLM) 1.4B and 2.6B: the whole recipe, its scaling study and its prior ablation.
+
+    1a ─┬─ 1b ── ct_annealing ── longct ── mid_training ─┬─ gate      1.4B, 24 layers
+        │                                                └─ sft
+        └─ the same, upcycled to 48 layers by duplication              2.6B
+
+Prepare the sources below with `titan-loop data tokenize` under `corpora/ouro/`, all with the same
+tokenizer of 49,152 tokens; `:packed` ones also with `titan-loop data pack`.
+
+Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipping and mixtures.
+Not published, hence ours, and marked "ours" where they stand: lengths of warm-up and batch ramp,
+seeds, how duplicated layers are ordered, what the optimiser carries between stages, tokens and
+batch of the gate stage and of the SFT, the final learning rate of the SFT, and what the replay
+leaves out.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Appendices A and D.
+"""
+
+from titan_loop.data.loader import WindowLoader
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.held_out import HeldOutConfig
+from titan_loop.training.learning_rate import AdamWConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+CORPUS = "corpora/ouro"
+
+# The paper's "4M" and "8M" are taken as powers of two, so that every window length divides them.
+BATCH_4M, BATCH_8M = 2**22, 2**23
+BILLION, TRILLION = 10**9, 10**12
+
+WARMUP_TOKENS = 8 * BILLION  # ours: about 2,000 steps
+RAMP_TOKENS = 100 * BILLION  # ours: linear
+
+# Percent of tokens, Table 3.
+STAGE_1 = {
+    "nemotron-cc": 73.4,
+    "map-cc": 13.0,
+    "ultra-fineweb-zh": 2.0,
+    "opencoder-pretrain": 7.5,
+    "megamath-web": 4.1,
+}
+CHINESE = ("map-cc", "ultra-fineweb-zh")  # stop after stage 1
+# Table 4.
+STAGE_2 = {
+    "nemotron-cc-high-quality": 66.5,
+    "nemotron-cc-math-v1": 15.0,
+    "megamath-high-quality": 4.6,
+    "opc-annealing-corpus": 0.5,
+    "nemotron-synthetic-code": 3.8,
+    "nemotron-sft-code": 3.4,
+    "nemotron-sft-general": 6.2,
+}
+# Table 5, billions of tokens; the SFT mix is ChatML with a loss on the assistant's turns only.
+MID_TRAINING_SFT, REPLAY_OF_STAGE_1, REPLAY_OF_STAGE_2 = 90, 30, 180
+# Reasoning SFT, thousands of examples.
+SFT = {"math": 3_500, "code": 3_200, "science": 808, "chat": 767}
+
+
+def ouro_1_4b() -> Recipe:
+    """Ouro 1.4B: 24 layers, R = 8 then 4, 7.7T tokens in five stages, then gate and SFT."""
+    return Recipe(name="ouro_1_4b", stages=[_stage_1a(), *_branch("1a")])
+
+
+def ouro_2_6b() -> Recipe:
+    """Ouro 2.6B: the 1.4B after stage 1a, upcycled to 48 layers; the same stages from there."""
+    branch = _branch("1a", size="2.6b")
+    branch[0].config.checkpoint.carry.upcycle = "stacked"  # ours: keeps 48 x 4 = 24 x 8 visits
+    return Recipe(name="ouro_2_6b", stages=[_stage_1a(), *branch])
+
+
+def _stage_1a() -> Stage:
+    config = _config(
+        tokens=3 * TRILLION,
+        window=4096,
+        learning_rate=Schedule.warmup_constant(3e-4, warmup_tokens=WARMUP_TOKENS),
+        mixture=_mixture(STAGE_1),
+    )
+    config.recurrence = RecurrenceConfig(steps=Schedule.constant(8))
+    config.entropy_weight = Schedule.constant(0.1)
+    config.batch = BatchConfig(
+        global_batch_tokens=Schedule.parse(f"0:{BATCH_4M} linear {RAMP_TOKENS}:{BATCH_8M}"),
+        multiple_of_windows=BATCH_4M // 4096 // 8,  # 128 windows at a time; ours
+    )
+    return Stage(name="1a", config=config)
+
+
+def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
+    """Return the stages after 1a, for one of the two models."""
+    annealing_tokens = 14 * TRILLION // 10
+    stages = [
+        Stage(
+            name="1b",
+            parent=parent,
+            config=_config(
+                size=size,
+                tokens=3 * TRILLION,
+                window=4096,
+                learning_rate=Schedule.constant(3e-4),
+                mixture=_mixture(STAGE_1),
+            ),
+        ),
+        Stage(
+            name="ct_annealing",
+            parent="1b",
+            config=_config(
+                size=size,
+                tokens=annealing_tokens,
+                window=16_384,
+                rope_theta=40_000.0,
+                learning_rate=Schedule.parse(f"0:3e-4 cosine {annealing_tokens}:3e-5"),
+                mixture=_mixture(STAGE_2),
+            ),
+        ),
+        Stage(
+            name="longct",
+            parent="ct_annealing",
+            config=_config(
+                size=size,
+                tokens=20 * BILLION,
+                window=65_536,
+                rope_theta=1e6,
+                learning_rate=Schedule.constant(3e-5),
+                mixture=[f"{CORPUS}/prolong-64k=1:packed"],
+            ),
+        ),
+        Stage(
+            name="mid_training",
+            parent="longct",
+            config=_config(
+                size=size,
+                tokens=300 * BILLION,
+                window=32_768,
+                rope_theta=1e6,
+                learning_rate=Schedule.parse(f"0:3e-5 cosine {300 * BILLION}:1e-5"),
+                mixture=_mid_training_mixture(),
+            ),
+        ),
+    ]
+    return [*stages, _gate(size), _reasoning_sft(size)]
+
+
+def _gate(size: str) -> Stage:
+    """Stage II: the language model is frozen, the gate learns when another step still helps."""
+    config = _config(
+        size=size,
+        tokens=2 * BILLION,  # ours
+        window=32_768,
+        rope_theta=1e6,
+        learning_rate=Schedule.constant(3e-4),  # ours
+        mixture=_mid_training_mixture(),
+    )
+    config.trainable = "exit_gate"
+    config.loss = AdaptiveGateLoss.Config()
+    config.checkpoint.carry.optimizer = False
+    return Stage(name="gate", parent="mid_training", config=config)
+
+
+def _reasoning_sft(size: str) -> Stage:
+    """Two epochs of chats, from the mid-trained model."""
+    tokens = 60 * BILLION  # ours: two epochs of 8.3M examples of about 3,600 tokens
+    config = _config(
+        size=size,
+        tokens=tokens,
+        window=32_768,
+        rope_theta=1e6,
+        learning_rate=Schedule.parse(f"0:2e-5 cosine {tokens}:0"),  # final value: ours
+        mixture=[
+            f"{CORPUS}/sft-{name}={examples}:packed:max_epochs=2" for name, examples in SFT.items()
+        ],
+    )
+    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(BATCH_4M))  # ours
+    config.checkpoint.carry.optimizer = False  # ours
+    return Stage(name="sft", parent="mid_training", config=config)
+
+
+def _config(
+    *,
+    tokens: int,
+    window: int,
+    learning_rate: Schedule,
+    mixture: list[str],
+    size: str = "1.4b",
+    rope_theta: float = 10_000.0,
+) -> LoopTrainer.Config:
+    """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1."""
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=ModelOptions(size=size, rope_theta=rope_theta),
+        dataloader=WindowLoader.Config(mixture=mixture),
+        learning_rate=learning_rate,
+        entropy_weight=Schedule.constant(0.05),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_8M)),
+        adamw=AdamWConfig(weight_decay=0.1, beta1=0.9, beta2=0.95),
+        held_out=HeldOutConfig(interval=1000, depths=[1, 2, 4, 8], windows=64),
+    )
+    config.training.seq_len = window
+    config.training.local_batch_size = 1
+    config.training.max_norm = 1.0
+    config.checkpoint.interval = 1000
+    config.checkpoint.keep_latest_k = 3
+    config.checkpoint.keep_every = 25_000
+    config.checkpoint.async_mode = "async_with_pinned_mem"
+    return config
+
+
+def _mixture(weights: dict[str, float], share: float = 1.0) -> list[str]:
+    total = sum(weights.values())
+    return [f"{CORPUS}/{name}={share * weight / total:.6g}" for name, weight in weights.items()]
+
+
+def _mid_training_mixture() -> list[str]:
+    replay = {name: weight for name, weight in STAGE_1.items() if name not in CHINESE}  # ours
+    return [
+        f"{CORPUS}/mid-training-sft={MID_TRAINING_SFT}:packed",
+        *_mixture(replay, REPLAY_OF_STAGE_1),
+        *_mixture(STAGE_2, REPLAY_OF_STAGE_2),
+    ]
+
+
+def ouro_scaling_study() -> Recipe:
+    """Appendix D: 53M to 1.36B at R = 1, 2, 4, 8 on 20B tokens; R = 1 is the standard model."""
+    stages = [
+        Stage(name=f"{size}-r{steps}", config=_study(size, steps))
+        for size in ("53m", "134m", "374m", "778m", "1.4b")
+        for steps in (1, 2, 4, 8)
+    ]
+    return Recipe(name="ouro_scaling_study", stages=stages)
+
+
+def ouro_prior_ablation() -> Recipe:
+    """Appendix A: a uniform prior against geometric ones, 776M, R = 4, 20B tokens."""
+    stages = [Stage(name="uniform", config=_study("778m", 4))]
+    for tenths in range(1, 10):
+        config = _study("778m", 4)
+        config.loss = ExpectedExitLoss.Config(prior="geometric", geometric_eta=tenths / 10)
+        stages.append(Stage(name=f"geometric-0.{tenths}", config=config))
+    return Recipe(name="ouro_prior_ablation", stages=stages)
+
+
+def _study(size: str, recurrent_steps: int) -> LoopTrainer.Config:
+    """Return one run of the studies; warm-up and schedule are ours, 500K tokens a batch."""
+    tokens = 20 * BILLION
+    config = _config(
+        size=size,
+        tokens=tokens,
+        window=4096,
+        learning_rate=Schedule.warmup_cosine(
+            3e-4, warmup_tokens=tokens // 100, total_tokens=tokens, final=3e-5
+        ),
+        mixture=[f"{CORPUS}/fineweb-edu=1"],
+    )
+    config.model.vocab_size = 32_000  # with it the sizes have the paper's parameter counts
+    config.model.recurrent_steps = recurrent_steps
+    config.model.exit_gate = recurrent_steps > 1
+    config.recurrence = RecurrenceConfig(steps=Schedule.constant(recurrent_steps))
+    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(2**19))
+    return config
