@@ -22,7 +22,7 @@ from titan_loop.errors import UserError
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
-from titan_loop.testing.tiny import tiny_config
+from titan_loop.testing.tiny import standard_library_texts, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
@@ -172,8 +172,7 @@ def test_an_interrupted_gate_stage_continues_bitwise(source, tmp_path):
 def easy_and_hard(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half of the text is one phrase repeated, on which further steps soon gain nothing."""
     folder = tmp_path_factory.mktemp("kinds")
-    files = sorted(Path(compat.__file__).parent.rglob("*.py"))[:24]
-    hard = [text for file in files if (text := file.read_text(encoding="utf-8"))]
+    hard = standard_library_texts(24)
     easy = ["tick tock " * (len(text) // 10) for text in hard]
     lines = [json.dumps({"id": str(i), "text": text}) for i, text in enumerate([*hard, *easy])]
     (folder / "raw.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -219,9 +218,11 @@ def test_the_gate_of_a_real_run_learns_where_steps_improve(easy_and_hard, tmp_pa
     gate.train()
     gate.close()
     after = continuation_by_kind(gate)
-    # Measured: 0.51 (easy) and 0.38 (hard) after Stage I, 0.54 and 0.67 after Stage II.
-    assert before["hard"] - before["easy"] < 0
-    assert after["hard"] - after["easy"] > 0.08
+    # Measured on six choices of modules: hard minus easy is between -0.14 and -0.04 after Stage I
+    # and between 0.14 and 0.26 after Stage II.
+    before_gap, after_gap = (kinds["hard"] - kinds["easy"] for kinds in (before, after))
+    assert after_gap > 0.05
+    assert after_gap - before_gap > 0.1
     records = RunDirectory(tmp_path / "gate").read_metrics()
     assert records[-1]["gate/bce_2"] < records[0]["gate/bce_2"]
 
