@@ -1,5 +1,7 @@
 """`titan-loop train` hands each stage of a recipe to the trainer, with the flags applied."""
 
+from pathlib import Path
+
 import pytest
 
 from titan_loop.checkpoint.saving import SaveFailedError
@@ -10,8 +12,11 @@ from titan_loop.training.trainer import LoopTrainer
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch, shutdowns: list[int]) -> list[LoopTrainer.Config]:
+def trained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shutdowns: list[int]
+) -> list[LoopTrainer.Config]:
     """Return the configs that reached the trainer; `total_tokens` = 3 or 4 fails."""
+    monkeypatch.chdir(tmp_path)  # a recipe's folder gets its plan
     configs: list[LoopTrainer.Config] = []
 
     def record(config: LoopTrainer.Config) -> None:

@@ -232,8 +232,20 @@ def test_the_larger_model_is_the_smaller_one_upcycled(corpus, monkeypatch):
     assert layers == [24, 48]
 
 
+def test_both_models_read_the_same_schedules_and_data_after_the_fork(corpus, monkeypatch):
+    monkeypatch.chdir(corpus)
+    smaller, larger = load_recipe("ouro_1_4b"), load_recipe("ouro_2_6b")
+    assert [stage.parent for stage in larger.stages] == [stage.parent for stage in smaller.stages]
+    for one, other in zip(smaller.stages[1:], larger.stages[1:], strict=True):
+        assert (one.name, one.config.model.size) == (other.name, "1.4b")
+        assert other.config.model.size == "2.6b"
+        other.config.model.size = "1.4b"
+        other.config.checkpoint.carry.upcycle = "no"
+        assert other.config.recipe_sha256() == one.config.recipe_sha256()
+
+
 @pytest.mark.parametrize(
-    ("size", "millions"), [("53m", 53), ("134m", 134), ("374m", 374), ("778m", 778)]
+    ("size", "millions"), [("53m", 53), ("134m", 134), ("374m", 374), ("778m", 778), ("1.4b", 1364)]
 )
 def test_the_scaling_study_has_the_paper_s_sizes(corpus, monkeypatch, size, millions):
     monkeypatch.chdir(corpus)

@@ -337,13 +337,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
             )
         self.trainer.check_parent(manifest["trainer"])
         origin = from_rank_zero(self.group, lambda: reference(parent))
+        self.inherited = {"origin": origin}
         if carry.upcycle != "no":
             parent = from_rank_zero(self.group, lambda: self._upcycle(parent))
-        self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
-        lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
-        self.inherited = {"origin": origin}
-        if "upcycled" in lineage:
+            # Of this start alone: what was duplicated before is in the origin's manifest.
+            lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
             self.inherited["upcycled"] = lineage["upcycled"]
+        self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
         return True
 
     def _upcycle(self, parent: Path) -> Path:

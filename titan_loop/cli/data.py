@@ -37,6 +37,26 @@ def local_python(arguments: Sequence[str]) -> None:
     )
 
 
+def local_chats(arguments: Sequence[str]) -> None:
+    """Build chats from the docstrings of this Python installation, without a network."""
+    parser = Parser(
+        "data local-chats",
+        "Write OUTPUT/{train,held_out}.jsonl of questions and answers, for tokenize --chat.",
+    )
+    parser.add_argument("output", help="folder of the chats")
+    parser.add_argument("--megabytes", type=float, default=1.0, help="most text")
+    parser.add_argument(
+        "--held-out-fraction", type=float, default=0.05, help="as given to local-python"
+    )
+    given = parser.parse(arguments)
+
+    from titan_loop.data.local_chats import build_local_chats
+
+    build_local_chats(
+        given.output, megabytes=given.megabytes, held_out_fraction=given.held_out_fraction
+    )
+
+
 def train_tokenizer(arguments: Sequence[str]) -> None:
     """Train a byte-level BPE on documents."""
     parser = Parser("data train-tokenizer", "Train a byte-level BPE and write its tokenizer.json.")
@@ -230,6 +250,7 @@ def _add_inputs(parser: Parser) -> None:
 
 VERBS: dict[str, Verb] = {
     "local-python": local_python,
+    "local-chats": local_chats,
     "train-tokenizer": train_tokenizer,
     "import-tokenizer": import_tokenizer,
     "tokenize": tokenize,

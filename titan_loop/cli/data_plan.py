@@ -31,12 +31,12 @@ def plan(arguments: Sequence[str]) -> None:
         raise UserError(f"data plan: the recipe comes first, before {name}")
     recipe = load_recipe(name)
 
-    from titan_loop.cli.overrides import apply_overrides
+    from titan_loop.cli.stage_flags import apply_to_stages
 
+    apply_to_stages(recipe, overrides, f"titan-loop data plan {name}")
     shortages: list[str] = []
     for stage in recipe.stages:
-        config = apply_overrides(stage.config, overrides, f"titan-loop data plan {name}")
-        shortage = _plan_stage(stage.name, config)
+        shortage = _plan_stage(stage.name, stage.config)
         if shortage:
             shortages.append(f"{stage.name}: {shortage}")
     if shortages:

@@ -82,8 +82,7 @@ class DomainFiles:
             self.dropped["duplicate"] += 1
         else:
             seen.add(digest)
-            is_held_out = keyed_uniform("held_out", identity) < self.held_out_fraction
-            split = "held_out" if is_held_out else "train"
+            split = split_of(identity, self.held_out_fraction)
             record = {"text": encoded.decode(), "id": identity, "source": package}
             self.lines[split].append(json.dumps(record, ensure_ascii=False).encode() + b"\n")
             self.documents[split] += 1
@@ -125,7 +124,7 @@ def build_local_python_corpus(
             raise UserError(f"{name}_megabytes {size} must be positive")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
-    distributions = _distributions()
+    distributions = installed_distributions()
     if "sympy" not in distributions:
         raise UserError("the math domain needs sympy, which is not installed: pip install sympy")
     domains = {
@@ -137,7 +136,7 @@ def build_local_python_corpus(
     card = {
         "format_version": 1,
         "domains": {name: _write_domain(domain) for name, domain in domains.items()},
-        "licences": _licences(distributions, set().union(*(d.packages for d in domains.values()))),
+        "licences": licences(distributions, set().union(*(d.packages for d in domains.values()))),
         "versions": {"python": platform.python_version()},
         "command": shlex.join(sys.argv) if command is None else command,
     }
@@ -150,14 +149,12 @@ def _fill_from_sources(
     seen: set[bytes],
     distributions: dict[str, importlib.metadata.Distribution],
 ) -> None:
-    files = list(_standard_library()) + list(_package_files(distributions))
-    files.sort(key=lambda file: keyed_integer("order", file.package, file.name))
     _add_mano(domains["math"], seen)
     for package, distribution in distributions.items():
         text = distribution.metadata.json.get("description")
         if package != "sympy" and isinstance(text, str) and not domains["prose"].is_full:
             domains["prose"].add(seen, package, f"{package}/description", text)
-    for file in files:
+    for file in python_files(distributions):
         name, as_docstrings = _role(file)
         domain = domains[name]
         if domain.is_full:
@@ -167,16 +164,34 @@ def _fill_from_sources(
         except (UnicodeDecodeError, OSError):
             domain.dropped["unreadable"] += 1
             continue
-        identity = f"{file.package}/{file.name}"
+        identity = document_identity(file)
         if as_docstrings:
             try:
-                text, identity = docstrings(text), f"{identity}#docstrings"
+                text = docstrings(text)
             except (SyntaxError, ValueError, RecursionError):
                 domain.dropped["no valid Python"] += 1
                 continue
         domain.add(seen, file.package, identity, text)
         if all(domain.is_full for domain in domains.values()):
             break
+
+
+def python_files(
+    distributions: dict[str, importlib.metadata.Distribution],
+) -> list[TextFile]:
+    """Return the candidates of the standard library and the packages, in the corpus' order."""
+    files = [*_standard_library(), *_package_files(distributions)]
+    return sorted(files, key=lambda file: keyed_integer("order", file.package, file.name))
+
+
+def document_identity(file: TextFile) -> str:
+    """Return the `id` of the document that the corpus makes of a file."""
+    return f"{file.package}/{file.name}" + "#docstrings" * _role(file)[1]
+
+
+def split_of(identity: str, held_out_fraction: float) -> str:
+    """Return "train" or "held_out", which depends on the document's identity alone."""
+    return "held_out" if keyed_uniform("held_out", identity) < held_out_fraction else "train"
 
 
 def _role(file: TextFile) -> tuple[str, bool]:
@@ -236,7 +251,7 @@ def _package_files(
                 yield TextFile(package, name.as_posix(), Path(str(distribution.locate_file(name))))
 
 
-def _distributions() -> dict[str, importlib.metadata.Distribution]:
+def installed_distributions() -> dict[str, importlib.metadata.Distribution]:
     """Return the installed packages by normalised name, in order; ourselves left out."""
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
@@ -246,10 +261,11 @@ def _distributions() -> dict[str, importlib.metadata.Distribution]:
     return dict(sorted(found.items()))
 
 
-def _licences(
+def licences(
     distributions: dict[str, importlib.metadata.Distribution], used: set[str]
 ) -> dict[str, dict[str, str]]:
-    licences = {
+    """Return version and licence of every package in `used`, in order."""
+    found = {
         _STANDARD_LIBRARY: {"version": platform.python_version(), "licence": "PSF-2.0"},
         "mano": {"version": "generated", "licence": "no rights reserved: generated numbers"},
     }
@@ -267,8 +283,8 @@ def _licences(
         ]
         # Some put the whole licence text there: its first line names it.
         lines = [text.strip().splitlines()[0] for text in candidates if text.strip()]
-        licences[name] = {"version": distribution.version, "licence": (lines or ["not stated"])[0]}
-    return {name: licences[name] for name in sorted(used)}
+        found[name] = {"version": distribution.version, "licence": (lines or ["not stated"])[0]}
+    return {name: found[name] for name in sorted(used)}
 
 
 def _write_domain(domain: DomainFiles) -> dict[str, object]:

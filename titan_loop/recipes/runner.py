@@ -20,7 +20,12 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.status import write_plan
-from titan_loop.training.run import architecture_of, run_training, shutdown
+from titan_loop.training.run import (
+    architecture_of,
+    check_resumable,
+    run_training,
+    shutdown,
+)
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.trainer import LoopTrainer
 
@@ -74,28 +79,35 @@ def _adopt_recorded(config: LoopTrainer.Config) -> None:
 
 
 def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
-    """Refuse a stage that cannot run, or cannot start from its parent."""
+    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
         stage.config.resolve(world_size)
-        if stage.parent is not None and _saved_state(stage.config) is None:
-            parent, carry = recipe.stage(stage.parent).config, stage.config.checkpoint.carry
-            state = _saved_state(parent)
-            if state is None:
-                parent.resolve(world_size)
-                trained = architecture_of(parent)
-            else:
-                trained = state["architecture"]
-            check_parent(trained, architecture_of(stage.config), carry)
-            if carry.optimizer and parent.trainable != stage.config.trainable:
-                raise UserError(
-                    f"checkpoint.carry.optimizer=True, but {stage.parent} has moments for "
-                    f"trainable={parent.trainable} and this stage wants them for "
-                    f"trainable={stage.config.trainable}; set it to False"
-                )
+        if stage.parent is None or _saved_state(stage.config) is not None:
+            check_resumable(stage.config)  # a checkpoint that is no stage's as parent included
+        else:
+            _check_carried(stage, stage.parent, recipe.stage(stage.parent).config, world_size)
     except UserError as error:
         if len(recipe.stages) == 1:
             raise
         raise UserError(f"stage {stage.name}: {error}") from error
+
+
+def _check_carried(stage: Stage, name: str, parent: LoopTrainer.Config, world_size: int) -> None:
+    """Refuse what a stage cannot take from its parent, whether that is trained yet or not."""
+    carry = stage.config.checkpoint.carry
+    state = _saved_state(parent)
+    if state is None:
+        parent.resolve(world_size)
+        trained = architecture_of(parent)
+    else:
+        trained = state["architecture"]
+    check_parent(trained, architecture_of(stage.config), carry)
+    if carry.optimizer and parent.trainable != stage.config.trainable:
+        raise UserError(
+            f"checkpoint.carry.optimizer=True, but {name} has moments for "
+            f"trainable={parent.trainable} and this stage wants them for "
+            f"trainable={stage.config.trainable}; set it to False"
+        )
 
 
 def _require_complete_parent(recipe: Recipe, stage: Stage) -> None:

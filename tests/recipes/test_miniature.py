@@ -1,0 +1,98 @@
+"""The miniature has every stage of the big recipe, with the same changes from one to the next."""
+
+from typing import Any
+
+import pytest
+
+from titan_loop.data.mixture import parse_mixture
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.training.step_plan import plan_step
+
+KINDS = {
+    "1a": "1a",
+    "1b": "1b",
+    "annealing": "ct_annealing",
+    "longct": "longct",
+    "mid_training": "mid_training",
+    "gate": "gate",
+}
+
+
+def kind(stage: Stage) -> str:
+    return KINDS[stage.name.removesuffix("_upcycled")]
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    return load_recipe("miniature")
+
+
+def test_it_is_the_big_recipe_s_tree_forked_once(recipe):
+    assert {stage.name: stage.parent for stage in recipe.stages} == {
+        "1a": None,
+        "1b": "1a",
+        "annealing": "1b",
+        "longct": "annealing",
+        "mid_training": "longct",
+        "gate": "mid_training",
+        "1b_upcycled": "1a",
+        "annealing_upcycled": "1b_upcycled",
+        "longct_upcycled": "annealing_upcycled",
+        "mid_training_upcycled": "longct_upcycled",
+        "gate_upcycled": "mid_training_upcycled",
+    }
+    for stage in recipe.stages:
+        upcycled = stage.name.endswith("_upcycled")
+        assert stage.config.model.n_layers == (8 if upcycled else 4)
+        fork = stage.name == "1b_upcycled"
+        assert stage.config.checkpoint.carry.upcycle == ("stacked" if fork else "no")
+
+
+@pytest.mark.parametrize("branch", ["ouro_1_4b", "ouro_2_6b"])
+def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
+    """R, β, RoPE base, what trains, and how window, batch and rate relate to the stage before."""
+
+    def moments(stage: Stage) -> dict[str, Any]:
+        config = stage.config
+        ends = [
+            plan_step(config, step=1, tokens=tokens, seed=0)
+            for tokens in (0, config.total_tokens - 1)
+        ]
+        rates = [plan.learning_rate for plan in ends]
+        return {
+            "R": [plan.recurrent_steps for plan in ends],
+            "β": [plan.entropy_weight for plan in ends],
+            "RoPE base": config.model.rope_theta,
+            "batch grows by": ends[1].windows / ends[0].windows,
+            "rate": "falls" if rates[1] < rates[0] else "rises" if rates[1] > rates[0] else "stays",
+            "trainable": config.trainable,
+            "loss": type(config.loss),
+            "moments": config.checkpoint.carry.optimizer,
+            "packed": any(e.packed for e in parse_mixture(config.dataloader.mixture)),
+        }
+
+    big = {stage.name: moments(stage) for stage in load_recipe(branch).stages}
+    for stage in recipe.stages:
+        assert moments(stage) == big[kind(stage)], stage.name
+
+
+def test_windows_grow_and_shrink_and_chats_come_last(recipe):
+    windows = {stage.name: stage.config.training.seq_len for stage in recipe.stages}
+    assert windows["1a"] == windows["1b"] < windows["annealing"] < windows["longct"]
+    assert windows["annealing"] <= windows["mid_training"] < windows["longct"]
+    with_chats = {
+        stage.name
+        for stage in recipe.stages
+        if any("/chat" in entry for entry in stage.config.dataloader.mixture)
+    }
+    assert {name.removesuffix("_upcycled") for name in with_chats} == {"mid_training", "gate"}
+
+
+def test_the_short_form_differs_in_tokens_alone(recipe):
+    for stage, short in zip(recipe.stages, load_recipe("miniature_short").stages, strict=True):
+        assert (stage.name, stage.parent) == (short.name, short.parent)
+        assert 8 < stage.config.total_tokens / short.config.total_tokens < 24
+        for of_both in ("model", "recurrence", "loss", "trainable", "checkpoint", "adamw"):
+            assert getattr(stage.config, of_both) == getattr(short.config, of_both)
+        assert short.config.training.seq_len == stage.config.training.seq_len
