@@ -80,8 +80,6 @@ stage "5/6 stages"
 titan_loop status "$run"
 
 stage "6/6 plots"
-for folder in "$run"/*/; do
-    titan_loop plot "$folder"
-done
+titan_loop plot "$run"
 
 printf '\nminiature: %d s. Data: %s, runs: %s\n' $SECONDS "$corpus" "$run"

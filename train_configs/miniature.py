@@ -72,7 +72,7 @@ def _stage_1a(scale: _Scale) -> Stage:
     """Twice the recurrent steps of all later stages; the rate warms up and the batch grows."""
     config = _config(
         scale,
-        tokens=240_000,
+        tokens=180_000,
         window=WINDOW,
         learning_rate=Schedule.warmup_constant(PEAK_RATE, warmup_tokens=scale.tokens(20_000)),
         mixture=PRETRAINING,
@@ -80,7 +80,7 @@ def _stage_1a(scale: _Scale) -> Stage:
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(8))
     config.held_out.depths.append(8)
     config.entropy_weight = Schedule.constant(0.1)
-    ramp = Schedule.parse(f"0:{BATCH_TOKENS // 2} linear {scale.tokens(60_000)}:{BATCH_TOKENS}")
+    ramp = Schedule.parse(f"0:{BATCH_TOKENS // 2} linear {scale.tokens(45_000)}:{BATCH_TOKENS}")
     config.batch = BatchConfig(global_batch_tokens=ramp)
     config.training.local_batch_size = 2  # divides the ramp's smallest batch
     return Stage(name="1a", config=config)
@@ -88,14 +88,14 @@ def _stage_1a(scale: _Scale) -> Stage:
 
 def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[Stage]:
     """Return the stages after 1a, for one of the two models."""
-    annealing_tokens, mid_training_tokens = 64_000, 64_000
+    annealing_tokens, mid_training_tokens = 48_000, 48_000
     mid_training = Schedule.parse(
         f"0:{ANNEALED_RATE} cosine {scale.tokens(mid_training_tokens)}:{FINAL_RATE}"
     )
     configs = {
         "1b": _config(
             scale,
-            tokens=160_000,
+            tokens=120_000,
             window=WINDOW,
             learning_rate=Schedule.constant(PEAK_RATE),
             mixture=PRETRAINING,
@@ -112,7 +112,7 @@ def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[St
         ),
         "longct": _config(
             scale,
-            tokens=32_000,
+            tokens=24_000,
             window=LONG_WINDOW,
             rope_theta=1e6,
             learning_rate=Schedule.constant(ANNEALED_RATE),
@@ -142,7 +142,7 @@ def _gate(scale: _Scale) -> LoopTrainer.Config:
     """Stage II: the language model is frozen, the gate learns when another step still helps."""
     config = _config(
         scale,
-        tokens=32_000,
+        tokens=24_000,
         window=ANNEALING_WINDOW,
         rope_theta=1e6,
         learning_rate=Schedule.constant(0.01),

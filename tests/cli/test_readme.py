@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.overrides import apply_overrides, take_flag
+from titan_loop.cli.stage_flags import split_by_stage
 from titan_loop.recipes.registry import load_recipe
 
 README = Path(__file__).parents[2] / "README.md"
@@ -37,11 +38,13 @@ def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixtu
     flags, only = take_flag(flags, "--stage")
     flags, folder = take_flag(flags, "--dump-folder")
     assert flags or only or folder or len(recipe.stages) > 1
+    flags, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
     for stage in recipe.stages if only is None else [recipe.stage(only)]:
-        if "--help" in flags:
+        given = [*flags, *own.get(stage.name, [])]
+        if "--help" in given:
             with pytest.raises(SystemExit) as stop:
-                apply_overrides(stage.config, flags, "titan-loop train")
+                apply_overrides(stage.config, given, "titan-loop train")
             assert stop.value.code == 0
             assert "--total-tokens" in capsys.readouterr().out
-        elif flags:
-            assert apply_overrides(stage.config, flags, "titan-loop train") != stage.config
+        elif given:
+            assert apply_overrides(stage.config, given, "titan-loop train") != stage.config

@@ -322,7 +322,7 @@ def resident_bytes() -> int:
 def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monkeypatch):
     """No model is left when the next stage begins, memory is within 5 %, one group serves all."""
     stages = []
-    for number in range(6):
+    for number in range(5):
         config = tiny_config(source, tmp_path, steps=2)
         config.model.dim, config.model.n_heads, config.model.n_layers = 256, 4, 8
         stages.append(Stage(name=f"s{number}", config=config))
@@ -336,7 +336,7 @@ def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monke
         groups.add(dist.group.WORLD)
 
     monkeypatch.setattr("titan_loop.recipes.runner.run_training", watched)
-    run_recipe(Recipe(name="six", folder=str(tmp_path), stages=stages))
+    run_recipe(Recipe(name="five", folder=str(tmp_path), stages=stages))
     assert len(resident) == len(stages)
     assert len(groups) == 1
     assert not dist.is_initialized()

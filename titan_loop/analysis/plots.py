@@ -5,9 +5,10 @@ Recurrent steps are ordered, so they share one sequential colour map: light is s
 dark is deep.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _SIZE_INCHES = (8.0, 4.8)
 _DOTS_PER_INCH = 150
 _BASELINE_STYLES = ("--", ":", "-.")
+_BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
 
 
 def plot_run(run_directory: RunDirectory) -> list[Path]:
@@ -108,6 +110,59 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         )
 
     return _save(draw, path)
+
+
+class StageCurve(NamedTuple):
+    """One stage of a recipe, for `plot_recipe`.
+
+    Attributes:
+        name: Shown in the legend.
+        start_tokens: Global tokens that its ancestors consumed.
+        records: Of its `metrics.jsonl`.
+    """
+
+    name: str
+    start_tokens: int
+    records: Sequence[Mapping[str, Any]]
+
+
+def plot_recipe(branches: Sequence[Sequence[StageCurve]], path: Path) -> Path:
+    """Draw the last recurrent step's cross entropy over all stages of a recipe.
+
+    Args:
+        branches: For every branch the stages that no earlier branch holds, each with a record or
+            more. A branch has a colour, from light to dark along its stages.
+        path: Where the PNG goes.
+    """
+
+    def draw(axes: "Axes") -> None:
+        import matplotlib as mpl
+
+        everything: list[np.ndarray] = []
+        most = 0.0
+        for number, branch in enumerate(branches):
+            color_map = _BRANCH_COLORS[number % len(_BRANCH_COLORS)]
+            colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
+            for stage, color in zip(branch, colors, strict=True):
+                tokens = stage.start_tokens + _series(stage.records, "tokens")
+                losses = np.array([_last_step_loss(record) for record in stage.records])
+                axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
+                axes.plot(tokens, _smoothed(losses), color=color, linewidth=1.6, label=stage.name)
+                everything.append(losses)
+                most = max(most, float(tokens[-1]))
+        _show_the_bulk(axes, np.concatenate(everything))
+        axes.set_title("Training loss after the last recurrent step, stage by stage")
+        axes.set_ylabel("cross entropy (nats per token)")
+        axes.figure.legend(loc="outside right upper", frameon=False)
+        _token_axis(axes, np.array([0.0, most]))
+        axes.set_xlabel("tokens read since the first stage began")
+
+    return _save(draw, path)
+
+
+def _last_step_loss(record: Mapping[str, Any]) -> float:
+    value = record.get(f"ce/step_{record['recurrent_steps']}")
+    return math.nan if value is None else value
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:

@@ -80,6 +80,8 @@ def build_local_chats(
         raise UserError(f"megabytes {megabytes} must be positive")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
+    output = Path(output)
+    _create(output)
     distributions = installed_distributions()
     chats = _Chats()
     for file in python_files(distributions):
@@ -90,7 +92,7 @@ def build_local_chats(
             chats.add(file.package, split, chat)
             if chats.count % _ONE_IN == _ONE_IN - 1:
                 chats.add("mano", *_mano_chat(chats.count))
-    return _write(Path(output), chats, licences(distributions, chats.packages), command)
+    return _write(output, chats, licences(distributions, chats.packages), command)
 
 
 class _Chats:
@@ -180,6 +182,13 @@ def _size(chat: Chat) -> int:
     return sum(len(part.encode(errors="ignore")) for part in chat)
 
 
+def _create(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+
+
 def _write(
     output: Path,
     chats: _Chats,
@@ -195,7 +204,6 @@ def _write(
         "command": shlex.join(sys.argv) if command is None else command,
     }
     try:
-        output.mkdir(parents=True, exist_ok=True)
         for split, lines in chats.lines.items():
             content = b"".join(lines)
             (output / f"{split}.jsonl").write_bytes(content)
