@@ -72,6 +72,7 @@ def _stage_1a(scale: _Scale) -> Stage:
     """Twice the recurrent steps of all later stages; the rate warms up and the batch grows."""
     config = _config(
         scale,
+        seed=0,
         tokens=180_000,
         window=WINDOW,
         learning_rate=Schedule.warmup_constant(PEAK_RATE, warmup_tokens=scale.tokens(20_000)),
@@ -95,6 +96,7 @@ def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[St
     configs = {
         "1b": _config(
             scale,
+            seed=1,
             tokens=120_000,
             window=WINDOW,
             learning_rate=Schedule.constant(PEAK_RATE),
@@ -102,6 +104,7 @@ def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[St
         ),
         "annealing": _config(
             scale,
+            seed=2,
             tokens=annealing_tokens,
             window=ANNEALING_WINDOW,
             rope_theta=40_000.0,
@@ -112,6 +115,7 @@ def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[St
         ),
         "longct": _config(
             scale,
+            seed=3,
             tokens=24_000,
             window=LONG_WINDOW,
             rope_theta=1e6,
@@ -120,6 +124,7 @@ def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[St
         ),
         "mid_training": _config(
             scale,
+            seed=4,
             tokens=mid_training_tokens,
             window=ANNEALING_WINDOW,
             rope_theta=1e6,
@@ -142,6 +147,7 @@ def _gate(scale: _Scale) -> LoopTrainer.Config:
     """Stage II: the language model is frozen, the gate learns when another step still helps."""
     config = _config(
         scale,
+        seed=5,
         tokens=24_000,
         window=ANNEALING_WINDOW,
         rope_theta=1e6,
@@ -157,17 +163,21 @@ def _gate(scale: _Scale) -> LoopTrainer.Config:
 def _config(
     scale: _Scale,
     *,
+    seed: int,
     tokens: int,
     window: int,
     learning_rate: Schedule,
     mixture: dict[str, str],
     rope_theta: float = 10_000.0,
 ) -> LoopTrainer.Config:
-    """Return what all stages share: R = 4, β = 0.05, 1,024 tokens a batch."""
+    """Return what all stages share: R = 4, β = 0.05, 1,024 tokens a batch.
+
+    Every stage has a seed of its own, or it would read the windows of the one before in its order.
+    """
     config = LoopTrainer.Config(
         total_tokens=scale.tokens(tokens),
         model=ModelOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
-        dataloader=WindowLoader.Config(mixture=scale.mixture(mixture), max_epochs=4),
+        dataloader=WindowLoader.Config(mixture=scale.mixture(mixture), seed=seed, max_epochs=4),
         learning_rate=learning_rate,
         entropy_weight=Schedule.constant(0.05),
         recurrence=RecurrenceConfig(steps=Schedule.constant(4)),

@@ -76,6 +76,7 @@ def ouro_2_6b() -> Recipe:
 
 def _stage_1a() -> Stage:
     config = _config(
+        seed=0,
         tokens=3 * TRILLION,
         window=4096,
         learning_rate=Schedule.warmup_constant(3e-4, warmup_tokens=WARMUP_TOKENS),
@@ -98,6 +99,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
             name="1b",
             parent=parent,
             config=_config(
+                seed=1,
                 size=size,
                 tokens=3 * TRILLION,
                 window=4096,
@@ -109,6 +111,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
             name="ct_annealing",
             parent="1b",
             config=_config(
+                seed=2,
                 size=size,
                 tokens=annealing_tokens,
                 window=16_384,
@@ -121,6 +124,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
             name="longct",
             parent="ct_annealing",
             config=_config(
+                seed=3,
                 size=size,
                 tokens=20 * BILLION,
                 window=65_536,
@@ -133,6 +137,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
             name="mid_training",
             parent="longct",
             config=_config(
+                seed=4,
                 size=size,
                 tokens=300 * BILLION,
                 window=32_768,
@@ -148,6 +153,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
 def _gate(size: str) -> Stage:
     """Stage II: the language model is frozen, the gate learns when another step still helps."""
     config = _config(
+        seed=5,
         size=size,
         tokens=2 * BILLION,  # ours
         window=32_768,
@@ -165,6 +171,7 @@ def _reasoning_sft(size: str) -> Stage:
     """Two epochs of chats, from the mid-trained model."""
     tokens = 60 * BILLION  # ours: two epochs of 8.3M examples of about 3,600 tokens
     config = _config(
+        seed=6,
         size=size,
         tokens=tokens,
         window=32_768,
@@ -181,6 +188,7 @@ def _reasoning_sft(size: str) -> Stage:
 
 def _config(
     *,
+    seed: int,
     tokens: int,
     window: int,
     learning_rate: Schedule,
@@ -188,11 +196,14 @@ def _config(
     size: str = "1.4b",
     rope_theta: float = 10_000.0,
 ) -> LoopTrainer.Config:
-    """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1."""
+    """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1.
+
+    Every stage has a seed of its own, or it would read the windows of the one before in its order.
+    """
     config = LoopTrainer.Config(
         total_tokens=tokens,
         model=ModelOptions(size=size, rope_theta=rope_theta),
-        dataloader=WindowLoader.Config(mixture=mixture),
+        dataloader=WindowLoader.Config(mixture=mixture, seed=seed),
         learning_rate=learning_rate,
         entropy_weight=Schedule.constant(0.05),
         recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
@@ -248,6 +259,7 @@ def _study(size: str, recurrent_steps: int) -> LoopTrainer.Config:
     """Return one run of the studies; warm-up and schedule are ours, 500K tokens a batch."""
     tokens = 20 * BILLION
     config = _config(
+        seed=0,
         size=size,
         tokens=tokens,
         window=4096,

@@ -77,6 +77,12 @@ def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
         assert moments(stage) == big[kind(stage)], stage.name
 
 
+def test_no_two_stages_of_a_branch_read_windows_in_the_same_order(recipe):
+    seeds = {stage.name: stage.config.dataloader.seed for stage in recipe.stages}
+    assert sorted(seeds[name] for name in KINDS) == [*range(6)]
+    assert all(seeds[name] == seeds[f"{name}_upcycled"] for name in KINDS if name != "1a")
+
+
 def test_windows_grow_and_shrink_and_chats_come_last(recipe):
     windows = {stage.name: stage.config.training.seq_len for stage in recipe.stages}
     assert windows["1a"] == windows["1b"] < windows["annealing"] < windows["longct"]

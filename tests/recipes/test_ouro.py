@@ -196,6 +196,11 @@ def test_the_mixtures_are_the_paper_s(stages):
     assert sft["sft-math"] / sft["sft-code"] == pytest.approx(3500 / 3200)
 
 
+def test_no_two_stages_read_windows_in_the_same_order(stages):
+    seeds = [stage.config.to_dict()["dataloader"]["seed"] for stage in stages.values()]
+    assert len(set(seeds)) == len(seeds)
+
+
 def test_warm_up_and_ramp_come_before_the_plateau(stages):
     config = stages["1a"].config
     plans = [plan_step(config, step=1, tokens=at * B, seed=0) for at in (0, 4, 8, 50, 100)]

@@ -79,6 +79,20 @@ def test_a_chain_carries_weights_and_says_so(source, tmp_path):
     assert losses(tmp_path, "1b")[1:] != losses(tmp_path, "fork")[1:]
 
 
+def test_a_stage_that_would_read_its_parent_s_windows_again_is_a_warning(source, tmp_path, capfd):
+    recipe = chain(source, tmp_path)
+    recipe.stages[1].config.dataloader = WindowLoader.Config(mixture=[f"{source}=1"], seed=1)
+    recipe.stages[2].config.model.n_layers = 3  # stops it before anything is trained
+    with pytest.raises(UserError, match="stage fork"):
+        run_recipe(recipe)
+    assert "reads the same windows" not in capfd.readouterr().out
+    recipe = chain(source, tmp_path)
+    recipe.stages[2].config.model.n_layers = 3
+    with pytest.raises(UserError, match="stage fork"):
+        run_recipe(recipe)
+    assert "stage 1b reads the same windows in the same order as 1a" in capfd.readouterr().out
+
+
 def test_an_interrupted_chain_goes_on_where_it_was(source, tmp_path, monkeypatch):
     run_recipe(chain(source, tmp_path / "whole"))
     broken = chain(source, tmp_path / "broken")

@@ -56,6 +56,8 @@ def run_recipe(recipe: Recipe, *, folder: str = "", only: str | None = None) -> 
         _require_complete_parent(recipe, stages[0])
     for stage in stages:
         _check(recipe, stage, world_size)
+        if rank == 0:
+            _warn_of_repetition(recipe, stage)
     if rank == 0 and len(recipe.stages) > 1:
         write_plan(recipe, root)
     try:
@@ -107,6 +109,24 @@ def _check_carried(stage: Stage, name: str, parent: LoopTrainer.Config, world_si
             f"checkpoint.carry.optimizer=True, but {name} has moments for "
             f"trainable={parent.trainable} and this stage wants them for "
             f"trainable={stage.config.trainable}; set it to False"
+        )
+
+
+def _warn_of_repetition(recipe: Recipe, stage: Stage) -> None:
+    """Say so if a stage reads the windows of its parent again, in the same order."""
+    if stage.parent is None:
+        return
+    parent = recipe.stage(stage.parent).config
+    here, before = (config.dataloader.to_dict() for config in (stage.config, parent))
+    shared = set(stage.config.dataloader.source_paths()) & set(parent.dataloader.source_paths())
+    same_windows = stage.config.training.seq_len == parent.training.seq_len
+    if shared and same_windows and here.get("seed") == before.get("seed"):
+        logger.warning(
+            "stage %s reads the same windows in the same order as %s, of %s; give it another "
+            "dataloader.seed",
+            stage.name,
+            stage.parent,
+            ", ".join(sorted(shared)),
         )
 
 

@@ -1,0 +1,70 @@
+"""Two ranks train a chain whose stages are laid out differently, over one process group."""
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from titan_loop.recipes import runner
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+STEPS = 2
+STAGES = ("1a", "1b", "1c")
+# Ranks sum their shares of a loss in another order than one process does.
+RELATIVE_TOLERANCE = 1e-5
+
+
+def train_chain(source: Path, folder: Path, world: int, tensor_parallel: tuple[int, ...]) -> int:
+    """Train as a launcher's rank; return how many process groups the stages were trained in."""
+    os.environ.update(
+        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    __import__("torchtitan.trainer").trainer.time = clock
+    stages: list[Stage] = []
+    for name, degree in zip(STAGES, tensor_parallel, strict=True):
+        config = tiny_config(source, folder, steps=STEPS)
+        config.parallelism.tensor_parallel_degree = degree
+        config.recurrence.steps = Schedule.constant(2 if stages else 4)
+        if stages:
+            config.model.n_layers = 4
+        stages.append(Stage(name=name, parent=stages[-1].name if stages else None, config=config))
+    stages[1].config.checkpoint.carry.upcycle = "stacked"
+    groups: set[Any] = set()
+
+    def watched(config: LoopTrainer.Config) -> None:
+        train(config)
+        groups.add(dist.group.WORLD)
+
+    train, leave = runner.run_training, runner.shutdown
+    runner.run_training, runner.shutdown = watched, lambda: None  # the pool's group is not ours
+    try:
+        runner.run_recipe(Recipe(name="chain", folder=str(folder), stages=stages))
+    finally:
+        runner.run_training, runner.shutdown = train, leave
+    return len(groups)
+
+
+@pytest.mark.usefixtures("alone")
+def test_stages_of_other_layouts_follow_each_other_in_one_launch(gloo_pool, source, tmp_path):
+    ranks = gloo_pool(2).run(train_chain, source, tmp_path / "two", 2, (1, 2, 1))
+    assert ranks == [1, 1]
+    train_chain(source, tmp_path / "one", 1, (1, 1, 1))
+    for stage in STAGES:
+        two, one = (RunDirectory(tmp_path / name / stage).read_metrics() for name in ("two", "one"))
+        assert len(one) == STEPS
+        for got, want in zip(two, one, strict=True):
+            assert got["data_hash"] == want["data_hash"]
+            assert got["loss"] == pytest.approx(want["loss"], rel=RELATIVE_TOLERANCE)
