@@ -175,7 +175,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         report: The evaluation.
         path: Where the PNG goes.
     """
-    plt = _pyplot()
+    plt = pyplot()
     names = list(report.sources)
     figure, grid = plt.subplots(
         1,
@@ -218,16 +218,17 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         axes.set_xlabel("recurrent steps R")
         axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB)")
         axes.margins(y=0.08)
-        _plain(axes)
+        plain(axes)
     grid[0][0].set_ylabel("bits per byte (lower is better)")
     figure.suptitle(
         f"Held-out text by depth after {_short(report.tokens)} tokens; "
         f"grey: the trained R = {report.trained_recurrent_steps}"
     )
-    return _write(figure, path)
+    return save_figure(figure, path)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Return matplotlib's pyplot with a backend that needs no display."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -237,20 +238,22 @@ def _pyplot() -> Any:
 
 
 def _save(draw: Callable[["Axes"], None], path: Path) -> Path:
-    figure, axes = _pyplot().subplots(figsize=_SIZE_INCHES, layout="constrained")
-    _plain(axes)
+    figure, axes = pyplot().subplots(figsize=_SIZE_INCHES, layout="constrained")
+    plain(axes)
     draw(axes)
-    return _write(figure, path)
+    return save_figure(figure, path)
 
 
-def _write(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG, close it and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=_DOTS_PER_INCH)
-    _pyplot().close(figure)
+    pyplot().close(figure)
     return path
 
 
-def _plain(axes: "Axes") -> None:
+def plain(axes: "Axes") -> None:
+    """Give axes a light grid and no box."""
     axes.grid(visible=True, color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,9 @@
 """Text tables for the terminal."""
 
+from collections.abc import Collection, Mapping, Sequence
+
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline
 
 
 def depth_table(report: DepthReport) -> str:
@@ -18,16 +21,53 @@ def depth_table(report: DepthReport) -> str:
     for name in baselines:
         rows.append([name, *(_baseline(source, name) for source in sources.values())])
     rows.append(["held-out bytes", *(f"{source.n_bytes:,}" for source in sources.values())])
+    lines = text_table(rows).splitlines()
+    return "\n".join([*lines[:-1], lines[1], lines[-1]])
+
+
+def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
+    """Return the headline metric of every task at every reading, failures last.
+
+    Args:
+        report: What to show.
+        preferred: Task → metric to show of it, where there is a choice.
+    """
+    readings = list(dict.fromkeys(name for task in report.tasks.values() for name in task))
+    rows = [["task", "metric", *readings]]
+    for task, results in report.tasks.items():
+        metric = headline(next(iter(results.values())).metrics, preferred.get(task))
+        cells = (results.get(reading) for reading in readings)
+        rows.append([task, metric, *("-" if c is None else _value(c, metric) for c in cells)])
+    lines = [text_table(rows, left=(0, 1))] if report.tasks else []
+    lines += [f"FAILED {task}: {reason}" for task, reason in report.failures.items()]
+    return "\n".join(lines)
+
+
+def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """Return aligned columns with a rule below the first row.
+
+    Args:
+        rows: Of equal lengths, the header first.
+        left: Columns aligned to the left; the others are to the right.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
+            cell.ljust(width) if column in left else cell.rjust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]
-    rule = "-" * max(map(len, lines))
-    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def _value(result: ReadingResult, metric: str) -> str:
+    name, _, kind = metric.partition(",")
+    error = result.metrics.get(f"{name}_stderr,{kind}")
+    value = result.metrics.get(metric)
+    if value is None:
+        return "-"
+    return f"{value:.4f}" + ("" if error is None else f" ±{error:.4f}")
 
 
 def _at_depth(source: SourceDepths, depth: int) -> str:

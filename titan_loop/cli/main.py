@@ -35,7 +35,8 @@ EXIT_CODES: dict[type[Exception], int] = {
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
     "data": "build, tokenise and look at training data",
-    "eval": "bits per byte of a run's last checkpoint at several depths",
+    "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
+    "lm_eval": "lm-evaluation-harness' own command with the model titan_loop in it",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
     "convert": "read and write Ouro and Hugging Face folders",
     "checkpoint": "list, verify, compare, name, delete and consolidate checkpoints",

@@ -10,7 +10,7 @@ A run directory stands for its newest whole checkpoint. An imported run keeps it
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -36,6 +36,7 @@ class Loaded:
     Attributes:
         model: In evaluation mode.
         checkpoint: The folder it came from.
+        manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
         run: The run's folder.
         source: A prepared source it was trained on; None for generated or imported data.
@@ -43,6 +44,7 @@ class Loaded:
 
     model: LoopDecoder
     checkpoint: Path
+    manifest: dict[str, Any]
     recurrent_steps: int
     run: Path
     source: Path | None
@@ -79,6 +81,7 @@ def load_checkpoint(
     return Loaded(
         model=model,
         checkpoint=checkpoint,
+        manifest=manifest,
         recurrent_steps=manifest["trainer"]["recurrent_steps"],
         run=run,
         source=Path(parse_mixture(mixture)[0].path) if mixture else None,

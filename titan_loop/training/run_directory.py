@@ -7,6 +7,7 @@ Format version 1:
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     held_out.jsonl   held-out losses
+    evals.jsonl      what `titan-loop eval watch` found for each checkpoint
     run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
     profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
@@ -61,6 +62,11 @@ class RunDirectory:
     def held_out_jsonl(self) -> Path:
         """Held-out losses."""
         return self.path / "held_out.jsonl"
+
+    @property
+    def evals_jsonl(self) -> Path:
+        """One record per checkpoint that `eval watch` evaluated."""
+        return self.path / "evals.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -1,0 +1,22 @@
+"""Fixtures of evaluation: runs whose one checkpoint was written without training."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from tests.inference.conftest import own_run, trained_run  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def quiet_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No progress bars, which start threads of their own."""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+
+
+@pytest.fixture(scope="session")
+def text_run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose source has held-out text; its checkpoint was never trained."""
+    run = write_run_of(source, tmp_path_factory.mktemp("text") / "run")
+    write_checkpoint_of(run, 3)
+    return run

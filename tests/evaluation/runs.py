@@ -1,0 +1,49 @@
+"""Runs on a real source whose checkpoints were written without training."""
+
+from pathlib import Path
+
+from tests.inference.reference import make_model
+from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.tensors import write_checkpoint
+from titan_loop.data.source_card import SourceCard
+from titan_loop.testing.tiny import SEQ_LEN
+from titan_loop.training.run_directory import RunDirectory
+
+TOKENS_A_STEP, TOTAL_STEPS = 100, 9
+
+
+def write_run_of(source: Path, path: Path) -> Path:
+    """A run directory on a source, without checkpoints."""
+    RunDirectory(path).create_or_open(
+        ["test"],
+        config={
+            "model": {"size": "debugmodel", "vocab_size": SourceCard.read(source).vocab_size},
+            "training": {"seq_len": SEQ_LEN},
+            "dataloader": {
+                "mixture": [f"{source}=1"], "seed": 0, "max_epochs": None, "when_exhausted": "stop",
+            },
+            "checkpoint": {"folder": "checkpoints"},
+            "total_tokens": TOKENS_A_STEP * TOTAL_STEPS,
+        },
+    )  # fmt: skip
+    return path
+
+
+def write_checkpoint_of(run: Path, step: int) -> None:
+    vocabulary = RunDirectory(run).read_config()["model"]["vocab_size"]
+    model = make_model(seed=step, vocab_size=vocabulary)
+    write_checkpoint(
+        RunDirectory(run).checkpoint(step),
+        model.state_dict(),
+        {
+            "step": step,
+            "trainer": {
+                "step": step,
+                "tokens": TOKENS_A_STEP * step,
+                "recurrent_steps": 4,
+                "architecture": architecture(model.config),
+            },
+            "data": {"windows_consumed": 4, "accepted": []},
+            "lineage": {},
+        },
+    )

@@ -1,0 +1,163 @@
+"""Tasks on one checkpoint: offline suites, failures that cost nothing else, and merged reports."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_loop.analysis.frontier import frontier_csv, frontier_points, write_frontier
+from titan_loop.analysis.tables import task_table
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.harness_tasks import HarnessTasks, _answer_bits_per_byte
+from titan_loop.evaluation.offline_tasks import (
+    mano_documents,
+    mmlu_dev_documents,
+    multi_hop_documents,
+)
+from titan_loop.evaluation.suites import SUITES, SuiteTask, expand_tasks
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.training.run_directory import RunDirectory
+
+
+def test_generated_questions_are_the_same_every_time_and_solvable():
+    assert mano_documents() == mano_documents()
+    for document in multi_hop_documents()[:50]:
+        *facts, question, _ = document["text"].splitlines()
+        knows = {}
+        for fact in facts:
+            relation, _, rest = fact.removeprefix("The ").partition(" of ")
+            one, _, other = rest.removesuffix(".").partition(" is ")
+            knows[relation, one] = other
+        *outer, person = question.removeprefix("Who is the ").removesuffix("?").split(" of ")
+        for relation in reversed(outer):
+            person = knows[relation.removeprefix("the "), person]
+        assert document["choices"][document["answer"]] == person
+
+
+def test_the_dev_questions_that_the_harness_ships():
+    documents = mmlu_dev_documents()
+    # 57 subjects with five or four questions each; one has five options and is left out.
+    assert len(documents) == 281
+    assert len({document["subject"] for document in documents}) == 57
+    assert all(document["text"].count("\n") >= 5 for document in documents)
+
+
+def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
+    tasks = expand_tasks(["mano", "mmlu_dev", "no_such_task", "multi_hop"])
+    options = TaskOptions(tasks=tasks, depths=(1, 4), limit=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarnessTasks, "_find", _nobody_knows)
+        report = evaluate_tasks(own_run, options)
+    assert list(report.tasks) == ["mano", "mmlu_dev", "multi_hop"]
+    for readings in report.tasks.values():
+        assert list(readings) == ["static:1", "static:4"]
+        for reading, result in readings.items():
+            assert 0 <= result.metrics["acc,none"] <= 1
+            assert result.metrics["answer_bits_per_byte"] > 0
+            assert result.mean_steps == float(reading.removeprefix("static:"))
+    assert "'no_such_task' is unknown" in report.failures["no_such_task"]
+    run = RunDirectory(own_run)
+    assert TaskReport.load(report.path(run)) == report
+    assert "FAILED no_such_task" in task_table(report, {"mano": "acc,none"})
+
+    more = TaskOptions(tasks=expand_tasks(["mano"]), exit="q:0.5", limit=4)
+    evaluate_tasks(own_run, more)
+    (merged,) = TaskReport.all_of(run)
+    assert list(merged.tasks["mano"]) == ["static:1", "static:4", "q:0.5"]
+    assert merged.tasks["multi_hop"] == report.tasks["multi_hop"]
+    assert "no_such_task" in merged.failures
+    assert merged.flat()["mano/acc,none/static:4"] == report.flat()["mano/acc,none/static:4"]
+
+
+def _nobody_knows(self: HarnessTasks, name: str):
+    raise UserError(f"task {name!r} is unknown")
+
+
+def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tmp_path / "tasks"
+    (home / "far").mkdir(parents=True)
+    (home / "far" / "far.yaml").write_text(
+        "task: far_away\ndataset_path: nobody/nothing-of-this-name\ntest_split: test\n"
+        "output_type: loglikelihood\ndoc_to_text: ''\ndoc_to_target: ''\n"
+    )
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match="Hugging Face hub, which cannot be reached") as raised:
+        HarnessTasks(home=home).load(SuiteTask("far_away"))
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match="'far_awya' is unknown; nearest: far_away"):
+        HarnessTasks(home=home).load(SuiteTask("far_awya"))
+
+
+def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
+    shots = {task.name: task.num_fewshot for task in SUITES["ouro_base"]}
+    assert shots == {
+        "mmlu": 5, "mmlu_pro": 5, "bbh_cot_fewshot": 3, "arc_challenge": 25, "hellaswag": 10,
+        "winogrande": 5, "gsm8k_cot": 3,
+    }  # fmt: skip
+    depth = {task.name: task.num_fewshot for task in SUITES["depth"]}
+    assert depth == {
+        "arc_challenge": 25, "arc_easy": 8, "commonsense_qa": 10, "hellaswag": 10, "mmlu": 5,
+        "winogrande": 5,
+    }  # fmt: skip
+    tasks = HarnessTasks()
+    for name in {**shots, **depth}:
+        assert name in tasks.names_near(name)
+
+
+def test_the_bits_of_an_answer_are_those_of_its_string():
+    import math
+
+    sample = {
+        "target": 1,
+        "arguments": [("q", " ab"), ("q", " äb")],
+        "filtered_resps": [(-9.0, False), (-3.0 * math.log(2), True)],
+    }
+    assert _answer_bits_per_byte([sample, {**sample, "target": "1"}]) == pytest.approx(1.0)
+    assert _answer_bits_per_byte([{**sample, "arguments": [("q", {"until": []})]}]) is None
+
+
+def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path):
+    with pytest.raises(UserError, match="no task was named"):
+        expand_tasks([])
+    with pytest.raises(UserError, match="num_fewshot=-1"):
+        expand_tasks(["mano"], -1)
+    assert len(expand_tasks(["depth", "mmlu"])) == len(SUITES["depth"])
+    mano = expand_tasks(["mano"])
+    for options, message in (
+        ({"depths": (0,)}, "at least 1"),
+        ({"exit": "q:2"}, "between 0 and 1"),
+        ({"recurrent_steps": -1}, "recurrent_steps=-1"),
+        ({"limit": 0}, "limit=0"),
+        ({"windows": 0}, "windows=0"),
+        ({"depths": (1,), "frontier": True}, "exclude each other"),
+        ({"include_path": tmp_path / "none"}, "is not a folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            evaluate_tasks(tmp_path, TaskOptions(tasks=mano, **options))
+
+
+def test_held_out_text_and_its_frontier(text_run: Path):
+    options = TaskOptions(tasks=expand_tasks(["held_out"]), frontier=True, windows=4)
+    report = evaluate_tasks(text_run, options)
+    ((task, readings),) = report.tasks.items()
+    assert task == "held_out/source"
+    bits = {name: result.metrics["bits_per_byte"] for name, result in readings.items()}
+    assert bits["q:0"] == bits["static:1"]
+    assert bits["q:1"] == bits["hidden:0"] == bits["kl:0,0"] == bits["static:4"]
+    assert bits["hidden:inf"] == bits["kl:inf,inf"] == bits["static:2"]
+    run = RunDirectory(text_run)
+    written = write_frontier(report, run)
+    assert written is not None
+    assert written.png.read_bytes().startswith(b"\x89PNG")
+    lines = written.csv.read_text().splitlines()
+    assert lines[0] == "task,metric,policy,reading,mean_steps,value"
+    assert len(lines) == 1 + len(readings)
+    assert frontier_csv(frontier_points(report)).splitlines() == lines
+
+    from titan_loop.evaluation.evaluate_run import evaluate_run
+
+    # The older evaluation scores the same windows in another way.
+    depths = evaluate_run(run, depths=[1, 4], windows=4).sources["source"].depths
+    assert depths[4].value == pytest.approx(bits["static:4"], rel=1e-5)

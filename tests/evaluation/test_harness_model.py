@@ -1,0 +1,211 @@
+"""The harness' model: the three kinds of requests against plain computations, caches, bad input."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.inference.conftest import byte_level_tokenizer
+from tests.inference.reference import CONTEXT
+from titan_loop.errors import UserError
+from titan_loop.evaluation.harness_model import LoopLM
+from titan_loop.evaluation.readings import depth_readings
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import QExit
+from titan_loop.inference.loading import load_checkpoint
+from titan_loop.inference.text import TextEngine
+
+END = 0
+TEXT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
+
+
+def ask(*requests: tuple) -> list[SimpleNamespace]:
+    return [SimpleNamespace(args=request) for request in requests]
+
+
+def nats(run: Path, tokens: list[int], first: int, *, steps: int) -> float:
+    """Nats of tokens[first:] behind what stands before them."""
+    model = load_checkpoint(run).model
+    with torch.no_grad():
+        inputs = torch.tensor([tokens[:-1]])
+        hidden = model(inputs, recurrent_steps=steps, collect="last").hidden_RBLD[0]
+        log_prob = model.readout(hidden).double().log_softmax(-1)[0]
+    return -sum(float(log_prob[i - 1, tokens[i]]) for i in range(first, len(tokens)))
+
+
+def test_log_likelihoods(trained_run: Path):
+    lm = LoopLM(trained_run, recurrent_steps=3)
+    tokenizer = byte_level_tokenizer()
+    (score, _), (alone, _), (again, _) = lm.loglikelihood(
+        ask(("def f(", "x):"), ("", "x):"), ("def f(", "x):"))
+    )
+    prompt, answer = tokenizer.encode("def f(").ids, tokenizer.encode("x):").ids
+    assert score == pytest.approx(-nats(trained_run, [*prompt, *answer], 6, steps=3), abs=1e-4)
+    assert alone == pytest.approx(-nats(trained_run, [END, *answer], 1, steps=3), abs=1e-4)
+    assert again == score
+    assert lm.count.mean == 3.0
+
+
+def test_a_greedy_answer_is_greedy(trained_run: Path):
+    lm = LoopLM(trained_run)
+    (text,) = lm.generate_until(ask(("def f(", {"until": [], "max_gen_toks": 1})))
+    assert lm.loglikelihood(ask(("def f(", text)))[0][1]
+    assert not lm.loglikelihood(ask(("def f(", "x" if text != "x" else "y")))[0][1]
+
+
+def test_rolling_windows_predict_every_token_once(trained_run: Path):
+    lm = LoopLM(trained_run)
+    (score,) = lm.loglikelihood_rolling(ask((TEXT,)))
+    tokens = byte_level_tokenizer().encode(TEXT).ids
+    assert CONTEXT < len(tokens) < 2 * CONTEXT
+    first = nats(trained_run, [END, *tokens[:CONTEXT]], 1, steps=2)
+    rest = len(tokens) - CONTEXT
+    second = nats(trained_run, tokens[-CONTEXT - 1 :], CONTEXT + 1 - rest, steps=2)
+    assert score == pytest.approx(-(first + second), abs=1e-3)
+
+
+def test_generation_is_the_engines(trained_run: Path):
+    lm = LoopLM(trained_run, recurrent_steps=4, exit_threshold=0.6, kv_cache="last", batch_size=2)
+    options = {"until": ["\n"], "max_gen_toks": 9, "do_sample": False}
+    prompts = ("def f(", "a", "import")
+    texts = lm.generate_until(ask(*((prompt, options) for prompt in prompts)))
+    loaded = load_checkpoint(trained_run)
+    engine = Engine(loaded.model, recurrent_steps=4, kv_cache="last", exit_policy=QExit(0.6))
+    text_engine = TextEngine(engine, byte_level_tokenizer())
+    expected = text_engine.complete(list(prompts), max_new_tokens=9, stop=["\n"])
+    assert texts == [completion.text for completion in expected]
+    steps = [step for completion in expected for step in completion.steps]
+    assert lm.count.mean == pytest.approx(sum(steps) / len(steps))
+
+
+def test_repetitions_of_a_sampled_prompt_differ(trained_run: Path):
+    lm = LoopLM(trained_run, batch_size=2)
+    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12}
+    texts = lm.generate_until(ask(*[("def f(", options)] * 4))
+    assert len(set(texts)) == 4  # 300 equally likely tokens: no chance to agree twelve times
+    assert texts == LoopLM(trained_run, batch_size=2).generate_until(
+        ask(*[("def f(", options)] * 4)
+    )
+
+
+def test_long_prompts_lose_their_beginning_with_one_warning(trained_run: Path, caplog):
+    lm = LoopLM(trained_run)
+    (score, _), _ = lm.loglikelihood(ask((TEXT, " x"), (TEXT[:10], " x")))
+    tokens = byte_level_tokenizer().encode(TEXT + " x").ids[-CONTEXT - 1 :]
+    expected = nats(trained_run, tokens, CONTEXT - 1, steps=2)
+    assert score == pytest.approx(-expected, abs=1e-4)
+    assert [record.message for record in caplog.records if "beginning" in record.message] == [
+        "1 prompts are longer than the context of 48 tokens and lost their beginning; raise "
+        "max_length or use fewer shots"
+    ]
+
+
+def test_a_cache_survives_and_belongs_to_one_reading(trained_run: Path, tmp_path: Path):
+    question = ask(("def f(", "x):"), ("a", "b"))
+    lm = LoopLM(trained_run, cache=tmp_path)
+    first = lm.loglikelihood(question)
+    assert lm.forward_steps > 0
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_text(path.read_text() + '{"key": "hal', encoding="utf-8")  # killed while writing
+    later = LoopLM(trained_run, cache=tmp_path)
+    assert later.loglikelihood(question) == first
+    assert later.forward_steps == 0
+    other = LoopLM(trained_run, cache=tmp_path, recurrent_steps=3)
+    assert other.loglikelihood(question) != first
+    assert other.forward_steps > 0
+
+
+def test_all_readings_cost_one_pass(trained_run: Path):
+    lm = LoopLM(trained_run, readings=depth_readings(range(1, 9)))
+    question = ask(("def f(", "x):"))
+    answers = []
+    for index in range(8):
+        lm.reading = index
+        answers.append(lm.loglikelihood(question)[0][0])
+        assert lm.forward_steps == 8
+    for depth, answer in enumerate(answers, start=1):
+        alone = LoopLM(trained_run, recurrent_steps=depth).loglikelihood(question)[0][0]
+        assert answer == pytest.approx(alone, abs=1e-4)
+
+
+def test_the_harness_finds_the_registered_model(trained_run: Path, tmp_path: Path):
+    """`lm_eval`'s own entry, with the arguments the README gives."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    documents = [{"text": "def f(", "choices": ["x", "y"]}, {"text": "a", "choices": ["b", "c"]}]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "toy.yaml").write_text(
+        f"task: toy\ndataset_path: json\ndataset_kwargs:\n  data_files: {data}\n"
+        f"  cache_dir: {tmp_path / 'cache'}\n"
+        "test_split: train\noutput_type: multiple_choice\ndoc_to_text: '{{text}}'\n"
+        "doc_to_choice: choices\ndoc_to_target: 0\n"
+        "metric_list:\n  - metric: acc\n"
+    )
+    results = simple_evaluate(
+        model="titan_loop",
+        model_args=f"checkpoint={trained_run},recurrent_steps=4,exit_threshold=0.9,kv_cache=last",
+        tasks=["toy"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        batch_size=2,
+        bootstrap_iters=0,
+        cache_requests=False,
+    )
+    assert results is not None
+    lm = LoopLM(trained_run, recurrent_steps=4, exit_threshold=0.9)
+    right = []
+    for document in documents:
+        answers = ask(*((document["text"], f" {choice}") for choice in document["choices"]))
+        (good, _), (bad, _) = lm.loglikelihood(answers)
+        right.append(good > bad)
+    assert results["results"]["toy"]["acc,none"] == sum(right) / 2
+    assert results["config"]["reading"] == "q:0.9"
+    assert 1.0 <= results["config"]["mean_steps"] <= 4.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"exit_threshold": 1.5}, "between 0 and 1"),
+        ({"exit": "quick"}, "not an exit policy"),
+        ({"exit": "q:0.5", "exit_threshold": 0.5}, "give one of them"),
+        ({"recurrent_steps": 0}, "recurrent_steps=0 must be at least 1"),
+        ({"kv_cache": "lats"}, "kv_cache=lats is unknown; nearest: last"),
+        ({"batch_size": "auto"}, "batch_size=auto must be a number"),
+        ({"max_batch_size": 64}, "max_batch_size=64 has no effect"),
+        ({"dtype": "int8"}, "dtype=int8 is unknown"),
+        ({"max_length": 1}, "context=1 must be at least 2"),
+    ],
+)
+def test_bad_arguments_are_one_line(trained_run: Path, options: dict, message: str):
+    with pytest.raises(UserError, match=message) as raised:
+        LoopLM(trained_run, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_tokenizer_or_no_checkpoint(trained_run: Path, own_run: Path, tmp_path: Path):
+    other = byte_level_tokenizer()
+    other.add_tokens(["zz"])
+    other.save(str(tmp_path / "other.json"))
+    with pytest.raises(UserError, match="is not the one"):
+        LoopLM(trained_run, tokenizer=str(tmp_path / "other.json"))
+    other.add_tokens([f"extra {i}" for i in range(99)])
+    other.save(str(tmp_path / "larger.json"))
+    with pytest.raises(UserError, match="the model's vocabulary has 300"):
+        LoopLM(trained_run, tokenizer=str(tmp_path / "larger.json"))
+    with pytest.raises(UserError, match="checkpoint is missing"):
+        LoopLM()
+    (own_run / "checkpoints" / "step-5" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
+        LoopLM(own_run / "checkpoints" / "step-5")
+
+
+def test_an_answer_longer_than_the_context_or_empty(trained_run: Path):
+    lm = LoopLM(trained_run)
+    with pytest.raises(UserError, match="the context 48"):
+        lm.loglikelihood(ask(("a", TEXT)))
+    with pytest.raises(UserError, match="likelihood of nothing"):
+        lm.loglikelihood(ask(("a", "")))

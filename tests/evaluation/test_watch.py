@@ -1,0 +1,177 @@
+"""The watcher: each checkpoint once, across restarts, deletions and other watchers."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from tests.inference.reference import make_model
+from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.checkpoint.retention import discard
+from titan_loop.checkpoint.tensors import write_checkpoint
+from titan_loop.errors import UserError
+from titan_loop.evaluation import watch
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.wandb_log import training_run_id
+from titan_loop.evaluation.watch import Watcher
+from titan_loop.json_files import read_jsonl
+from titan_loop.training.run_directory import RunDirectory
+
+OPTIONS = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2, depths=(1, 2))
+
+
+@pytest.fixture
+def run(source: Path, tmp_path: Path) -> Path:
+    return write_run_of(source, tmp_path / "run")
+
+
+def steps(run: Path) -> list[int]:
+    return [record["step"] for record in read_jsonl(RunDirectory(run).evals_jsonl)]
+
+
+def test_each_checkpoint_once_also_after_a_restart(run: Path):
+    for step in (3, 6):
+        write_checkpoint_of(run, step)
+    assert Watcher(run, OPTIONS).run(once=True) == 2
+    assert steps(run) == [3, 6]
+    assert Watcher(run, OPTIONS).run(once=True) == 0
+    write_checkpoint_of(run, 9)  # the last one: now the watcher ends by itself
+    assert Watcher(run, OPTIONS).run(interval_seconds=0.01) == 1
+    records = read_jsonl(RunDirectory(run).evals_jsonl)
+    assert [record["tokens"] for record in records] == [300, 600, 900]
+    report = evaluate_tasks(RunDirectory(run).checkpoint(6), OPTIONS)
+    assert records[1]["results"] == report.flat()
+    assert records[1]["failures"] == {}
+    # Other questions are another evaluation.
+    others = TaskOptions(tasks=expand_tasks(["held_out"]), windows=3)
+    assert Watcher(run, others).run(once=True) == 3
+
+
+def test_a_checkpoint_written_anew_is_new(run: Path):
+    write_checkpoint_of(run, 3)
+    Watcher(run, OPTIONS).run(once=True)
+    discard(RunDirectory(run).checkpoint(3))
+    model = make_model(seed=77, vocab_size=RunDirectory(run).read_config()["model"]["vocab_size"])
+    record = {
+        "step": 3,
+        "trainer": {
+            "step": 3, "tokens": 300, "recurrent_steps": 2,
+            "architecture": architecture(model.config),
+        },
+        "data": {}, "lineage": {},
+    }  # fmt: skip
+    write_checkpoint(RunDirectory(run).checkpoint(3), model.state_dict(), record)
+    assert Watcher(run, OPTIONS).run(once=True) == 1
+    assert steps(run) == [3, 3]
+
+
+def test_a_watcher_killed_while_it_wrote_repeats_that_checkpoint(run: Path):
+    write_checkpoint_of(run, 3)
+    write_checkpoint_of(run, 6)
+    Watcher(run, OPTIONS).run(once=True)
+    path = RunDirectory(run).evals_jsonl
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][: len(lines[1]) // 2])
+    assert Watcher(run, OPTIONS).run(once=True) == 1
+    assert steps(run) == [3, 6]
+
+
+@pytest.mark.parametrize("when", ["before", "manifest", "weights", "after loading"])
+def test_a_deletion_at_any_moment_is_no_error(run: Path, monkeypatch, caplog, when: str):
+    """The keep policy removes the manifest first, then the rest."""
+    for step in (3, 6):
+        write_checkpoint_of(run, step)
+    gone = RunDirectory(run).checkpoint(3)
+    from titan_loop.evaluation import evaluate_tasks as module
+
+    load = module.load_checkpoint
+
+    def load_during_deletion(path, **options):
+        if Path(path) != gone:
+            return load(path, **options)
+        if when == "after loading":
+            loaded = load(path, **options)
+            discard(gone)
+            return loaded
+        if when == "weights":  # between reading the manifest and the weights
+            from titan_loop.inference import loading
+
+            read = loading.read_manifest
+
+            def read_then_delete(checkpoint):
+                manifest = read(checkpoint)
+                discard(gone)
+                return manifest
+
+            with monkeypatch.context() as patch:
+                patch.setattr(loading, "read_manifest", read_then_delete)
+                return load(path, **options)
+        (gone / MANIFEST).unlink()
+        if when == "before":
+            shutil.rmtree(gone)
+        return load(path, **options)
+
+    monkeypatch.setattr(module, "load_checkpoint", load_during_deletion)
+    evaluated = Watcher(run, OPTIONS).run(once=True)
+    assert steps(run) == ([3, 6] if when == "after loading" else [6])
+    assert evaluated == len(steps(run))
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_once(run: Path, caplog):
+    for step in (3, 6):
+        write_checkpoint_of(run, step)
+    weights = next(RunDirectory(run).checkpoint(3).glob("*.distcp"))
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert Watcher(run, OPTIONS).run(once=True) == 1
+    assert steps(run) == [6]
+    said = [record for record in caplog.records if "cannot be evaluated" in record.message]
+    assert len(said) == 1
+
+
+def test_what_another_watcher_has_claimed_is_left_alone(run: Path):
+    for step in (3, 6):
+        write_checkpoint_of(run, step)
+    claims = RunDirectory(run).evaluations / watch.CLAIMS
+    claims.mkdir(parents=True)
+    holder = subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import fcntl, sys\nf = open(sys.argv[1], 'a+')\nfcntl.lockf(f, fcntl.LOCK_EX)\n"
+            "print('held', flush=True)\nsys.stdin.read()",
+            str(claims / "step-3.lock"),
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert Watcher(run, OPTIONS).run(once=True) == 1
+        assert steps(run) == [6]
+    finally:
+        holder.communicate("")
+    assert Watcher(run, OPTIONS).run(once=True) == 1  # its holder has ended
+    assert steps(run) == [6, 3]
+
+
+def test_bad_input(run: Path, tmp_path: Path):
+    with pytest.raises(UserError, match="interval=0"):
+        Watcher(run, OPTIONS).run(interval_seconds=0)
+    with pytest.raises(UserError, match="is not a run directory"):
+        Watcher(tmp_path / "nothing", OPTIONS).run(once=True)
+    with pytest.raises(UserError, match="limit=0"):
+        Watcher(run, TaskOptions(tasks=expand_tasks(["held_out"]), limit=0))
+
+
+def test_the_trainings_wandb_run_is_found(tmp_path: Path, monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    run = RunDirectory(tmp_path)
+    assert training_run_id(run) is None
+    (tmp_path / "wandb" / "offline-run-20260102_030405-abc123").mkdir(parents=True)
+    (tmp_path / "wandb" / "run-20260101_030405-first9").mkdir()
+    assert training_run_id(run) == "first9"

@@ -1,0 +1,152 @@
+"""Quality against the average number of recurrent steps: every exit policy beside static depth.
+
+A `TaskReport` with the frontier's readings ─► points ─► table, CSV, PNG
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_loop.analysis.plots import plain, pyplot, save_figure
+from titan_loop.analysis.tables import text_table
+from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
+from titan_loop.training.run_directory import RunDirectory
+
+FAMILIES = {
+    "static": "static depth",
+    "q": "Q-exit (gate)",
+    "hidden": "hidden-state difference",
+    "kl": "KL and entropy",
+}
+_STYLES = {
+    "static": ("#222222", "o", "-"),
+    "q": ("#1f4e79", "s", "-"),
+    "hidden": ("#d1495b", "^", "--"),
+    "kl": ("#2a9d5c", "D", ":"),
+}
+
+
+class FrontierPoint(NamedTuple):
+    """One reading of one task.
+
+    Attributes:
+        task: What was asked.
+        metric: Its headline metric.
+        policy: Family of the exit policy, a key of `FAMILIES`.
+        reading: The policy with its setting.
+        mean_steps: Over the scored tokens.
+        value: Of the metric.
+    """
+
+    task: str
+    metric: str
+    policy: str
+    reading: str
+    mean_steps: float
+    value: float
+
+
+def frontier_points(report: TaskReport) -> list[FrontierPoint]:
+    """Return the points of every task that was read by more than static depth, by mean steps."""
+    points = []
+    for task, readings in report.tasks.items():
+        families = {name.partition(":")[0] for name in readings}
+        if len(families & set(FAMILIES)) < 2:
+            continue
+        for name, result in readings.items():
+            family = name.partition(":")[0]
+            if result.mean_steps is None or family not in FAMILIES or not result.metrics:
+                continue
+            metric = headline(result.metrics)
+            points.append(
+                FrontierPoint(task, metric, family, name, result.mean_steps, result.metrics[metric])
+            )
+    order = list(FAMILIES)
+    return sorted(points, key=lambda p: (p.task, order.index(p.policy), p.mean_steps))
+
+
+def frontier_table(points: Sequence[FrontierPoint]) -> str:
+    """Return the points as aligned text."""
+    rows = [["task", "reading", "mean steps", "value", "metric"]]
+    rows += [[p.task, p.reading, f"{p.mean_steps:.2f}", f"{p.value:.4f}", p.metric] for p in points]
+    return text_table(rows, left=(0, 1, 4))
+
+
+def frontier_csv(points: Sequence[FrontierPoint]) -> str:
+    """Return the points as CSV with a header."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(FrontierPoint._fields)
+    writer.writerows(points)
+    return buffer.getvalue()
+
+
+def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> Path:
+    """Draw one panel a task: the metric against mean steps, a line for each policy.
+
+    Args:
+        points: From `frontier_points`, not empty.
+        path: Where the PNG goes.
+        title: Above all panels.
+    """
+    tasks = list(dict.fromkeys(point.task for point in points))
+    columns = min(len(tasks), 3)
+    rows = -(-len(tasks) // columns)
+    figure, grid = pyplot().subplots(
+        rows,
+        columns,
+        figsize=(max(8.0, 4.4 * columns), 4.2 * rows + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, task in zip(grid.flat, tasks, strict=False):
+        mine = [point for point in points if point.task == task]
+        for family, (color, marker, line) in _STYLES.items():
+            line_points = [point for point in mine if point.policy == family]
+            axes.plot(
+                [point.mean_steps for point in line_points],
+                [point.value for point in line_points],
+                color=color,
+                marker=marker,
+                linestyle=line,
+                markersize=4,
+                linewidth=1.4,
+                label=FAMILIES[family] if line_points else None,
+            )
+        better = "lower" if lower_is_better(mine[0].metric) else "higher"
+        axes.set_ylabel(f"{mine[0].metric} ({better} is better)")
+        axes.set_xlabel("mean recurrent steps a token")
+        axes.set_title(task)
+        plain(axes)
+    for axes in list(grid.flat)[len(tasks) :]:
+        axes.set_visible(False)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title)
+    return save_figure(figure, path)
+
+
+class WrittenFrontier(NamedTuple):
+    """Points and the files they were written to."""
+
+    points: list[FrontierPoint]
+    csv: Path
+    png: Path
+
+
+def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFrontier | None:
+    """Write `evals/frontier-step-N.csv` and `plots/frontier.png`; None without any points."""
+    points = frontier_points(report)
+    if not points:
+        return None
+    path = run_directory.evaluations / f"frontier-step-{report.step}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(frontier_csv(points), encoding="utf-8")
+    png = plot_frontier(
+        points,
+        run_directory.plots / "frontier.png",
+        title=f"Quality against compute at step {report.step:,}",
+    )
+    return WrittenFrontier(points, path, png)

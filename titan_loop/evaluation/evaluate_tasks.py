@@ -1,0 +1,222 @@
+"""Evaluates one checkpoint on tasks, under every reading, and loses nothing when one of them fails.
+
+tasks, suites ─► each on its own: held_out │ mano on ids │ harness ─► TaskReport, saved after each
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation.held_out_task import (
+    held_out_frontier_readings,
+    load_windows,
+    mano_frontier_readings,
+    score_held_out,
+    score_mano,
+)
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.evaluation.ranks import join_ranks, rank_device
+from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
+from titan_loop.evaluation.suites import SuiteTask
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.inference.loading import Loaded, load_checkpoint
+from titan_loop.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from titan_loop.evaluation.harness_model import LoopLM
+    from titan_loop.evaluation.harness_tasks import HarnessTasks
+
+logger = logging.getLogger(__name__)
+
+CACHE_FOLDER = "requests"
+_MANO_QUESTIONS = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskOptions:
+    """How to evaluate; everything but the checkpoint.
+
+    Attributes:
+        tasks: What to ask, from `suites.expand_tasks`.
+        recurrent_steps: R of the exit policy; None takes that of training.
+        exit: One exit policy; ignored with `depths` or `frontier`.
+        depths: Recurrent steps to read in one pass.
+        frontier: Whether to read every depth and every policy at many settings.
+        kv_cache: What generated tokens keep.
+        windows: Held-out windows a source.
+        limit: Documents a task, for a first look; None for all.
+        batch_size: Rows at a time.
+        max_length: Context in tokens; None takes the trained window.
+        dtype: Of the weights.
+        tokenizer: A `tokenizer.json`; None takes the source's.
+        include_path: A folder of harness tasks of one's own.
+        cache: Whether to keep the results of single requests on disk.
+    """
+
+    tasks: Sequence[SuiteTask]
+    recurrent_steps: int | None = None
+    exit: str = "full"
+    depths: Sequence[int] = ()
+    frontier: bool = False
+    kv_cache: str = "full"
+    windows: int = 64
+    limit: int | None = None
+    batch_size: int = 8
+    max_length: int | None = None
+    dtype: str = "float32"
+    tokenizer: str | None = None
+    include_path: Path | None = None
+    cache: bool = True
+
+    def check(self) -> None:
+        """Raise `UserError` for values that cannot work, before anything is loaded."""
+        if self.depths:
+            depth_readings(self.depths)
+        policy_reading(self.exit, self.recurrent_steps or 10**6)
+        for name, value in (("limit", self.limit), ("windows", self.windows)):
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if self.recurrent_steps is not None and self.recurrent_steps < 1:
+            raise UserError(f"recurrent_steps={self.recurrent_steps} must be at least 1")
+        if self.depths and self.frontier:
+            raise UserError("depths and frontier exclude each other: a frontier has every depth")
+        if self.include_path is not None and not self.include_path.is_dir():
+            raise UserError(f"include_path={self.include_path} is not a folder")
+
+
+def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
+    """Evaluate a checkpoint; collective over the ranks, if there are several.
+
+    Args:
+        checkpoint: A checkpoint's folder, or a run's for its newest whole one.
+        options: What to ask and how.
+
+    Returns:
+        The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
+
+    Raises:
+        UserError: Options that cannot work, or a checkpoint that cannot be loaded. What goes wrong
+            with single tasks is in the report instead.
+    """
+    options.check()
+    join_ranks()
+    loaded = load_checkpoint(
+        checkpoint,
+        context_tokens=options.max_length,
+        device=rank_device(),
+        dtype=getattr(torch, options.dtype),
+    )
+    return _Evaluation(loaded, options).run()
+
+
+class _Evaluation:
+    """One call of `evaluate_tasks`: what is expensive is made once, when first needed."""
+
+    def __init__(self, loaded: Loaded, options: TaskOptions) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._run = RunDirectory(loaded.run)
+        self._config = self._run.read_config()
+        manifest = loaded.manifest
+        self._report = TaskReport(
+            step=manifest["step"],
+            tokens=manifest["trainer"]["tokens"],
+            trained_recurrent_steps=loaded.recurrent_steps,
+            manifest_sha256=manifest["sha256"],
+            kv_cache=options.kv_cache,
+        )
+        self._harness: HarnessTasks | None = None
+        self._lm: LoopLM | None = None
+        self._windows: dict[str, Any] | None = None
+        self._readings = self._make_readings()
+
+    def run(self) -> TaskReport:
+        """Run the tasks one by one."""
+        for task in self._options.tasks:
+            try:
+                for name, results in self._choose(task)().items():
+                    self._report.tasks[name] = results
+                logger.info("%s: done", task.name)
+            except Exception as error:  # its neighbours' results are worth keeping, whatever it is
+                reason = str(error) if isinstance(error, UserError) else _described(error)
+                self._report.failures[task.name] = reason
+                logger.error("%s failed: %s", task.name, reason, exc_info=_traceback(error))
+            if join_ranks()[0] == 0:
+                self._report.save(self._run)
+        return self._report
+
+    def _choose(self, task: SuiteTask) -> Callable[[], dict[str, dict[str, ReadingResult]]]:
+        if task.name == HELD_OUT:
+            return self._held_out
+        if task.name == "mano" and "modulus" in self._config["dataloader"]:
+            return lambda: {
+                "mano": score_mano(
+                    self._loaded.model,
+                    self._config["dataloader"],
+                    self._readings,
+                    min(_MANO_QUESTIONS, self._options.limit or _MANO_QUESTIONS),
+                )
+            }
+        return lambda: self._ask_harness(task)
+
+    def _held_out(self) -> dict[str, dict[str, ReadingResult]]:
+        return {
+            f"{HELD_OUT}/{name}": score_held_out(self._loaded.model, windows, self._readings)
+            for name, windows in self._held_out_windows().items()
+        }
+
+    def _ask_harness(self, task: SuiteTask) -> dict[str, dict[str, ReadingResult]]:
+        try:
+            from titan_loop.evaluation.harness_model import LoopLM
+            from titan_loop.evaluation.harness_tasks import HarnessTasks, run_task
+        except ImportError as error:
+            raise UserError(
+                f"task {task.name} needs lm-evaluation-harness ({error}): pip install "
+                "'titan-loop[eval]'"
+            ) from error
+        options = self._options
+        if self._harness is None:
+            self._harness = HarnessTasks(options.include_path)
+        loaded_task = self._harness.load(task)
+        if self._lm is None:
+            self._lm = LoopLM(
+                loaded=self._loaded,
+                readings=self._readings,
+                kv_cache=options.kv_cache,
+                batch_size=options.batch_size,
+                tokenizer=options.tokenizer,
+                cache=self._run.evaluations / CACHE_FOLDER if options.cache else None,
+            )
+        return run_task(self._lm, loaded_task, limit=options.limit)
+
+    def _held_out_windows(self) -> dict[str, Any]:
+        if self._windows is None:
+            self._windows = load_windows(self._config, self._options.windows)
+        return self._windows
+
+    def _make_readings(self) -> list[Reading]:
+        options = self._options
+        steps = options.recurrent_steps or self._loaded.recurrent_steps
+        if options.depths:
+            return depth_readings(options.depths)
+        if not options.frontier:
+            return [policy_reading(options.exit, steps)]
+        if "modulus" in self._config["dataloader"]:
+            return mano_frontier_readings(self._loaded.model, self._config["dataloader"], steps)
+        sample = next(iter(self._held_out_windows().values()))
+        return held_out_frontier_readings(self._loaded.model, sample, steps)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+
+
+def _traceback(error: Exception) -> Exception | None:
+    """A user's mistake needs no traceback, a defect does."""
+    return None if isinstance(error, UserError) else error

@@ -1,0 +1,411 @@
+"""The model `titan_loop` of lm-evaluation-harness.
+
+    lm_eval's requests ─ tokenise ─► TokenScorer (log-likelihoods, rolling windows) ─┐
+                                 └─► TextEngine (generate_until) ────────────────────┴─► lm_eval
+
+A log-likelihood is one pass over the prompt in which each step sees its own step's keys, as in the
+engine's prefill; `kv_cache` matters for generated tokens only. All readings are scored at once: the
+one that answers is `reading`, and changing it costs no further pass.
+
+With several ranks every one of them builds all requests and answers all of them, having computed
+its share, so the harness needs to know nothing of ranks.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from titan_loop.data.tokenizer import END_OF_TEXT
+from titan_loop.errors import UserError
+from titan_loop.evaluation.ranks import rank_device, share_work
+from titan_loop.evaluation.readings import Reading, policy_reading
+from titan_loop.evaluation.request_cache import RequestCache, digest
+from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest, TokenScorer
+from titan_loop.inference.cache import cache_strategy
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
+from titan_loop.inference.sampling import Sampling
+from titan_loop.inference.text import TextEngine
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+logger = logging.getLogger(__name__)
+
+MODEL_NAME = "titan_loop"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_REQUESTS_AT_A_TIME = 512
+"""Scored between two writes of the cache."""
+_DEFAULT_NEW_TOKENS = 256  # the harness' own
+
+
+@dataclass
+class StepCount:
+    """Recurrent steps behind the answers so far, in all, and over how many tokens."""
+
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        """Steps a token; None before the first."""
+        return self.steps / self.tokens if self.tokens else None
+
+
+class LoopLM(TemplateLM):
+    """A checkpoint as lm-evaluation-harness wants it.
+
+    Args:
+        checkpoint: A checkpoint's folder, or a run's for its newest whole one.
+        recurrent_steps: R; None takes that of training.
+        exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
+        exit: An exit policy as in `titan-loop generate`; None for full depth.
+        kv_cache: What generation keeps of earlier tokens.
+        batch_size: Rows at a time, at least 1.
+        max_batch_size: Accepted because the harness passes it; must not differ.
+        device: None takes this rank's.
+        dtype: Of the weights.
+        max_length: Tokens of context; None takes the trained window.
+        tokenizer: A `tokenizer.json`; None takes the source's.
+        cache: Folder of results of single requests; None keeps them in memory only.
+        readings: Several ways to read at once, instead of `exit`.
+
+    Attributes:
+        reading: Index of the reading that answers.
+        count: Steps behind the answers since somebody last replaced this record.
+
+    Raises:
+        UserError: A value is unknown or out of range, or what `load_checkpoint` and
+            `load_matching_tokenizer` refuse.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path | None = None,
+        *,
+        recurrent_steps: int | None = None,
+        exit_threshold: float | None = None,
+        exit: str | None = None,
+        kv_cache: str = "full",
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        dtype: str = "float32",
+        max_length: int | None = None,
+        tokenizer: str | None = None,
+        cache: str | Path | None = None,
+        readings: Sequence[Reading] | None = None,
+        loaded: Loaded | None = None,
+    ) -> None:
+        super().__init__()
+        rows = _positive_rows(batch_size, max_batch_size)
+        cache_strategy(kv_cache)
+        if dtype not in DTYPES:
+            raise UserError(f"dtype={dtype} is unknown; known: {', '.join(DTYPES)}")
+        if exit_threshold is not None and exit is not None:
+            raise UserError(f"exit_threshold={exit_threshold} and exit={exit}: give one of them")
+        if loaded is None:
+            if checkpoint is None:
+                raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
+            self._device = torch.device(device) if device else rank_device()
+            loaded = load_checkpoint(
+                checkpoint, context_tokens=max_length, device=self._device, dtype=DTYPES[dtype]
+            )
+        self.loaded = loaded
+        self._device = loaded.model.tok_embeddings.weight.device
+        if readings is None:
+            steps = loaded.recurrent_steps if recurrent_steps is None else recurrent_steps
+            text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")
+            readings = [policy_reading(text, steps)]
+        self.readings = list(readings)
+        self.reading = 0
+        self.count = StepCount()
+        self.kv_cache = kv_cache
+        self._text_tokenizer = load_matching_tokenizer(loaded, tokenizer)
+        self._scorer = TokenScorer(loaded.model, self.readings, batch_rows=rows)
+        self._rows = rows
+        self._memory: dict[str, Any] = {}
+        self._cache = None if cache is None else RequestCache(Path(cache), self._identity())
+        self._truncated = 0
+        self._said: set[str] = set()
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what an answer depends on besides the request."""
+        return {
+            "manifest": self.loaded.manifest["sha256"],
+            "readings": [[reading.name, reading.recurrent_steps] for reading in self.readings],
+            "kv_cache": self.kv_cache,
+            "dtype": str(self.loaded.model.tok_embeddings.weight.dtype),
+            "context": self.max_length,
+        }
+
+    @property
+    def max_length(self) -> int:
+        """Tokens the model can see."""
+        return self.loaded.model.config.max_seq_len
+
+    @property
+    def forward_steps(self) -> int:
+        """Recurrent steps of scoring so far, times rows, on this rank."""
+        return self._scorer.forward_steps
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token in front of a text without context."""
+        token = self._text_tokenizer.token_to_id(END_OF_TEXT)
+        if token is None:
+            raise UserError(f"the tokenizer of {self.loaded.checkpoint} has no {END_OF_TEXT}")
+        return token
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Names the tokenizer for the harness' cache of request texts."""
+        return digest(self._text_tokenizer.to_str())
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the harness writes beside its results."""
+        return {
+            "checkpoint": str(self.loaded.checkpoint),
+            "reading": self.readings[self.reading].name,
+            "kv_cache": self.kv_cache,
+            "mean_steps": self.count.mean,
+        }
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Return token ids; nothing is added to the text."""
+        return self._text_tokenizer.encode(string, add_special_tokens=False).ids
+
+    def loglikelihood_rolling(
+        self, requests: list["Instance"], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Return the log-likelihood of whole texts, each token predicted once."""
+        windows: list[list[TokenRequest]] = []
+        for instance in requests:
+            pairs = map(
+                make_disjoint_window,
+                get_rolling_token_windows(
+                    token_list=self.tok_encode(instance.args[0]),
+                    prefix_token=self.eot_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
+                ),
+            )
+            windows.append([TokenRequest(tuple(c), tuple(t)) for c, t in pairs])
+        scores = iter(self._scores([request for parts in windows for request in parts]))
+        totals = []
+        for parts in windows:
+            answers = [next(scores) for _ in parts]
+            totals.append(-sum(self._count(answer).nats[self.reading] for answer in answers))
+        return totals
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether greedy) of continuations."""
+        asked = [self._fitting(*request) for request in requests]
+        return [
+            (-self._count(score).nats[self.reading], score.greedy[self.reading])
+            for score in self._scores(asked)
+        ]
+
+    def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
+        """Return completions; at most `max_gen_toks` tokens, and up to the first stop string."""
+        reading = self.readings[self.reading]
+        asked = [_Generation.of(*instance.args) for instance in requests]
+        keys = [
+            # What is sampled differs from one repetition of a prompt to the next.
+            digest(["generate", reading.name, 0 if one.is_greedy() else index, *one.key()])
+            for index, one in enumerate(asked)
+        ]
+        answers = self._remembered(
+            keys, asked, lambda share: self._generate(share, reading), kept=_Generation.is_greedy
+        )
+        for answer in answers:
+            self.count.steps += answer["steps"]
+            self.count.tokens += answer["tokens"]
+        return [answer["text"] for answer in answers]
+
+    def _generate(self, asked: Sequence["_Generation"], reading: Reading) -> list[dict[str, Any]]:
+        engine = Engine(
+            self.loaded.model,
+            recurrent_steps=reading.recurrent_steps,
+            kv_cache=self.kv_cache,
+            exit_policy=reading.policy,
+        )
+        text = TextEngine(engine, self._text_tokenizer)
+        groups: dict[str, list[int]] = {}
+        for index, one in enumerate(asked):
+            groups.setdefault(digest(one.key()[1:]), []).append(index)
+
+        def work(share: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
+            return [
+                self._complete(text, [asked[index] for index in batch], seed=batch[0])
+                for batch in share
+            ]
+
+        batches = [
+            indices[start : start + self._rows]
+            for indices in groups.values()
+            for start in range(0, len(indices), self._rows)
+        ]
+        answers: list[dict[str, Any]] = [{} for _ in asked]
+        for batch, results in zip(batches, share_work(batches, work), strict=True):
+            for index, result in zip(batch, results, strict=True):
+                answers[index] = result
+        self._say_truncated()
+        return answers
+
+    def _complete(
+        self, text: TextEngine, batch: Sequence["_Generation"], *, seed: int
+    ) -> list[dict[str, Any]]:
+        first = batch[0]
+        # A long answer may not push the whole prompt out: it then ends where the context does.
+        room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
+        completions = text.complete(
+            [self._last_tokens(one.prompt, room) for one in batch],
+            max_new_tokens=first.max_new_tokens,
+            stop=first.until,
+            sampling=first.sampling,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        return [
+            {"text": done.text, "steps": sum(done.steps), "tokens": len(done.tokens)}
+            for done in completions
+        ]
+
+    def _last_tokens(self, prompt: str, room: int) -> list[int]:
+        tokens = self.tok_encode(prompt) or [self.eot_token_id]
+        self._truncated += len(tokens) > room
+        return tokens[-room:]
+
+    def _fitting(
+        self, text: tuple[str, str], context: list[int], continuation: list[int]
+    ) -> TokenRequest:
+        """Return a request that fits, without the beginning of a prompt that is too long."""
+        if not continuation:  # its text merged into the last token of the context
+            continuation = self.tok_encode(text[1])
+        if not continuation:
+            raise UserError(
+                f"a request asks for the likelihood of nothing, behind {text[0][-40:]!r}"
+            )
+        if len(continuation) > self.max_length:
+            raise UserError(
+                f"an answer has {len(continuation)} tokens, the context {self.max_length}; raise "
+                "max_length"
+            )
+        room = self.max_length + 1 - len(continuation)
+        self._truncated += len(context) > room
+        return TokenRequest(tuple(context[-room:]), tuple(continuation))
+
+    def _scores(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
+        self._say_truncated()
+        keys = [digest(["score", request.context, request.continuation]) for request in requests]
+        return [
+            ContinuationScores(*value)
+            for value in self._remembered(keys, requests, self._scorer.score)
+        ]
+
+    def _remembered(
+        self,
+        keys: Sequence[str],
+        items: Sequence[Any],
+        work: Callable[[Sequence[Any]], list[Any]],
+        kept: Callable[[Any], bool] = lambda item: True,
+    ) -> list[Any]:
+        """Return a result for each item, computing those that are not known by their key."""
+        if self._cache is not None:
+            found = ((key, self._cache.get(key)) for key in keys)
+            self._memory.update({key: value for key, value in found if value is not None})
+        missing = dict(zip(keys, items, strict=True))
+        missing = {key: item for key, item in missing.items() if key not in self._memory}
+        order = list(missing)
+        drawn: dict[str, Any] = {}
+        for start in range(0, len(order), _REQUESTS_AT_A_TIME):
+            part = order[start : start + _REQUESTS_AT_A_TIME]
+            for key, result in zip(part, work([missing[key] for key in part]), strict=True):
+                drawn[key] = result
+                if kept(missing[key]):
+                    self._memory[key] = result
+                    if self._cache is not None:
+                        self._cache.put(key, result)
+        return [drawn[key] if key in drawn else self._memory[key] for key in keys]
+
+    def _count(self, score: ContinuationScores) -> ContinuationScores:
+        self.count.steps += score.steps[self.reading]
+        self.count.tokens += score.tokens
+        return score
+
+    def _say_truncated(self) -> None:
+        said = (
+            f"{self._truncated} prompts are longer than the context of {self.max_length} tokens "
+            "and lost their beginning; raise max_length or use fewer shots"
+        )
+        if self._truncated and said not in self._said:  # every reading asks the same again
+            logger.warning("%s", said)
+            self._said.add(said)
+        self._truncated = 0
+
+
+register_model(MODEL_NAME)(LoopLM)  # as a decorator it would hide the class' own attributes
+
+
+@dataclass(frozen=True)
+class _Generation:
+    """One request of `generate_until`."""
+
+    prompt: str
+    until: tuple[str, ...]
+    max_new_tokens: int
+    sampling: Sampling
+
+    @classmethod
+    def of(cls, prompt: str, options: dict[str, Any]) -> "_Generation":
+        """Read the harness' options; raises `UserError` for some that cannot be followed."""
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        temperature = float(options.get("temperature") or 0.0)
+        if not options.get("do_sample", temperature > 0):
+            temperature = 0.0
+        elif temperature == 0.0:
+            temperature = 1.0
+        sampling = Sampling(
+            temperature=temperature,
+            top_p=float(options.get("top_p") or 1.0),
+            top_k=options.get("top_k") or None,
+        )
+        length = int(options.get("max_gen_toks") or _DEFAULT_NEW_TOKENS)
+        return cls(prompt, tuple(stop for stop in until if stop), length, sampling)
+
+    def key(self) -> tuple[Any, ...]:
+        """Return what the answer depends on, the prompt first."""
+        how = (self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
+        return (self.prompt, self.until, self.max_new_tokens, how)
+
+    def is_greedy(self) -> bool:
+        """Whether asking again gives the same answer."""
+        return self.sampling.temperature == 0.0
+
+
+def _positive_rows(batch_size: int | str, max_batch_size: int | None) -> int:
+    try:
+        rows = int(batch_size)
+    except ValueError:
+        rows = 0
+    if rows < 1:
+        raise UserError(f"batch_size={batch_size} must be a number of at least 1")
+    if max_batch_size not in (None, rows):
+        raise UserError(f"max_batch_size={max_batch_size} has no effect; give batch_size alone")
+    return rows

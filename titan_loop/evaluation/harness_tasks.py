@@ -1,0 +1,212 @@
+"""Loads tasks of lm-evaluation-harness, runs one under every reading, says plainly what failed."""
+
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation.harness_model import LoopLM, StepCount
+from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
+from titan_loop.evaluation.suites import SuiteTask, unknown_task
+from titan_loop.evaluation.task_report import ReadingResult
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+logger = logging.getLogger(__name__)
+
+ANSWER_BITS_PER_BYTE = "answer_bits_per_byte"
+_PROBE_SECONDS = 3.0
+_BOOTSTRAPS = 100  # for metrics whose standard error has no formula
+
+
+class HarnessTasks:
+    """Finds tasks by name; indexing all of the harness takes long, so that waits until needed.
+
+    Args:
+        include_path: A folder of task files of one's own; None for none.
+        home: The folder of the harness' own tasks; None takes the installed one.
+    """
+
+    def __init__(self, include_path: Path | None = None, *, home: Path | None = None) -> None:
+        if home is None:
+            import lm_eval.tasks
+
+            home = Path(lm_eval.tasks.__file__).parent
+        self._home = home
+        self._include_path = include_path
+        self._managers: dict[Path | None, TaskManager] = {}
+
+    def load(self, task: SuiteTask) -> dict[str, Any]:
+        """Return what the harness' `evaluate` takes, its data read.
+
+        Raises:
+            UserError: Nobody knows the task, or its data can be had from nowhere.
+        """
+        if task.name in OFFLINE_TASKS:
+            loaded = self._manager(None).load([offline_config(task.name)])
+        else:
+            manager = self._find(task.name)
+            with _hub_offline_if_unreachable() as unreachable:
+                try:
+                    loaded = manager.load([task.name])
+                except Exception as error:
+                    if unreachable and _is_about_the_network(error):
+                        raise UserError(
+                            f"task {task.name} reads its data from the Hugging Face hub, which "
+                            "cannot be reached, and the local cache does not have it; run it once "
+                            "where there is a network, or use the suite 'offline'"
+                        ) from error
+                    raise
+        for loaded_task in loaded["tasks"].values():
+            own = loaded_task.get_config("num_fewshot")
+            if task.num_fewshot is not None and own != 0:
+                loaded_task.set_config(key="num_fewshot", value=task.num_fewshot)
+            elif own is None:
+                loaded_task.set_config(key="num_fewshot", value=0)
+            loaded_task.set_fewshot_seed(seed=1234)  # the harness' own default
+        return dict(loaded)
+
+    def names_near(self, name: str) -> list[str]:
+        """Return the tasks, groups and tags of the harness' folder that is named like a task."""
+        return self._manager(self._likely_folder(name)).all_tasks
+
+    def _find(self, name: str) -> "TaskManager":
+        for folder in (None, self._likely_folder(name), self._home):
+            manager = self._manager(folder)
+            if name in manager.all_tasks:
+                return manager
+        raise unknown_task(name, self._manager(self._home).all_tasks)
+
+    def _likely_folder(self, name: str) -> Path | None:
+        """Return the harness' folder with the longest name that begins the task's name."""
+        words = name.split("_")
+        beginnings = ("_".join(words[:count]) for count in range(len(words), 0, -1))
+        return next((self._home / b for b in beginnings if (self._home / b).is_dir()), None)
+
+    def _manager(self, folder: Path | None) -> "TaskManager":
+        """Return a manager of the tasks below `folder`, if any, and below `include_path`."""
+        if folder not in self._managers:
+            from lm_eval.tasks import TaskManager
+
+            paths = [path for path in (folder, self._include_path) if path is not None]
+            self._managers[folder] = TaskManager(include_defaults=False, include_path=[*paths])
+        return self._managers[folder]
+
+
+def run_task(
+    lm: LoopLM, loaded: Mapping[str, Any], *, limit: int | None = None
+) -> dict[str, dict[str, ReadingResult]]:
+    """Return task → reading → result of a task, or of a group and its members; collective.
+
+    Log-likelihoods of all readings come from one pass; text is generated for each reading.
+
+    Args:
+        lm: The model with its readings.
+        loaded: From `HarnessTasks.load`.
+        limit: At most this many documents a task, for a first look.
+    """
+    from lm_eval.evaluator import evaluate
+
+    results: dict[str, dict[str, ReadingResult]] = {}
+    for index, reading in enumerate(lm.readings):
+        lm.reading, lm.count = index, StepCount()
+        answer = evaluate(
+            lm=lm,
+            task_dict=loaded,  # pyright: ignore[reportArgumentType]
+            limit=limit,
+            bootstrap_iters=_BOOTSTRAPS,
+            log_samples=True,
+        )
+        assert answer is not None, "every rank evaluates everything"
+        for name, raw in answer.get("results", {}).items():
+            metrics = _numbers(raw)
+            samples = answer.get("samples", {}).get(name, [])
+            bits = _answer_bits_per_byte(samples)
+            if bits is not None:
+                metrics[ANSWER_BITS_PER_BYTE] = bits
+            results.setdefault(name, {})[reading.name] = ReadingResult(
+                metrics=metrics, mean_steps=lm.count.mean
+            )
+    return results
+
+
+def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
+    """Return a task's metrics without aliases and what is not a number."""
+    return {
+        name: float(value)
+        for name, value in raw.items()
+        if "," in name and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the mean over multiple-choice questions; None for other tasks.
+
+    The answer is the string that was scored, without the space in front of it.
+    """
+    bits = []
+    for sample in samples:
+        target, arguments = sample["target"], sample["arguments"]
+        if len(arguments) < 2 or len(arguments[0]) != 2 or not isinstance(arguments[0][1], str):
+            return None
+        texts = [continuation for _, continuation in arguments]
+        if isinstance(target, str) and target.strip().isdecimal() and target not in texts:
+            target = int(target)
+        if not isinstance(target, int) or not 0 <= target < len(texts):
+            return None
+        likelihood = sample["filtered_resps"][target][0]
+        size = len(texts[target].strip().encode())
+        if size:
+            bits.append(-likelihood / (math.log(2) * size))
+    return sum(bits) / len(bits) if bits else None
+
+
+@contextmanager
+def _hub_offline_if_unreachable() -> Iterator[bool]:
+    """Yield whether the hub cannot be reached; then nothing inside waits for it in vain."""
+    import datasets.config
+    import huggingface_hub.constants
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE or not _hub_is_reachable():
+        before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True
+        try:
+            yield True
+        finally:
+            huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    else:
+        yield False
+
+
+def _hub_is_reachable() -> bool:
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY")):
+        return True  # only a real request could tell
+    parts = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    try:
+        address = (parts.hostname or "", parts.port or 443)
+        socket.create_connection(address, timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _is_about_the_network(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is that data was neither cached nor reachable."""
+    while error is not None:
+        named = type(error).__name__
+        if isinstance(error, ConnectionError | FileNotFoundError) or named in (
+            "OfflineModeIsEnabled",
+            "LocalEntryNotFoundError",
+            "DatasetNotFoundError",
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

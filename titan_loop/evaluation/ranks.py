@@ -1,0 +1,74 @@
+"""Data-parallel evaluation: every rank does its share, and every rank gets all results.
+
+Ranks need nothing of each other while they work, so shares may have any size. An error on one rank
+is an error on all, lest the others wait for it.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+import torch.distributed as dist
+
+from titan_loop.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def join_ranks() -> tuple[int, int]:
+    """Return (rank, world size), after entering a group if a launcher started several processes."""
+    if not dist.is_initialized() and "RANK" in os.environ:
+        rank, world_size = compat.start_runtime()
+        if world_size > 1:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)  # objects only
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def rank_device() -> torch.device:
+    """Return the device of this rank."""
+    if compat.device_type() == "cpu":
+        return torch.device("cpu")
+    return torch.device(compat.device_type(), int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def share_work(
+    items: Sequence[Item], work: Callable[[Sequence[Item]], list[Result]]
+) -> list[Result]:
+    """Return `work(items)`, each rank having done every world-size-th item; collective.
+
+    Args:
+        items: The same on all ranks; neighbours should cost alike.
+        work: Returns one picklable result an item, in order.
+
+    Raises:
+        UserError: `work` raised one on some rank.
+        RuntimeError: `work` failed otherwise on another rank; this rank's own error is raised as
+            it is.
+    """
+    rank, world_size = join_ranks()
+    if world_size == 1:
+        return work(items)
+    mine: list[Result] = []
+    failure: Exception | None = None
+    try:
+        mine = work(items[rank::world_size])
+    except Exception as error:
+        failure = error
+    said = None if failure is None else (isinstance(failure, UserError), str(failure))
+    gathered: list = [None] * world_size
+    dist.all_gather_object(gathered, (mine, said))
+    if failure is not None:
+        raise failure
+    for other, (_, problem) in enumerate(gathered):
+        if problem is not None:
+            is_users, text = problem
+            raise UserError(text) if is_users else RuntimeError(f"rank {other}: {text}")
+    results: list = [None] * len(items)
+    for other, (part, _) in enumerate(gathered):
+        results[other::world_size] = part
+    return results

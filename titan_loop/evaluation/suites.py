@@ -1,0 +1,87 @@
+"""Suites: named lists of lm-evaluation-harness tasks with the shots and the metric of the paper.
+
+`ouro_base` is Appendix C of Ouro, `depth` its tables over R = 1 … 8; both need the hub or a filled
+cache. `offline` needs neither. Not in `ouro_base`, since the harness cannot reproduce them: MATH500
+(graded by the authors' own code) and HumanEval(+), MBPP(+) (graded by evalplus, which runs what the
+model wrote).
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix C and §5.3. Deviations: the paper does
+not say whether it reports acc or acc_norm; both are recorded, and the harness' custom decides which
+is `metric`: acc_norm where answers differ in length (ARC, HellaSwag), acc elsewhere.
+"""
+
+from dataclasses import dataclass
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
+
+
+@dataclass(frozen=True)
+class SuiteTask:
+    """One task of a suite.
+
+    Attributes:
+        name: Of a task, group or tag of the harness, or of an offline task.
+        num_fewshot: Examples in front of each question; None keeps the task's own number.
+        metric: What the suite reports, as the harness names it: metric, comma, filter.
+    """
+
+    name: str
+    num_fewshot: int | None = None
+    metric: str = "acc,none"
+
+
+SUITES: dict[str, tuple[SuiteTask, ...]] = {
+    "ouro_base": (
+        SuiteTask("mmlu", 5),
+        SuiteTask("mmlu_pro", 5, "exact_match,custom-extract"),
+        SuiteTask("bbh_cot_fewshot", 3, "exact_match,get-answer"),
+        SuiteTask("arc_challenge", 25, "acc_norm,none"),
+        SuiteTask("hellaswag", 10, "acc_norm,none"),
+        SuiteTask("winogrande", 5),
+        SuiteTask("gsm8k_cot", 3, "exact_match,strict-match"),
+    ),
+    "depth": (
+        SuiteTask("arc_challenge", 25, "acc_norm,none"),
+        SuiteTask("arc_easy", 8, "acc_norm,none"),
+        SuiteTask("commonsense_qa", 10),
+        SuiteTask("hellaswag", 10, "acc_norm,none"),
+        SuiteTask("mmlu", 5),
+        SuiteTask("winogrande", 5),
+    ),
+    "offline": (
+        SuiteTask("held_out", metric="bits_per_byte"),
+        SuiteTask("mano", metric="acc,none"),
+        SuiteTask("multi_hop", metric="acc,none"),
+        SuiteTask("mmlu_dev", metric="acc,none"),
+    ),
+}
+DEPTH_SUITE_STEPS = tuple(range(1, 9))
+"""R of the suite `depth` unless told otherwise; beyond the trained R it extrapolates."""
+
+
+def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
+    """Return the tasks that names of suites and tasks stand for, each once.
+
+    Args:
+        names: Suites, tasks of the harness, offline tasks.
+        num_fewshot: Replaces every task's own number of examples.
+
+    Raises:
+        UserError: No name, or a negative number of examples.
+    """
+    if not names:
+        raise UserError(f"no task was named; give tasks or suites: {', '.join(SUITES)}")
+    if num_fewshot is not None and num_fewshot < 0:
+        raise UserError(f"num_fewshot={num_fewshot} must be at least 0")
+    tasks: dict[str, SuiteTask] = {}
+    for name in names:
+        for task in SUITES.get(name, (SuiteTask(name),)):
+            shots = task.num_fewshot if num_fewshot is None else num_fewshot
+            tasks.setdefault(task.name, SuiteTask(task.name, shots, task.metric))
+    return list(tasks.values())
+
+
+def unknown_task(name: str, known: list[str]) -> UserError:
+    """Return the error for a task that nobody knows."""
+    return UserError(f"task {name!r} is unknown{nearest(name, [*known, *SUITES, *OFFLINE_TASKS])}")

@@ -1,0 +1,130 @@
+"""Results of tasks on one checkpoint under one or more readings, as one JSON file.
+
+`evals/tasks-step-N.json` of the run directory:
+
+    step, tokens, trained_recurrent_steps, manifest_sha256, kv_cache
+    tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
+    failures   name -> why it has no result
+
+Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
+`m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
+(nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the scored
+tokens. Writing again adds tasks and readings to what is there.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+from titan_loop.training.run_directory import RunDirectory
+
+
+@dataclass(kw_only=True)
+class ReadingResult:
+    """What one reading of one task gave.
+
+    Attributes:
+        metrics: Name → value.
+        mean_steps: Recurrent steps a scored token was read from; None without any.
+    """
+
+    metrics: dict[str, float]
+    mean_steps: float | None = None
+
+
+HEADLINES = ("acc_norm,none", "acc,none", "bits_per_byte", "bits_per_byte,none")
+
+
+def headline(metrics: Mapping[str, float], preferred: str | None = None) -> str:
+    """Return the metric to show first: the preferred one, the usual ones, or the first there is."""
+    assert metrics, "a result without metrics"
+    return next(name for name in (preferred or "", *HEADLINES, *metrics) if name in metrics)
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a smaller value of this metric is the better one."""
+    return any(word in metric for word in ("bits_per_byte", "perplexity"))
+
+
+@dataclass(kw_only=True)
+class TaskReport:
+    """Tasks on one checkpoint; the fields are those of the file.
+
+    Attributes:
+        step: Training steps of the checkpoint.
+        tokens: Global tokens it has read.
+        trained_recurrent_steps: R at the end of training so far.
+        manifest_sha256: Which checkpoint it was.
+        kv_cache: What generated tokens kept.
+        tasks: Task → reading → result.
+        failures: Task → why it has no result.
+    """
+
+    step: int
+    tokens: int
+    trained_recurrent_steps: int
+    manifest_sha256: str
+    kv_cache: str = "full"
+    tasks: dict[str, dict[str, ReadingResult]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def path(self, run_directory: RunDirectory) -> Path:
+        """Return where it belongs."""
+        return run_directory.evaluations / f"tasks-step-{self.step}.json"
+
+    def save(self, run_directory: RunDirectory) -> Path:
+        """Write the file, keeping other tasks and readings of the same checkpoint."""
+        path = self.path(run_directory)
+        merged = self
+        if path.exists():
+            before = TaskReport.load(path)
+            if (before.manifest_sha256, before.kv_cache) == (self.manifest_sha256, self.kv_cache):
+                merged = before._with(self)
+        write_json(path, asdict(merged))
+        return path
+
+    def _with(self, newer: "TaskReport") -> "TaskReport":
+        for name, readings in newer.tasks.items():
+            self.tasks.setdefault(name, {}).update(readings)
+            self.failures.pop(name, None)
+        for name, reason in newer.failures.items():
+            self.failures[name] = reason
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> "TaskReport":
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        try:
+            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            record["tasks"] = {
+                name: {reading: ReadingResult(**result) for reading, result in readings.items()}
+                for name, readings in record["tasks"].items()
+            }
+            return cls(**record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error}); evaluate again") from error
+
+    @classmethod
+    def all_of(cls, run_directory: RunDirectory) -> list["TaskReport"]:
+        """Return the reports of a run by increasing step."""
+        paths = run_directory.evaluations.glob("tasks-step-*.json")
+        return sorted(map(cls.load, paths), key=lambda report: report.step)
+
+    def flat(self) -> dict[str, float]:
+        """Return `task/metric/reading` → value, and `task/mean_steps/reading`."""
+        numbers: dict[str, float] = {}
+        for name, readings in self.tasks.items():
+            for reading, result in readings.items():
+                for metric, value in result.metrics.items():
+                    numbers[f"{name}/{metric}/{reading}"] = value
+                if result.mean_steps is not None:
+                    numbers[f"{name}/mean_steps/{reading}"] = result.mean_steps
+        return numbers

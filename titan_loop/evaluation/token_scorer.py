@@ -1,0 +1,153 @@
+"""Scores continuations of token sequences at every reading, in padded batches, over all ranks.
+
+Requests with the same input share one row: the four answers of a multiple-choice question that are
+one token each cost one forward pass. Padding is on the right, where causal attention cannot see it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from titan_loop.errors import UserError
+from titan_loop.evaluation.ranks import share_work
+from titan_loop.evaluation.readings import Reading, score_states
+from titan_loop.models.decoder import LoopDecoder
+
+
+class TokenRequest(NamedTuple):
+    """Score `continuation` behind `context`; both at least one token."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+class ContinuationScores(NamedTuple):
+    """One continuation under every reading, each list in the order of the readings.
+
+    Attributes:
+        nats: Negative log likelihood, summed over the continuation.
+        greedy: Whether greedy decoding would have produced all of it.
+        steps: Recurrent steps, summed over the continuation.
+        tokens: In the continuation.
+    """
+
+    nats: list[float]
+    greedy: list[bool]
+    steps: list[int]
+    tokens: int
+
+
+class TokenScorer:
+    """Scores requests with one model.
+
+    Args:
+        model: In evaluation mode, whole on every rank.
+        readings: At least one.
+        batch_rows: Sequences in one forward pass.
+
+    Attributes:
+        forward_steps: Recurrent steps run so far, times rows: what scoring has cost this rank.
+
+    Raises:
+        UserError: A batch below one row, no reading, or a reading of a gate the model lacks.
+    """
+
+    def __init__(
+        self, model: LoopDecoder, readings: Sequence[Reading], *, batch_rows: int = 8
+    ) -> None:
+        if batch_rows < 1:
+            raise UserError(f"batch_size={batch_rows} must be at least 1")
+        if not readings:
+            raise UserError("no reading was given: name a depth or an exit policy")
+        for reading in readings:
+            if reading.policy.reads_gate and model.exit_gate is None:
+                raise UserError(
+                    f"exit={reading.name} needs an exit gate, which this model does not have; use "
+                    "static"
+                )
+        self.model = model
+        self.readings = list(readings)
+        self.deepest_step = max(reading.deepest_step for reading in readings)
+        self.forward_steps = 0
+        self._batch_rows = batch_rows
+        self._device = model.tok_embeddings.weight.device
+
+    def score(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
+        """Return the scores of all requests; collective over the ranks, if there are several.
+
+        Raises:
+            UserError: A request is longer than the context, or has tokens the model does not know.
+        """
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            self._check(request)
+            rows.setdefault((*request.context, *request.continuation)[:-1], []).append(index)
+        longest_first = sorted(rows.items(), key=lambda row: -len(row[0]))
+
+        def work(share: Sequence) -> list[list[ContinuationScores]]:
+            results: list[list[ContinuationScores]] = []
+            for start in range(0, len(share), self._batch_rows):
+                batch = share[start : start + self._batch_rows]
+                wanted = [[requests[index].continuation for index in row[1]] for row in batch]
+                results += self._score_batch([row[0] for row in batch], wanted)
+            return results
+
+        scores: list[ContinuationScores | None] = [None] * len(requests)
+        for (_, indices), row in zip(longest_first, share_work(longest_first, work), strict=True):
+            for index, result in zip(indices, row, strict=True):
+                scores[index] = result
+        return [score for score in scores if score is not None]
+
+    def _check(self, request: TokenRequest) -> None:
+        context = self.model.config.max_seq_len
+        tokens = (*request.context, *request.continuation)
+        assert request.context
+        assert request.continuation
+        if len(tokens) - 1 > context:
+            raise UserError(
+                f"a request of {len(tokens)} tokens is longer than the context of {context}; "
+                "shorten it or raise max_length"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self.model.config.vocab_size:
+            raise UserError(
+                f"a request has token {max(tokens, key=abs)}, the model's vocabulary has "
+                f"{self.model.config.vocab_size}; use the tokenizer it was trained with"
+            )
+
+    @torch.no_grad()
+    def _score_batch(
+        self, inputs: list[tuple[int, ...]], wanted: list[list[tuple[int, ...]]]
+    ) -> list[list[ContinuationScores]]:
+        longest = max(map(len, inputs))
+        padded = [[*tokens, *[0] * (longest - len(tokens))] for tokens in inputs]
+        output = self.model(
+            torch.tensor(padded, device=self._device),
+            recurrent_steps=self.deepest_step,
+            collect="all",
+        )
+        self.forward_steps += self.deepest_step * len(inputs)
+        positions, labels, lengths = [], [], []
+        for row, (tokens, continuations) in enumerate(zip(inputs, wanted, strict=True)):
+            for continuation in continuations:
+                first = row * longest + len(tokens) - len(continuation)
+                positions += range(first, first + len(continuation))
+                labels += continuation
+                lengths.append(len(continuation))
+        position_T = torch.tensor(positions, device=self._device)
+        scores = score_states(
+            self.model,
+            [hidden_BLD.flatten(0, 1)[position_T] for hidden_BLD in output.hidden_RBLD],
+            torch.tensor(labels, device=self._device),
+            self.readings,
+        )
+        parts = zip(
+            *(tensor.cpu().split(lengths, dim=1) for tensor in scores), lengths, strict=True
+        )
+        each = iter(
+            ContinuationScores(
+                nats.double().sum(1).tolist(), right.all(1).tolist(), steps.sum(1).tolist(), length
+            )
+            for nats, right, steps, length in parts
+        )
+        return [[next(each) for _ in continuations] for continuations in wanted]

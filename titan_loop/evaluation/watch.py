@@ -1,0 +1,224 @@
+"""Evaluates every checkpoint of a run once, while the run goes on or afterwards.
+
+    committed checkpoints − what evals.jsonl has ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
+
+- *Once*: a checkpoint is known by its manifest's hash, so one that a restarted run wrote anew
+  counts as new. What was evaluated stands in `evals.jsonl`, written after the evaluation; a watcher
+  that is killed repeats at most the checkpoint it was at, and of that only requests its cache
+  lacks.
+- *Deletion*: the keep policy deletes a manifest first. Weights are checked against the manifest's
+  hashes while they are read, and nothing of the checkpoint is needed afterwards; one that goes away
+  before that is passed over, not an error. The oldest is evaluated first, since it goes first.
+- *Several watchers* (a SLURM array) share the work: each claims a checkpoint with a file lock that
+  ends with its process.
+"""
+
+import fcntl
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch.distributed as dist
+
+from titan_loop.checkpoint.agreement import from_rank_zero
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.ranks import join_ranks
+from titan_loop.evaluation.request_cache import digest
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.wandb_log import WandbLog
+from titan_loop.json_files import append_jsonl, read_jsonl
+from titan_loop.training.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+CLAIMS = "claims"
+
+
+class _Waiting(NamedTuple):
+    """A committed checkpoint that nobody has evaluated."""
+
+    step: int
+    manifest_sha256: str
+
+
+class Watcher:
+    """Evaluates new checkpoints of one run; with several ranks all of them run one.
+
+    Args:
+        run: The run directory.
+        options: What to ask of each checkpoint.
+        wandb: Whether to log to the W&B run of the training, too.
+
+    Raises:
+        UserError: Options that cannot work.
+    """
+
+    def __init__(self, run: Path, options: TaskOptions, *, wandb: bool = False) -> None:
+        options.check()
+        self._run = RunDirectory(run)
+        self._options = options
+        self._asked = digest({name: str(value) for name, value in asdict(options).items()})
+        self._given_up: set[_Waiting] = set()
+        self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None
+        self._claim: IO[str] | None = None
+
+    def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
+        """Evaluate until the run is complete and nothing waits; return how many were evaluated.
+
+        Args:
+            once: End as soon as nothing waits.
+            interval_seconds: Between two looks at the folder.
+
+        Raises:
+            UserError: The interval is not positive; or, with `once`, there is no such run.
+        """
+        if not interval_seconds > 0:
+            raise UserError(f"interval={interval_seconds} must be a positive number of seconds")
+        if once and self._agreed(lambda: not self._run.run_json.exists()):
+            self._run.read_run()
+        evaluated = 0
+        while True:
+            chosen = self._agreed(self._choose)
+            if chosen is not None:
+                evaluated += self._evaluate(chosen)
+            elif once or self._agreed(self._is_complete):
+                break
+            else:
+                time.sleep(interval_seconds)
+        if self._wandb is not None:
+            self._wandb.close()
+        logger.info("%s: nothing left to evaluate (%d now)", self._run.path, evaluated)
+        return evaluated
+
+    def _agreed(self, look: Any) -> Any:
+        """Let rank 0 look for all."""
+        return from_rank_zero(dist.group.WORLD if join_ranks()[1] > 1 else None, look)
+
+    def _choose(self) -> _Waiting | None:
+        """Claim the oldest checkpoint that waits and that no other watcher is at; on rank 0."""
+        done = self._done()
+        for waiting in self._committed():
+            if waiting in self._given_up or waiting.manifest_sha256 in done:
+                continue
+            if self._try_claim(waiting):
+                if waiting.manifest_sha256 not in self._done():  # by whoever held the claim
+                    return waiting
+                self._release()
+        return None
+
+    def _evaluate(self, waiting: _Waiting) -> bool:
+        """Evaluate one claimed checkpoint; return whether it has a record now."""
+        checkpoint = self._folder() / f"step-{waiting.step}"
+        began = time.perf_counter()
+        try:
+            report = evaluate_tasks(checkpoint, self._options)
+            if report.manifest_sha256 != waiting.manifest_sha256:
+                logger.info("%s was replaced while it was waiting; next time", checkpoint)
+                return False
+            if join_ranks()[0] == 0:
+                self._record(report, time.perf_counter() - began)
+            return True
+        except (UserError, OSError) as error:
+            if self._agreed(lambda: self._is_still(waiting)):
+                logger.error("%s cannot be evaluated: %s", checkpoint, error)
+                self._given_up.add(waiting)
+            else:
+                logger.info("%s was deleted before it could be read", checkpoint)
+            return False
+        finally:
+            self._release()
+
+    def _record(self, report: TaskReport, seconds: float) -> None:
+        numbers = report.flat()
+        record = {
+            "step": report.step,
+            "tokens": report.tokens,
+            "manifest_sha256": report.manifest_sha256,
+            "asked": self._asked,
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(seconds, 2),
+            "failures": report.failures,
+            "results": numbers,
+        }
+        with self._locked("evals.jsonl"):  # watchers must not write into one another's lines
+            append_jsonl(self._run.evals_jsonl, record)
+        logger.info("step %d: evaluated in %.1f s", report.step, seconds)
+        if self._wandb is not None:
+            self._wandb.log(report.step, report.tokens, numbers)
+
+    def _folder(self) -> Path:
+        return self._run.path / self._run.read_config()["checkpoint"]["folder"]
+
+    def _committed(self) -> list[_Waiting]:
+        if not self._run.config_json.exists():
+            return []  # the run has not begun
+        folder = self._folder()
+        found = []
+        for step in committed_steps(folder):
+            manifest = _manifest_if_there(folder / f"step-{step}")
+            if manifest is not None:
+                found.append(_Waiting(step, manifest["sha256"]))
+        return found
+
+    def _done(self) -> set[str]:
+        return {
+            record["manifest_sha256"]
+            for record in read_jsonl(self._run.evals_jsonl)
+            if record["asked"] == self._asked
+        }
+
+    def _is_still(self, waiting: _Waiting) -> bool:
+        manifest = _manifest_if_there(self._folder() / f"step-{waiting.step}")
+        return manifest is not None and manifest["sha256"] == waiting.manifest_sha256
+
+    def _is_complete(self) -> bool:
+        """Whether the newest checkpoint holds the run's last token."""
+        committed = self._committed()
+        if not committed:
+            return False
+        manifest = _manifest_if_there(self._folder() / f"step-{committed[-1].step}")
+        total = self._run.read_config()["total_tokens"]
+        return manifest is not None and manifest["trainer"]["tokens"] >= total
+
+    def _try_claim(self, waiting: _Waiting) -> bool:
+        file = self._lock_file(f"step-{waiting.step}")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._claim = file
+        return True
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def _locked(self, name: str) -> IO[str]:
+        """Return an open file that holds a lock until it is closed."""
+        file = self._lock_file(name)
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        return file
+
+    def _lock_file(self, name: str) -> IO[str]:
+        folder = self._run.evaluations / CLAIMS
+        folder.mkdir(parents=True, exist_ok=True)
+        return (folder / f"{name}.lock").open("a+", encoding="utf-8")
+
+
+def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
+    """Return a manifest, None if it is gone or damaged; the latter is said."""
+    try:
+        return read_manifest(checkpoint)
+    except UserError as error:
+        if (checkpoint / MANIFEST).exists():
+            logger.warning("%s is passed over: %s", checkpoint, error)
+        return None
