@@ -2,8 +2,8 @@
 # Ouro's whole recipe in miniature: data, all stages and the fork, what came out, plots. On a fresh
 # machine with only Python 3.11 or later.
 #
-#   bash tools/miniature.sh          TIME on two cores after set-up
-#   bash tools/miniature.sh --short  1/16 of the tokens, to see that all of it works
+#   bash tools/miniature.sh          18 minutes of CPU time for training, see train_configs/LOG.md
+#   bash tools/miniature.sh --short  1/32 of the tokens, to see that all of it works
 #
 # What is complete is skipped and an interrupted stage continues; to start over, remove the folders
 # printed at the end.

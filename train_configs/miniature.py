@@ -42,8 +42,8 @@ def miniature() -> Recipe:
 
 
 def miniature_short() -> Recipe:
-    """The miniature on 1/16 of its tokens: shows that all stages run, not that they learn."""
-    return _recipe("miniature_short", share=1 / 16)
+    """The miniature on 1/32 of its tokens: shows that all stages run, not that they learn."""
+    return _recipe("miniature_short", share=1 / 32)
 
 
 @dataclass(frozen=True, slots=True)
