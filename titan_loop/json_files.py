@@ -1,4 +1,4 @@
-"""JSON on disk that survives being killed: atomic files and append-only lines."""
+"""Small files that survive being killed: atomic JSON and text, append-only lines."""
 
 import json
 import logging
@@ -24,13 +24,22 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     Raises:
         OSError: If the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file as `write_json` does: a reader sees the old content or the new.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         # Opened, not made by mkstemp, which would be private to the user: files follow the umask.
         with temporary.open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

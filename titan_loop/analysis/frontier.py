@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_loop.analysis.plots import plain, pyplot, save_figure
+from titan_loop.analysis.drawing import plain, pyplot, save_figure
 from titan_loop.analysis.tables import text_table
 from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
 from titan_loop.training.run_directory import RunDirectory

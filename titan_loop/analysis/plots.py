@@ -1,17 +1,27 @@
-"""PNG plots of a run: loss per recurrent step, exit distribution over time, bits per byte by depth.
-
-matplotlib is imported when the first plot is drawn, with the Agg backend, so no display is needed.
-Recurrent steps are ordered, so they share one sequential colour map: light is shallow,
-dark is deep.
-"""
+"""PNG plots of a run: loss per recurrent step, exit distribution, bits per byte by depth."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from titan_loop.analysis.drawing import (
+    SIZE_INCHES,
+    depth_colors,
+    draw_axes,
+    only_marker,
+    plain,
+    pyplot,
+    save_figure,
+    series,
+    short,
+    show_the_bulk,
+    smoothed,
+    steps_with,
+    token_axis,
+)
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.training.run_directory import RunDirectory
@@ -19,8 +29,6 @@ from titan_loop.training.run_directory import RunDirectory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE_INCHES = (8.0, 4.8)
-_DOTS_PER_INCH = 150
 _BASELINE_STYLES = ("--", ":", "-.")
 _BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
 
@@ -38,7 +46,7 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
         )
     folder = run_directory.plots
     paths = [plot_step_losses(records, folder / "loss_per_step.png")]
-    if _steps_with(records, "exit/pmf_"):
+    if steps_with(records, "exit/pmf_"):
         paths.append(plot_exit_pmf(records, folder / "exit_pmf.png"))
     if any(run_directory.evaluations.glob("depth-step-*.json")):
         report = DepthReport.latest(run_directory)
@@ -55,19 +63,26 @@ def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """
 
     def draw(axes: "Axes") -> None:
-        steps = _steps_with(records, "ce/step_")
-        tokens = _series(records, "tokens")
-        for step, color in zip(steps, _depth_colors(len(steps)), strict=True):
-            losses = _series(records, f"ce/step_{step}")
+        steps = steps_with(records, "ce/step_")
+        tokens = series(records, "tokens")
+        for step, color in zip(steps, depth_colors(len(steps)), strict=True):
+            losses = series(records, f"ce/step_{step}")
             axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(tokens, _smoothed(losses), color=color, linewidth=1.6, label=str(step))
-        _show_the_bulk(axes, np.concatenate([_series(records, f"ce/step_{s}") for s in steps]))
+            axes.plot(
+                tokens,
+                smoothed(losses),
+                color=color,
+                linewidth=1.6,
+                label=str(step),
+                marker=only_marker(tokens),
+            )
+        show_the_bulk(axes, np.concatenate([series(records, f"ce/step_{s}") for s in steps]))
         axes.set_title("Training loss after each recurrent step")
         axes.set_ylabel("cross entropy (nats per token)")
-        axes.legend(title="recurrent step", frameon=False)
-        _token_axis(axes, tokens)
+        axes.legend(title="recurrent step", frameon=False, loc="upper right")
+        token_axis(axes, tokens)
 
-    return _save(draw, path)
+    return draw_axes(draw, path)
 
 
 def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -79,11 +94,14 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """
 
     def draw(axes: "Axes") -> None:
-        steps = _steps_with(records, "exit/pmf_")
-        tokens = _series(records, "tokens")
+        steps = steps_with(records, "exit/pmf_")
+        shown = [*records, *records] if len(records) == 1 else records
+        tokens = series(shown, "tokens")
+        if len(records) == 1:
+            tokens = tokens * (0.98, 1.02)  # a bar: one record has no area
         # A scheduled R may grow: steps that did not run yet have no mass.
-        shares = [np.nan_to_num(_series(records, f"exit/pmf_{step}")) for step in steps]
-        colors = _depth_colors(len(steps))
+        shares = [np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps]
+        colors = depth_colors(len(steps))
         axes.stackplot(
             tokens,
             *shares,
@@ -95,11 +113,11 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.set_ylim(0, 1)
         axes.set_title("Where tokens exit, averaged over the batch")
         axes.set_ylabel("exit probability")
-        _token_axis(axes, tokens)
+        token_axis(axes, tokens)
         axes.grid(visible=False)
         mean_axes = axes.twinx()
         mean_axes.plot(
-            tokens, _series(records, "exit/mean_step"), color="#d1495b", label="mean exit step"
+            tokens, series(shown, "exit/mean_step"), color="#d1495b", label="mean exit step"
         )
         mean_axes.set_ylim(1, max(len(steps), 2))
         mean_axes.set_ylabel("mean exit step", color="#d1495b")
@@ -109,7 +127,7 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             handles[::-1], labels[::-1], loc="outside right upper", frameon=False
         )
 
-    return _save(draw, path)
+    return draw_axes(draw, path)
 
 
 class StageCurve(NamedTuple):
@@ -126,13 +144,16 @@ class StageCurve(NamedTuple):
     records: Sequence[Mapping[str, Any]]
 
 
-def plot_recipe(branches: Sequence[Sequence[StageCurve]], path: Path) -> Path:
+def plot_recipe(
+    branches: Sequence[Sequence[StageCurve]], path: Path, *, boundaries: bool = False
+) -> Path:
     """Draw the last recurrent step's cross entropy over all stages of a recipe.
 
     Args:
         branches: For every branch the stages that no earlier branch holds, each with a record or
             more. A branch has a colour, from light to dark along its stages.
         path: Where the PNG goes.
+        boundaries: Whether a dashed line marks where each stage begins.
     """
 
     def draw(axes: "Axes") -> None:
@@ -144,20 +165,29 @@ def plot_recipe(branches: Sequence[Sequence[StageCurve]], path: Path) -> Path:
             color_map = _BRANCH_COLORS[number % len(_BRANCH_COLORS)]
             colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
             for stage, color in zip(branch, colors, strict=True):
-                tokens = stage.start_tokens + _series(stage.records, "tokens")
+                tokens = stage.start_tokens + series(stage.records, "tokens")
                 losses = np.array([_last_step_loss(record) for record in stage.records])
                 axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-                axes.plot(tokens, _smoothed(losses), color=color, linewidth=1.6, label=stage.name)
+                axes.plot(
+                    tokens,
+                    smoothed(losses),
+                    color=color,
+                    linewidth=1.6,
+                    label=stage.name,
+                    marker=only_marker(tokens),
+                )
+                if boundaries and stage.start_tokens:
+                    axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
                 everything.append(losses)
                 most = max(most, float(tokens[-1]))
-        _show_the_bulk(axes, np.concatenate(everything))
+        show_the_bulk(axes, np.concatenate(everything))
         axes.set_title("Training loss after the last recurrent step, stage by stage")
         axes.set_ylabel("cross entropy (nats per token)")
         axes.figure.legend(loc="outside right upper", frameon=False)
-        _token_axis(axes, np.array([0.0, most]))
+        token_axis(axes, np.array([0.0, most]))
         axes.set_xlabel("tokens read since the first stage began")
 
-    return _save(draw, path)
+    return draw_axes(draw, path)
 
 
 def _last_step_loss(record: Mapping[str, Any]) -> float:
@@ -180,7 +210,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
     figure, grid = plt.subplots(
         1,
         len(names),
-        figsize=(max(_SIZE_INCHES[0], 3.4 * len(names)), _SIZE_INCHES[1]),
+        figsize=(max(SIZE_INCHES[0], 3.4 * len(names)), SIZE_INCHES[1]),
         layout="constrained",
         squeeze=False,
     )
@@ -221,92 +251,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         plain(axes)
     grid[0][0].set_ylabel("bits per byte (lower is better)")
     figure.suptitle(
-        f"Held-out text by depth after {_short(report.tokens)} tokens; "
+        f"Held-out text by depth after {short(report.tokens)} tokens; "
         f"grey: the trained R = {report.trained_recurrent_steps}"
     )
     return save_figure(figure, path)
-
-
-def pyplot() -> Any:
-    """Return matplotlib's pyplot with a backend that needs no display."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(draw: Callable[["Axes"], None], path: Path) -> Path:
-    figure, axes = pyplot().subplots(figsize=_SIZE_INCHES, layout="constrained")
-    plain(axes)
-    draw(axes)
-    return save_figure(figure, path)
-
-
-def save_figure(figure: Any, path: Path) -> Path:
-    """Write a figure as PNG, close it and return the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
-    pyplot().close(figure)
-    return path
-
-
-def plain(axes: "Axes") -> None:
-    """Give axes a light grid and no box."""
-    axes.grid(visible=True, color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _depth_colors(count: int) -> list[Any]:
-    import matplotlib as mpl
-
-    return list(mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count)))
-
-
-def _steps_with(records: Sequence[Mapping[str, Any]], prefix: str) -> list[int]:
-    """Return the recurrent steps that occur in any record under `prefix`."""
-    keys = {key for record in records for key in record if key.startswith(prefix)}
-    return sorted(int(key.removeprefix(prefix)) for key in keys)
-
-
-def _series(records: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
-    """Return one value per record, NaN where it is missing or null."""
-    values = (record.get(key) for record in records)
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Return a centred running mean over 5 % of the records that ignores gaps and keeps them."""
-    half = max(len(values) // 40, 0)
-    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
-    means = [np.nan if np.isnan(w).all() else float(np.nanmean(w)) for w in windows]
-    return np.where(np.isnan(values), np.nan, means)
-
-
-def _show_the_bulk(axes: "Axes", values: np.ndarray) -> None:
-    """Cut the first steps' fall at the top, so that the differences between steps can be seen."""
-    finite = values[np.isfinite(values)]
-    if not len(finite):
-        return
-    low, high = float(finite.min()), float(np.quantile(finite, 0.9))
-    if high > low:
-        axes.set_ylim(low - 0.05 * (high - low), high + 0.35 * (high - low))
-
-
-def _token_axis(axes: "Axes", tokens: np.ndarray) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axes.set_xlabel("tokens read")
-    if tokens[0] < tokens[-1]:
-        axes.set_xlim(tokens[0], tokens[-1] + 0.02 * (tokens[-1] - tokens[0]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-
-
-def _short(count: float) -> str:
-    for suffix in ("", "K", "M", "B"):
-        if abs(count) < 1000:
-            return f"{count:.3g}{suffix}"
-        count /= 1000
-    return f"{count:.3g}T"

@@ -43,6 +43,7 @@ VERBS = {
     "status": "stages and forks of a recipe: how far, loss, what is next",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",
+    "report": "one HTML page of a run, with everything in it",
     "recipes": "list the recipes that `train` finds by name",
     "doctor": "check this machine, and say how to fix what is wrong",
 }

@@ -71,7 +71,7 @@ class LoopLM(TemplateLM):
         kv_cache: What generation keeps of earlier tokens.
         batch_size: Rows at a time, at least 1.
         max_batch_size: Accepted because the harness passes it; must not differ.
-        device: None takes this rank's.
+        device: None, or the harness' default "cuda:0", takes this rank's.
         dtype: Of the weights.
         max_length: Tokens of context; None takes the trained window.
         tokenizer: A `tokenizer.json`; None takes the source's.
@@ -115,7 +115,8 @@ class LoopLM(TemplateLM):
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
-            self._device = torch.device(device) if device else rank_device()
+            # "cuda:0" is what the harness' command line says when nobody said anything.
+            self._device = rank_device() if device in (None, "cuda:0") else torch.device(device)
             loaded = load_checkpoint(
                 checkpoint, context_tokens=max_length, device=self._device, dtype=DTYPES[dtype]
             )

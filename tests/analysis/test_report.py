@@ -1,0 +1,212 @@
+"""The report: one page with everything inside, also of awkward runs, looked at in a browser."""
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from tests.analysis.test_plots import REPORT, write_metrics
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.analysis.lineage import read_lineage
+from titan_loop.analysis.report import REPORT_NAME, write_report
+from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.json_files import append_jsonl, read_jsonl
+from titan_loop.training.run_directory import RunDirectory
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SECTIONS = [
+    "Summary",
+    "Loss per recurrent step",
+    "Where tokens exit",
+    "Entropy of the exit distribution",
+    "Realised mixture",
+    "Throughput",
+    "Depth sweep on held-out text",
+    "Tasks by depth",
+    "Quality against compute",
+    "Tasks",
+    "Lineage",
+    "Stage boundaries",
+]
+
+
+class Page(html.parser.HTMLParser):
+    """What a page shows, and everything it would load."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.text: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs) -> None:
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def write_records(run: Path, steps: int) -> None:
+    """Metrics as training writes them, with two sources of which one has no weight any more."""
+    directory = RunDirectory(run)
+    write_metrics(directory, steps)
+    records = read_jsonl(directory.metrics_jsonl)
+    directory.metrics_jsonl.unlink()
+    for record in records:
+        append_jsonl(
+            directory.metrics_jsonl,
+            {
+                **record,
+                "loss": 3.0,
+                "recurrent_steps": 1 if record["step"] < 5 else 2,
+                "exit/entropy_nats": 0.5 if record["step"] != 6 else None,
+                "tokens_per_second": 900.0 + record["step"],
+                "data_wait": 0.02,
+                "data/source/tokens": 600 * record["step"],
+                "data/old/tokens": 400 * record["step"],
+            },
+        )
+
+
+def adopt(child: Path, parent: Path) -> None:
+    """Let a run's checkpoints name a parent, as its trainer would have."""
+    (checkpoint,) = RunDirectory(child).checkpoints.iterdir()
+    content = read_manifest(checkpoint)
+    (origin,) = RunDirectory(parent).checkpoints.iterdir()
+    content["lineage"] = {"origin": reference(origin), "stage": child.name, "recipe_sha256": "ab"}
+    write_manifest(checkpoint, content)
+
+
+@pytest.fixture(scope="module")
+def family(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A parent and its child, with everything a report can show of the child, and the report."""
+    folder = tmp_path_factory.mktemp("family")
+    parent, child = (write_run_of(source, folder / name) for name in ("first", "a<b> & c"))
+    for run in (parent, child):
+        write_checkpoint_of(run, 3)
+        write_records(run, 12)
+    adopt(child, parent)
+    REPORT.save(RunDirectory(child))
+    bits = {"static:1": 2.5, "static:2": 2.25, "q:0.5": 2.3, "hidden:0.1": 2.27, "kl:inf,inf": 2.25}
+    TaskReport(
+        step=3,
+        tokens=300,
+        trained_recurrent_steps=2,
+        manifest_sha256="ab",
+        tasks={
+            "held_out/code": {
+                name: ReadingResult(
+                    metrics={
+                        "bits_per_byte": value,
+                        "bits_per_byte_low": value - 0.1,
+                        "bits_per_byte_high": value + 0.1,
+                    },
+                    mean_steps=1.0 if name == "static:1" else 1.7,
+                )
+                for name, value in bits.items()
+            },
+            "mmlu": {"static:2": ReadingResult(metrics={"acc,none": 0.3}, mean_steps=2.0)},
+        },
+        failures={"gsm8k": "it <needs> the network"},
+    ).save(RunDirectory(child))
+    assert main(["report", str(child)]) == 0
+    return parent, child
+
+
+def test_everything_is_on_one_page_that_loads_nothing(family: tuple[Path, Path]):
+    _, child = family
+    path = child / REPORT_NAME
+    page = Page(path)
+    text = path.read_text(encoding="utf-8")
+    assert re.findall(r"<h2>(.*?)</h2>", text) == SECTIONS
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 9
+    assert all(source.startswith("data:image/png;base64,") for source in page.loads)
+    assert not re.search(r"url\(|@import|https?://", text)
+    shown = "".join(page.text)
+    assert "a<b> & c" in shown
+    assert "it <needs> the network" in shown
+    assert {image.name for image in (child / "plots").iterdir()} == {
+        "loss_per_step.png", "exit_pmf.png", "exit_entropy.png", "mixture.png", "throughput.png",
+        "bits_per_byte.png", "task_depths.png", "frontier.png", "stages.png",
+    }  # fmt: skip
+
+
+def test_the_chain_is_found_also_when_the_folder_has_moved(
+    family: tuple[Path, Path], tmp_path: Path
+):
+    parent, child = family
+    chain = read_lineage(RunDirectory(child))
+    assert [ancestor.run.name for ancestor in chain] == [parent.name, child.name]
+    assert chain[1].stage == child.name
+    shutil.copytree(child, tmp_path / child.name)
+    moved = tmp_path / parent.name
+    shutil.copytree(parent, moved)
+    hidden = parent.rename(parent.with_name("elsewhere"))
+    try:
+        chain = read_lineage(RunDirectory(tmp_path / child.name))
+        assert [ancestor.run for ancestor in chain] == [moved, tmp_path / child.name]
+        assert chain[0].manifest is not None
+        # Another checkpoint in the parent's place is not the parent.
+        (checkpoint,) = RunDirectory(moved).checkpoints.iterdir()
+        write_manifest(checkpoint, {**read_manifest(checkpoint), "created": "later"})
+        chain = read_lineage(RunDirectory(tmp_path / child.name))
+        assert [ancestor.manifest is not None for ancestor in chain] == [False, True]
+    finally:
+        hidden.rename(parent)
+
+
+def test_a_run_that_has_only_begun(source: Path, tmp_path: Path):
+    run = write_run_of(source, tmp_path / "run")
+    write_records(run, 1)
+    text = write_report(RunDirectory(run)).read_text(encoding="utf-8")
+    assert "Lineage" not in text
+    assert "Not evaluated yet" in text
+    assert f"titan-loop eval {run} --tasks held_out --frontier" in text
+
+
+def test_mistakes_are_one_line(source: Path, tmp_path: Path, capsys):
+    run = write_run_of(source, tmp_path / "run")
+    for folder, message in ((run, "has no records"), (tmp_path / "none", "not a run directory")):
+        assert main(["report", str(folder)]) == EXIT_USER_ERROR
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_every_image(family: tuple[Path, Path], tmp_path: Path):
+    """A screenshot of the whole page has the colours of the plots from top to bottom."""
+    path = family[1] / REPORT_NAME
+    shot, height = tmp_path / "shot.png", 9000
+    flags = [
+        "--headless", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        "--no-first-run", f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}",
+        f"--window-size=1000,{height}", "--proxy-server=127.0.0.1:9",  # nothing answers there
+    ]  # fmt: skip
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        flags.append("--no-sandbox")
+    assert CHROMIUM is not None
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [CHROMIUM, *flags, path.as_uri()]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    pixels = (matplotlib.image.imread(shot)[..., :3] * 255).astype(int)
+    assert pixels.shape == (height, 1000, 3)
+    # Curves are coloured, text and grid are not; count the separate places with colour.
+    coloured = (pixels.max(-1) - pixels.min(-1) > 60).any(1)
+    rows = np.flatnonzero(coloured)
+    places = 1 + int((np.diff(rows) > 60).sum())
+    assert places >= 8, rows  # nine images; neighbours may touch
+    dark = np.flatnonzero((pixels.max(-1) < 120).any(1))
+    assert dark[-1] < height - 50, "the page is cut off"

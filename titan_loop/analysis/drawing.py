@@ -1,0 +1,112 @@
+"""What all plots share: one look, one colour scale for depth, one axis of tokens.
+
+matplotlib is imported when the first plot is drawn, with the Agg backend, so no display is needed.
+Recurrent steps are ordered, so they share one sequential colour map: light is shallow, dark is
+deep.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE_INCHES = (8.0, 4.8)
+_DOTS_PER_INCH = 150
+
+
+def pyplot() -> Any:
+    """Return matplotlib's pyplot with a backend that needs no display."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw_axes(draw: Callable[["Axes"], None], path: Path) -> Path:
+    """Write one pair of axes, filled by `draw`, as PNG."""
+    figure, axes = pyplot().subplots(figsize=SIZE_INCHES, layout="constrained")
+    plain(axes)
+    draw(axes)
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG, close it and return the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    pyplot().close(figure)
+    return path
+
+
+def plain(axes: "Axes") -> None:
+    """Give axes a light grid and no box."""
+    axes.grid(visible=True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def only_marker(values: np.ndarray) -> str | None:
+    """Return the marker of a curve: a single record is no line, and would not be seen."""
+    return "o" if len(values) == 1 else None
+
+
+def depth_colors(count: int) -> list[Any]:
+    """Return a colour for each recurrent step, light for shallow."""
+    import matplotlib as mpl
+
+    return list(mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count)))
+
+
+def steps_with(records: Sequence[Mapping[str, Any]], prefix: str) -> list[int]:
+    """Return the recurrent steps that occur in any record under `prefix`."""
+    keys = {key for record in records for key in record if key.startswith(prefix)}
+    return sorted(int(key.removeprefix(prefix)) for key in keys)
+
+
+def series(records: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+    """Return one value per record, NaN where it is missing or null."""
+    values = (record.get(key) for record in records)
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+    """Return a centred running mean over 5 % of the records that ignores gaps and keeps them."""
+    half = max(len(values) // 40, 0)
+    windows = (values[max(i - half, 0) : i + half + 1] for i in range(len(values)))
+    means = [np.nan if np.isnan(w).all() else float(np.nanmean(w)) for w in windows]
+    return np.where(np.isnan(values), np.nan, means)
+
+
+def show_the_bulk(axes: "Axes", values: np.ndarray) -> None:
+    """Cut the first steps' fall at the top, so that the differences between steps can be seen."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return
+    low, high = float(finite.min()), float(np.quantile(finite, 0.9))
+    if high > low:
+        axes.set_ylim(low - 0.05 * (high - low), high + 0.35 * (high - low))
+
+
+def token_axis(axes: "Axes", tokens: np.ndarray) -> None:
+    """Let the horizontal axis count tokens."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.set_xlabel("tokens read")
+    if tokens[0] < tokens[-1]:
+        axes.set_xlim(tokens[0], tokens[-1] + 0.02 * (tokens[-1] - tokens[0]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+
+
+def short(count: float) -> str:
+    """Return a count with three digits and K, M, B or T."""
+    for suffix in ("", "K", "M", "B"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{suffix}"
+        count /= 1000
+    return f"{count:.3g}T"

@@ -1,0 +1,323 @@
+"""One HTML page of a run that needs nothing else: no network, no scripts, no files beside it.
+
+run directory ─► plots (PNG, also in plots/), tables ─► report.html with the images inside
+
+Sections without data are left out, and the page says at its end which, and which command would add
+them.
+"""
+
+import base64
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import titan_loop
+from titan_loop.analysis.frontier import frontier_points, write_frontier
+from titan_loop.analysis.lineage import Ancestor, read_lineage
+from titan_loop.analysis.plots import (
+    StageCurve,
+    plot_depths,
+    plot_exit_pmf,
+    plot_recipe,
+    plot_step_losses,
+)
+from titan_loop.analysis.training_plots import (
+    plot_entropy,
+    plot_mixture,
+    plot_task_depths,
+    plot_throughput,
+)
+from titan_loop.errors import UserError
+from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.task_report import TaskReport, headline
+from titan_loop.json_files import write_text
+from titan_loop.training.run_directory import RunDirectory
+
+REPORT_NAME = "report.html"
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 auto;
+       max-width: 62rem; padding: 1.5rem; }
+h1 { font-size: 1.7rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.2rem 0 .4rem; }
+p { margin: .3rem 0 .8rem; } .quiet { color: #5b6a78; font-size: .92rem; }
+img { width: 100%; height: auto; border: 1px solid #e3e8ee; border-radius: 6px; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #e3e8ee; }
+th:first-child, td:first-child, .facts td { text-align: left; }
+code { font-family: ui-monospace, monospace; font-size: .9em; }
+@media (prefers-color-scheme: dark) {
+  body { color: #dde5ec; background: #14191f; } .quiet { color: #93a1ad; }
+  th, td { border-color: #2b343d; } img { border-color: #2b343d; background: #fff; } }
+"""
+
+
+class Section(NamedTuple):
+    """A part of the page: a heading, a sentence, and an image or a table.
+
+    Attributes:
+        title: The heading.
+        text: What to see in it.
+        image: A PNG; None for none.
+        rows: A table, header first; empty for none.
+    """
+
+    title: str
+    text: str
+    image: Path | None = None
+    rows: Sequence[Sequence[str]] = ()
+
+
+def write_report(run_directory: RunDirectory) -> Path:
+    """Draw everything a run has data for and write `report.html`; return its path.
+
+    Raises:
+        UserError: It is no run, or has logged nothing.
+    """
+    run_directory.read_run()
+    records = run_directory.read_metrics()
+    if not records:
+        raise UserError(
+            f"{str(run_directory.metrics_jsonl)!r} has no records; train the run before reporting"
+        )
+    lineage = read_lineage(run_directory)
+    missing: list[str] = []
+    sections = [
+        _summary(run_directory, records),
+        *_training(run_directory, records),
+        *_evaluations(run_directory, missing),
+        *_lineage(run_directory, lineage),
+    ]
+    page = _page(run_directory.path.resolve().name, sections, missing)
+    path = run_directory.path / REPORT_NAME
+    write_text(path, page)
+    return path
+
+
+def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
+    run, config, last = run_directory.read_run(), run_directory.read_config(), records[-1]
+    model = config["model"]
+    share = last["tokens"] / config["total_tokens"]
+    versions = run.get("versions", {})
+    rows = [
+        ["", ""],
+        ["model", f"{model['size']}, {last['recurrent_steps']} recurrent steps now"],
+        ["tokens", f"{last['tokens']:,} of {config['total_tokens']:,} ({share:.0%})"],
+        ["training steps", f"{last['step']:,}"],
+        ["loss", _number(last["loss"])],
+        ["window", f"{config['training']['seq_len']:,} tokens"],
+        ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+    ]
+    return Section("Summary", "", rows=rows)
+
+
+def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> list[Section]:
+    plots = run_directory.plots
+    keys = {key for record in records for key in record}
+    sections = []
+    if any(key.startswith("ce/step_") for key in keys):
+        sections.append(
+            Section(
+                "Loss per recurrent step",
+                "Training cross entropy read out after each step; light is shallow, dark is deep. "
+                "A step that is worth its compute lies below the one before it.",
+                plot_step_losses(records, plots / "loss_per_step.png"),
+            )
+        )
+    if any(key.startswith("exit/pmf_") for key in keys):
+        sections.append(
+            Section(
+                "Where tokens exit",
+                "The exit gate's mean distribution over steps, and the mean exit step.",
+                plot_exit_pmf(records, plots / "exit_pmf.png"),
+            )
+        )
+    if "exit/entropy_nats" in keys:
+        sections.append(
+            Section(
+                "Entropy of the exit distribution",
+                "Near the dashed line the gate does not decide at all; at 0 it has collapsed to "
+                "one step.",
+                plot_entropy(records, plots / "exit_entropy.png"),
+            )
+        )
+    if any(key.startswith("data/") and key.endswith("/tokens") for key in keys):
+        mixture = run_directory.read_config()["dataloader"].get("mixture") or []
+        sections.append(
+            Section(
+                "Realised mixture",
+                "Share of each source in the tokens read so far; dashed: what was asked for.",
+                plot_mixture(records, mixture, plots / "mixture.png"),
+            )
+        )
+    if "tokens_per_second" in keys:
+        sections.append(
+            Section(
+                "Throughput",
+                "Tokens per second between two records, and the share of the time that training "
+                "waited for data.",
+                plot_throughput(records, plots / "throughput.png"),
+            )
+        )
+    return sections
+
+
+def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
+    plots, sections = run_directory.plots, []
+    name = run_directory.path
+    has_text = bool(run_directory.read_config()["dataloader"].get("mixture"))
+    own, tasks = ("held_out", "offline") if has_text else ("mano", "mano")
+    if any(run_directory.evaluations.glob("depth-step-*.json")):
+        depths = DepthReport.latest(run_directory)
+        sections.append(
+            Section(
+                "Depth sweep on held-out text",
+                f"Bits per byte at step {depths.step:,} with 95 % intervals, all depths from one "
+                "pass; grey marks the trained R, depths beyond it extrapolate.",
+                plot_depths(depths, plots / "bits_per_byte.png"),
+            )
+        )
+    elif has_text:
+        missing.append(f"a depth sweep: titan-loop eval {name}")
+    reports = TaskReport.all_of(run_directory)
+    swept = [report for report in reports if _has_depths(report)]
+    if swept:
+        sections.append(
+            Section(
+                "Tasks by depth",
+                f"At step {swept[-1].step:,}, every depth from the same pass.",
+                plot_task_depths(swept[-1], plots / "task_depths.png"),
+            )
+        )
+    frontiers = [report for report in reports if frontier_points(report)]
+    written = write_frontier(frontiers[-1], run_directory) if frontiers else None
+    if written is not None:
+        sections.append(
+            Section(
+                "Quality against compute",
+                f"Every exit policy at many settings beside static depth, at step "
+                f"{frontiers[-1].step:,}; the table is {written.csv.name}.",
+                written.png,
+            )
+        )
+    else:
+        missing.append(f"a frontier: titan-loop eval {name} --tasks {own} --frontier")
+    if reports:
+        sections.append(_task_table(reports[-1]))
+    else:
+        missing.append(f"tasks: titan-loop eval {name} --tasks {tasks} --depths 1 2 3 4")
+    return sections
+
+
+def _has_depths(report: TaskReport) -> bool:
+    return any(
+        sum(reading.startswith("static:") for reading in readings) > 1
+        for readings in report.tasks.values()
+    )
+
+
+def _task_table(report: TaskReport) -> Section:
+    rows = [["task", "metric", "reading", "mean steps", "value"]]
+    for task, readings in report.tasks.items():
+        for reading, result in readings.items():
+            if not (reading.startswith("static:") or len(readings) == 1) or not result.metrics:
+                continue
+            metric = headline(result.metrics)
+            steps = "-" if result.mean_steps is None else f"{result.mean_steps:.2f}"
+            rows.append([task, metric, reading, steps, f"{result.metrics[metric]:.4f}"])
+    failures = "; ".join(f"{task}: {reason}" for task, reason in report.failures.items())
+    text = f"At step {report.step:,}." + (f" Without result: {failures}." if failures else "")
+    return Section("Tasks", text, rows=rows)
+
+
+def _lineage(run_directory: RunDirectory, lineage: Sequence[Ancestor]) -> list[Section]:
+    if not lineage:
+        return []
+    rows = [["run", "stage", "checkpoint", "tokens", "R", "saved", "recipe"]]
+    curves: list[StageCurve] = []
+    start = 0
+    for ancestor in lineage:
+        manifest = ancestor.manifest
+        name = ancestor.run.resolve().name
+        if manifest is None:
+            rows.append([name, ancestor.stage, ancestor.checkpoint.name, "gone", "", "", ""])
+            continue
+        trainer = manifest["trainer"]
+        rows.append(
+            [
+                name,
+                ancestor.stage + (" (upcycled)" if "upcycled" in manifest["lineage"] else ""),
+                ancestor.checkpoint.name,
+                f"{trainer['tokens']:,}",
+                str(trainer["recurrent_steps"]),
+                str(manifest.get("created", "")),
+                str(manifest["lineage"].get("recipe_sha256", ""))[:12],
+            ]
+        )
+        records = RunDirectory(ancestor.run).read_metrics()
+        if records:
+            curves.append(StageCurve(ancestor.stage or name, start, records))
+        start += trainer["tokens"]
+    sections = [
+        Section(
+            "Lineage",
+            "The runs this one descends from, oldest first, each with the checkpoint that the next "
+            "one started from.",
+            rows=rows,
+        )
+    ]
+    if len(curves) > 1:
+        sections.append(
+            Section(
+                "Stage boundaries",
+                "Cross entropy after the last recurrent step along the whole chain; a dashed line "
+                "is where a stage begins.",
+                plot_recipe([curves], run_directory.plots / "stages.png", boundaries=True),
+            )
+        )
+    return sections
+
+
+def _page(name: str, sections: Sequence[Section], missing: Sequence[str]) -> str:
+    body = [f"<h1>{html.escape(name)}</h1>"]
+    body += [_section(section) for section in sections]
+    if missing:
+        items = "".join(f"<li><code>{html.escape(text)}</code></li>" for text in missing)
+        body.append(f"<h2>Not evaluated yet</h2><ul>{items}</ul>")
+    body.append(f'<p class="quiet">Written by titan_loop {titan_loop.__version__}.</p>')
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(name)}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def _section(section: Section) -> str:
+    parts = [f"<h2>{html.escape(section.title)}</h2>"]
+    if section.text:
+        parts.append(f"<p>{html.escape(section.text)}</p>")
+    if section.image is not None:
+        data = base64.b64encode(section.image.read_bytes()).decode()
+        alt = html.escape(f"{section.title}. {section.text}", quote=True)
+        parts.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
+    if section.rows:
+        parts.append(_table(section.rows))
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    header = f"<thead>{row(rows[0], 'th')}</thead>" if any(rows[0]) else ""
+    body = "".join(row(cells, "td") for cells in rows[1:])
+    kind = "table" if header else "table facts"
+    return f'<div class="{kind}"><table>{header}<tbody>{body}</tbody></table></div>'
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
