@@ -1,6 +1,7 @@
 """Packed and masked windows: whole documents, no label across them, none in padding or masks."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_packed_for_another_length_is_refused(source: Path) -> None:
         config.build(dp_world_size=1, dp_rank=0, seq_len=2 * L, local_batch_size=1)
 
 
+@pytest.mark.parametrize("suffix", ["windows", "pieces"])
+def test_a_packed_index_truncated_while_training_is_named(source: Path, suffix: str) -> None:
+    pack_source(source, L)
+    loader = WindowLoader.Config(mixture=[f"{source}:packed"], prefetch=False).build(
+        dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=2
+    )
+    loader.read_step(8)  # the index is open
+    path = source / "train" / f"packed_{L}.{suffix}"
+    os.truncate(path, 4)
+    state = loader.state_dict()
+    with pytest.raises(UserError, match=rf"packed_{L}\.{suffix} ends before its value \d+: it was"):
+        loader.read_step(2)
+    assert loader.state_dict() == state
+
+
 def test_a_missing_or_truncated_mask_is_refused(source: Path) -> None:
     add_masks(source)
     mask = source / "train" / f"00000.ds{LOSS_SUFFIX}"
@@ -152,3 +168,11 @@ def test_held_out_windows_honour_masks(source: Path) -> None:
     fewer = after.labels == IGNORED
     assert fewer.sum() > (before.labels == IGNORED).sum()
     assert not after.label_bytes[fewer].any()
+
+
+def test_held_out_windows_without_a_label_are_refused(source: Path) -> None:
+    add_masks(source)
+    for mask in (source / "held_out").glob(f"*{LOSS_SUFFIX}"):
+        mask.write_bytes(bytes(mask.stat().st_size))
+    with pytest.raises(UserError, match=r"/chat: none of its 6 held-out windows has a label"):
+        held_out_windows(source, seq_len=L, count=6)

@@ -101,11 +101,11 @@ def test_packing_is_deterministic_and_replaces_only_its_own_length(
     assert sorted(card.seq_len for card in packed) == [32, 64]
 
 
-def test_opening_maps_nothing(write_source: Callable[..., Path]) -> None:
+def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     pack_source(source, 8)
     index = PackedIndex.open(source, "train", 8)
-    assert index._maps is None
+    assert len(index._files) == 0
     assert index.documents(0) == [(0, 2), (2, 3)]
     with pytest.raises(IndexError):
         index.documents(1)

@@ -79,7 +79,7 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_taken(source: Path)
     for shard in (source / "train").glob("*.ds"):
         shard.unlink()
         shard.with_name(f"{shard.name}.index").unlink()
-    loader.sources[0].shards._files.close()  # as after many other files
+    loader.sources[0].shards.files.close()  # as after many other files
     loader.read_step(2)  # was read ahead; reading further fails in the thread
     state = loader.state_dict()
     with pytest.raises(UserError, match=r"0000\d\.ds disappeared while it was in use: restore it"):

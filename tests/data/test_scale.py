@@ -85,7 +85,7 @@ def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
     # Ten to a hundred times what it takes, so that neither depends on the machine.
     assert seconds < 1
     assert peak_bytes < 200e6
-    files = resumed.sources[0].shards._files
+    files = resumed.sources[0].shards.files
     assert len(files) == 0
     resumed.read_step(1)
     assert len(files) <= 4  # tokens and index, of two shards where the window spans both

@@ -39,7 +39,7 @@ def test_documents_in_stored_order(source: Path) -> None:
 def test_opening_touches_no_shard(source: Path) -> None:
     shards = TokenShards(source)
     shards.read(0, 1)
-    opened = {Path(path).name for path in shards._files._descriptors}
+    opened = {Path(path).name for path in shards.files._descriptors}
     assert opened == {"00000.ds", "00000.ds.index"}
 
 

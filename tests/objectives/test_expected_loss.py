@@ -178,6 +178,19 @@ def test_metrics_are_detached_means_over_valid_tokens():
     assert metrics["exit/entropy_nats"].item() == pytest.approx(slope)
 
 
+def test_a_batch_without_a_label_has_loss_and_gradients_of_zero():
+    pred, labels = draw_batch()
+    head = build_head()
+    nothing = torch.full_like(labels, IGNORE_INDEX)
+    loss, metrics = build_loss(head)(pred, nothing, (nothing != IGNORE_INDEX).sum())
+    loss.backward()
+    assert loss.item() == 0
+    assert {value.item() for value in metrics.values()} == {0}
+    for tensor in (*pred.hidden_RBLD, *pred.exit_logit_RBL, head.weight):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
 def test_no_token_count_gives_sums():
     head = build_head()
     pred, labels = draw_batch()

@@ -427,7 +427,7 @@ def held_out_windows(
         seed: Chooses which windows, and the offset of the cuts.
 
     Raises:
-        UserError: As `SourceWindows`; or for a count below 1.
+        UserError: As `SourceWindows`; for a count below 1, or windows in which nothing is a label.
     """
     if count < 1:
         raise UserError(f"held-out window count {count} must be at least 1")
@@ -448,6 +448,11 @@ def held_out_windows(
     lengths = token_byte_lengths(Path(source_path) / TOKENIZER_NAME)
     target = labels.numpy()
     label_bytes = np.where(target == IGNORED, 0, lengths[target])
+    if not label_bytes.any():
+        raise UserError(
+            f"source {source_path}: none of its {count} held-out windows has a label, so there is "
+            "no loss to report: ask for more windows or hold out more documents"
+        )
     return HeldOutWindows(
         inputs["input"], inputs["positions"], labels, torch.from_numpy(label_bytes)
     )

@@ -29,7 +29,7 @@ class PackedWindows(SourceWindows):
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
-        self._index = PackedIndex.open(shards.folder, shards.name, seq_len)
+        self._index = PackedIndex.open(shards.folder, shards.name, seq_len, files=shards.files)
         super().__init__(shards, seq_len, self._index.windows, key)
 
     def contents(self) -> str:

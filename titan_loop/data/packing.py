@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from titan_loop.data.shards import TokenShards, index_path
+from titan_loop.data.shards import OpenFiles, TokenShards, index_path
 from titan_loop.data.source_card import PackedCard, SourceCard
 from titan_loop.errors import UserError
 
@@ -122,7 +122,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class PackedIndex:
-    """The packed windows of one split, memory-mapped when first used.
+    """The packed windows of one split; its files are opened when first used.
 
     Attributes:
         card: The index's `PackedCard`.
@@ -130,12 +130,21 @@ class PackedIndex:
         seq_len: L; a window's pieces sum to at most L + 1 tokens.
 
     Raises:
-        UserError: As `open`; later, from `documents`, for an index that contradicts its files.
+        UserError: As `open`; later, from `documents`, for an index that contradicts its shards, or
+            files that disappeared or were truncated.
     """
 
     @classmethod
-    def open(cls, source: str | Path, split: str, seq_len: int) -> "PackedIndex":
+    def open(
+        cls, source: str | Path, split: str, seq_len: int, *, files: OpenFiles | None = None
+    ) -> "PackedIndex":
         """Open the index of a prepared source; reads `source.json` and two file sizes.
+
+        Args:
+            source: The prepared source.
+            split: "train" or "held_out".
+            seq_len: L.
+            files: Where its open files are counted; its own by default.
 
         Raises:
             UserError: If the source is unusable, was not packed for this window length, or a file
@@ -152,17 +161,21 @@ class PackedIndex:
                 f"source {source} is not packed for windows of {seq_len} in {split!r} (packed for: "
                 f"{known or 'none'}): run titan-loop data pack {source} --seq-len {seq_len}"
             )
-        return cls(source / split, packed, card.splits[split].tokens)
+        files = OpenFiles() if files is None else files
+        return cls(source / split, packed, card.splits[split].tokens, files)
 
-    def __init__(self, folder: Path, card: PackedCard, stream_tokens: int) -> None:
+    def __init__(
+        self, folder: Path, card: PackedCard, stream_tokens: int, files: OpenFiles
+    ) -> None:
         self.card = card
         self.windows = card.windows
         self.seq_len = card.seq_len
         self._stream_tokens = stream_tokens
-        self._windows_path, self._pieces_path = index_paths(folder, card.seq_len)
-        _require_size(self._windows_path, card.windows * _WINDOW_END.itemsize)
-        _require_size(self._pieces_path, card.pieces * PIECE.itemsize)
-        self._maps: tuple[np.ndarray, np.ndarray] | None = None
+        self._files = files
+        windows_path, pieces_path = index_paths(folder, card.seq_len)
+        _require_size(windows_path, card.windows * _WINDOW_END.itemsize)
+        _require_size(pieces_path, card.pieces * PIECE.itemsize)
+        self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)
 
     @property
     def fill(self) -> float:
@@ -177,36 +190,28 @@ class PackedIndex:
         """
         if not 0 <= window < self.windows:
             raise IndexError(window)
-        ends, pieces = self._mapped()
-        first = int(ends[window - 1]) if window else 0
-        last = int(ends[window])
-        found = pieces[first:last]
-        lengths = found["length"].astype(np.int64)
-        stops = found["first_token"].astype(np.int64) + lengths
+        before = min(window, 1)
+        ends = self._files.read(self._windows_path, _WINDOW_END, window - before, 1 + before)
+        first, last = (0, *ends.tolist())[-2:]
+        if not 0 <= first < last <= min(self.card.pieces, first + self.seq_len + 1):
+            raise self._damaged(window)
+        pieces = self._files.read(self._pieces_path, PIECE, first, last - first)
+        lengths = pieces["length"].astype(np.int64)
+        starts = pieces["first_token"].astype(np.int64)
         if (
-            not 0 <= first < last <= self.card.pieces
-            or int(lengths.min()) < 1
+            int(lengths.min()) < 1
             or int(lengths.sum()) > self.seq_len + 1
-            or int(stops.max()) > self._stream_tokens
+            or int(starts.min()) < 0
+            or int((starts + lengths).max()) > self._stream_tokens
         ):
-            raise UserError(
-                f"packed index {self._pieces_path}: window {window} is damaged; pack the source "
-                "again with titan-loop data pack"
-            )
-        return list(zip(found["first_token"].tolist(), lengths.tolist(), strict=True))
+            raise self._damaged(window)
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
-    def _mapped(self) -> tuple[np.ndarray, np.ndarray]:
-        if self._maps is None:
-            try:
-                self._maps = (
-                    np.memmap(self._windows_path, dtype=_WINDOW_END, mode="r").view(np.ndarray),
-                    np.memmap(self._pieces_path, dtype=PIECE, mode="r").view(np.ndarray),
-                )
-            except FileNotFoundError as error:
-                raise UserError(
-                    f"packed index {error.filename} disappeared while it was in use: restore it"
-                ) from None
-        return self._maps
+    def _damaged(self, window: int) -> UserError:
+        return UserError(
+            f"packed index {self._pieces_path}: window {window} is damaged; pack the source again "
+            "with titan-loop data pack"
+        )
 
 
 def index_paths(folder: Path, seq_len: int) -> tuple[Path, Path]:

@@ -87,7 +87,7 @@ class OpenFiles:
             raise _cannot_read(path, error) from None
         if len(data) < size:
             raise UserError(
-                f"shard {path} ends before its value {first + count}: it was truncated while it "
+                f"file {path} ends before its value {first + count}: it was truncated while it "
                 "was in use; restore it"
             )
         return np.frombuffer(data, dtype=dtype)
@@ -110,8 +110,8 @@ def _close_all(descriptors: OrderedDict[str, int]) -> None:
 
 def _cannot_read(path: str, error: OSError) -> UserError:
     if isinstance(error, FileNotFoundError):
-        return UserError(f"shard {path} disappeared while it was in use: restore it")
-    return UserError(f"shard {path} cannot be read ({error.strerror}): restore it")
+        return UserError(f"file {path} disappeared while it was in use: restore it")
+    return UserError(f"file {path} cannot be read ({error.strerror}): restore it")
 
 
 def _require_size(path: str, found_bytes: int, expected_bytes: int) -> None:
@@ -136,6 +136,7 @@ class TokenShards:
         tokens: Length of the stream.
         card: The source's `SourceCard`.
         disk_bytes: Size of the split's tokens, document ends and loss masks.
+        files: Its open files.
 
     Raises:
         UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
@@ -172,7 +173,7 @@ class TokenShards:
             raise UserError(
                 f"source {folder}: the shards of {split!r} do not add up to its card's tokens"
             )
-        self._files = OpenFiles() if files is None else files
+        self.files = OpenFiles() if files is None else files
         self._checked_indices: set[int] = set()
         self.disk_bytes = self._require_sizes()
 
@@ -237,7 +238,7 @@ class TokenShards:
             return None
         return _joined(
             [
-                self._files.read(self._paths[shard] + LOSS_SUFFIX, _BYTE, first, last - first)
+                self.files.read(self._paths[shard] + LOSS_SUFFIX, _BYTE, first, last - first)
                 for shard, first, last, _ in self._parts(start, count)
             ]
         )
@@ -308,12 +309,12 @@ class TokenShards:
         )
 
     def _tokens_of(self, shard: int, first: int, last: int) -> np.ndarray:
-        return self._files.read(self._paths[shard], self._dtype, first, last - first)
+        return self.files.read(self._paths[shard], self._dtype, first, last - first)
 
     def _index(self, shard: int, first: int, count: int) -> np.ndarray:
         """Return at most `count` document ends from number `first`."""
         count = min(count, self.split.shards[shard].documents - first)
-        return self._files.read(self._paths[shard] + INDEX_SUFFIX, _DOCUMENT_END, first, count)
+        return self.files.read(self._paths[shard] + INDEX_SUFFIX, _DOCUMENT_END, first, count)
 
     def _check_index(self, shard: int) -> None:
         if shard in self._checked_indices:

@@ -75,6 +75,7 @@ class StreamedLoss(ChunkedLossWrapper):
             pred: What the model returned.
             labels: (B, L) next-token ids.
             global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
+                Where there are none, loss, metrics and gradients are 0.
 
         Returns:
             The scalar loss, at least fp32, and the metrics `compute` describes.
@@ -85,6 +86,8 @@ class StreamedLoss(ChunkedLossWrapper):
         type_checking = spmd.is_type_checking()
         # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.
         with spmd.no_typecheck():
+            if isinstance(valid_tokens, Tensor):
+                valid_tokens = valid_tokens.clamp(min=1)  # a fully masked batch: 0 / 1, not 0 / 0
             loss, metrics = self.compute(head, pred, labels, valid_tokens)
             if type_checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
