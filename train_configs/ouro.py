@@ -10,11 +10,15 @@ tokenizer of 49,152 tokens; `:packed` ones also with `titan-loop data pack`.
 Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipping and mixtures.
 Not published, hence ours, and marked "ours" where they stand: lengths of warm-up and batch ramp,
 seeds, how duplicated layers are ordered, what the optimiser carries between stages, tokens and
-batch of the gate stage and of the SFT, the final learning rate of the SFT, and what the replay
-leaves out.
+batch of the gate stage and of the SFT, the final learning rate of the SFT, what the replay
+leaves out, and how the work is spread: batches and memory are made for up to 512 GPUs of 80 GB
+(`titan-loop plan ouro_1_4b --nodes 64`).
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Appendices A and D.
 """
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.data.loader import WindowLoader
 from titan_loop.models.sizes import ModelOptions
@@ -86,7 +90,7 @@ def _stage_1a() -> Stage:
     config.entropy_weight = Schedule.constant(0.1)
     config.batch = BatchConfig(
         global_batch_tokens=Schedule.parse(f"0:{BATCH_4M} linear {RAMP_TOKENS}:{BATCH_8M}"),
-        multiple_of_windows=BATCH_4M // 4096 // 8,  # 128 windows at a time; ours
+        multiple_of_windows=BATCH_4M // 4096 // 2,  # one for each of 512 ranks; ours
     )
     return Stage(name="1a", config=config)
 
@@ -128,6 +132,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
                 size=size,
                 tokens=20 * BILLION,
                 window=65_536,
+                context_parallel=4,
                 rope_theta=1e6,
                 learning_rate=Schedule.constant(3e-5),
                 mixture=[f"{CORPUS}/prolong-64k=1:packed"],
@@ -141,6 +146,7 @@ def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
                 size=size,
                 tokens=300 * BILLION,
                 window=32_768,
+                context_parallel=2,
                 rope_theta=1e6,
                 learning_rate=Schedule.parse(f"0:3e-5 cosine {300 * BILLION}:1e-5"),
                 mixture=_mid_training_mixture(),
@@ -157,6 +163,7 @@ def _gate(size: str) -> Stage:
         size=size,
         tokens=2 * BILLION,  # ours
         window=32_768,
+        context_parallel=2,
         rope_theta=1e6,
         learning_rate=Schedule.constant(3e-4),  # ours
         mixture=_mid_training_mixture(),
@@ -175,6 +182,7 @@ def _reasoning_sft(size: str) -> Stage:
         size=size,
         tokens=tokens,
         window=32_768,
+        context_parallel=4,
         rope_theta=1e6,
         learning_rate=Schedule.parse(f"0:2e-5 cosine {tokens}:0"),  # final value: ours
         mixture=[
@@ -195,6 +203,7 @@ def _config(
     mixture: list[str],
     size: str = "1.4b",
     rope_theta: float = 10_000.0,
+    context_parallel: int = 1,
 ) -> LoopTrainer.Config:
     """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1.
 
@@ -214,6 +223,9 @@ def _config(
     config.training.seq_len = window
     config.training.local_batch_size = 1
     config.training.max_norm = 1.0
+    config.parallelism.context_parallel_degree = context_parallel
+    if window > 4096:
+        config.activation_checkpoint = FullAC.Config()
     config.checkpoint.interval = 1000
     config.checkpoint.keep_latest_k = 3
     config.checkpoint.keep_every = 25_000

@@ -25,6 +25,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools import utils as titan_utils
 
 from titan_loop.distributed import loop_fsdp
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.distributed.communication import step_traffic
+from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import StepShape, estimate_memory, unit_parameters
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
@@ -37,19 +40,30 @@ from titan_loop.testing.allocations import AllocationTrace
 
 README = Path(loop_fsdp.__file__).with_name("README.md")
 LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
-CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+CHECKPOINTING = {
+    "none": None,
+    "selective": SelectiveAC.Config(),
+    "full": FullAC.Config(),
+    "recurrent-step": RecurrentStepAC.Config(),
+    "recurrent-step+full": RecurrentStepAC.Config(layers="full"),
+}
 PER_VISIT, PER_STEP = FSDPConfig(), FSDPConfig(policy="per_step")
 
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "sum"}
+FUNCTIONAL = {  # what context parallelism calls
+    "all_gather_into_tensor": "keys-gather",
+    "reduce_scatter_tensor": "keys-scatter",
+}
 
 
 class Collectives(TorchDispatchMode):
-    """Counts what reaches the process group."""
+    """Counts what reaches the process group, and the bytes of each collective's largest side."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.whole_bytes: Counter[str] = Counter()
         self.order: list[str] = []
 
     def __torch_dispatch__(
@@ -59,7 +73,15 @@ class Collectives(TorchDispatchMode):
             name = NAMES[func._schema.name.split("::")[1]]
             self.calls[name] += 1
             self.order.append(name)
-        return func(*args, **(kwargs or {}))
+            tensors = args[0] if name == "sum" else args[:2]
+            sizes = [t.nbytes for t in tensors if isinstance(t, Tensor)]
+            self.whole_bytes[name] += max(sizes)
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func._schema.name.split("::")[1] in FUNCTIONAL:
+            name = FUNCTIONAL[func._schema.name.split("::")[1]]
+            self.calls[name] += 1
+            self.whole_bytes[name] += max(args[0].nbytes, result.nbytes)
+        return result
 
     def counts(self) -> tuple[int, int, int]:
         return self.calls["gather"], self.calls["scatter"], self.calls["sum"]
@@ -70,13 +92,16 @@ def build(
     *,
     options: ModelOptions | None = None,
     replicate: int = 1,
+    context: int = 1,
     checkpointing: str = "none",
     dtype: str = "float32",
     compile_backend: str | None = None,
     trainable: Trainable = "all",
 ) -> LoopDecoder:
     parallelism = ParallelismConfig(
-        spmd_backend="partial_dtensor", data_parallel_replicate_degree=replicate
+        spmd_backend="partial_dtensor",
+        data_parallel_replicate_degree=replicate,
+        context_parallel_degree=context,
     )
     options = options or ModelOptions(size="debugmodel", n_layers=LAYERS)
     torch.manual_seed(0)
@@ -184,6 +209,102 @@ def test_collectives_of_a_step_are_those_of_the_readme(gloo_pool, policy, world)
             ):
                 row = rf"\| {policy} \| {steps} \| {micro_batches} \| {name} \|"
                 assert re.search(rf"{row} {gathers} \| {scatters} \|", readme), f"README: {row}"
+
+
+def traffic_of_a_step(policy: str, replicate: int, dtype: str) -> list[tuple[float, float]]:
+    """Return counted and predicted bytes of gathers, scatters and sums, two micro-batches."""
+    model = build(FSDPConfig(policy=policy), replicate=replicate, dtype=dtype)
+    forward_backward(model, 3)
+    reshard_units(model)
+    with Collectives() as collectives:
+        for seed in range(2):
+            forward_backward(model, 3, seed)
+        reshard_units(model)
+    shard_degree = dist.get_world_size() // replicate
+    shape = StepShape(
+        windows=WINDOWS,
+        seq_len=SEQ_LEN,
+        recurrent_steps=3,
+        compute_bytes=getattr(torch, dtype).itemsize,
+        shard_degree=shard_degree,
+    )
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    traffic = step_traffic(
+        config, shape, hold_layers=policy == "per_step", micro_batches=2, replicas=replicate
+    )
+    ring = {"gather": 1 - 1 / shard_degree, "scatter": 1 - 1 / shard_degree}
+    ring["sum"] = 2 * (1 - 1 / replicate)
+    kinds = {"gather": "all-gather", "scatter": "reduce-scatter", "sum": "all-reduce"}
+    pairs = []
+    for name, kind in kinds.items():
+        predicted = [entry for entry in traffic if entry.kind == kind]
+        assert collectives.calls[name] == sum(entry.count for entry in predicted)
+        counted = collectives.whole_bytes[name] * ring[name]
+        pairs.append((counted, sum(entry.received_bytes for entry in predicted)))
+    return pairs
+
+
+# FSDP pads the gate's single bias to one element per rank.
+PADDING = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("policy", "replicate", "dtype"),
+    [("per_visit", 1, "float32"), ("per_step", 1, "bfloat16"), ("per_step", 2, "float32")],
+)
+def test_bytes_of_a_step_are_those_predicted(gloo_pool, policy, replicate, dtype):
+    for pairs in gloo_pool(2 * replicate).run(traffic_of_a_step, policy, replicate, dtype):
+        for counted, predicted in pairs:
+            assert counted == pytest.approx(predicted, rel=PADDING)
+
+
+def keys_and_values_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
+    """Return counted and predicted collectives of keys and values, their bytes likewise."""
+    model = build(PER_STEP, context=2, checkpointing=checkpointing)
+    dims = ParallelDims.from_config(ParallelismConfig(context_parallel_degree=2), 2)
+    share = share_of_rank(dims, SEQ_LEN, "cpu")
+    assert share is not None
+    tokens = torch.randint(VOCABULARY, (WINDOWS, SEQ_LEN + 1))
+    positions = torch.arange(SEQ_LEN).expand(WINDOWS, -1)
+    with Collectives() as collectives:
+        output = model(
+            tokens[:, :-1][:, share.queries_L],
+            positions[:, share.queries_L],
+            model.get_attention_masks(positions, share),
+            recurrent_steps=3,
+        )
+        loss, _ = loss_of(model)(output, tokens[:, 1:][:, share.queries_L], 1.0)
+        loss.backward()
+        reshard_units(model)
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=WINDOWS,
+        seq_len=SEQ_LEN,
+        recurrent_steps=3,
+        checkpointing=checkpointing,  # pyright: ignore[reportArgumentType]
+        compute_bytes=4,
+        shard_degree=2,
+        context_parallel_degree=2,
+    )
+    traffic = [t for t in step_traffic(config, shape, hold_layers=True) if t.what == "keys, values"]
+    return [
+        (
+            collectives.calls[name],
+            sum(t.count for t in traffic if t.kind == kind),
+            collectives.whole_bytes[name] / 2,
+            sum(t.received_bytes for t in traffic if t.kind == kind),
+        )
+        for name, kind in (("keys-gather", "all-gather"), ("keys-scatter", "reduce-scatter"))
+    ]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "recurrent-step+full"])
+def test_keys_and_values_travel_as_often_as_predicted(gloo_pool, checkpointing):
+    for kinds in gloo_pool(2).run(keys_and_values_of_a_step, checkpointing):
+        for calls, predicted_calls, moved, predicted_bytes in kinds:
+            assert (calls, moved) == (predicted_calls, predicted_bytes)
 
 
 def events_of_a_step() -> list[str]:
@@ -449,6 +570,12 @@ MEMORY_CASES = {
     "R4-bf16": dict(LONG, policy="per_step", checkpointing="none", dtype="bfloat16", steps=4),
     "selective": dict(LONG, policy="per_step", checkpointing="selective", dtype="float32", steps=4),
     "full": dict(LONG, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+    "by-step": dict(
+        LONG, policy="per_step", checkpointing="recurrent-step", dtype="float32", steps=4
+    ),
+    "by-step-and-layer": dict(
+        LONG, policy="per_step", checkpointing="recurrent-step+full", dtype="float32", steps=4
+    ),
     "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
 }
 
@@ -478,6 +605,44 @@ def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
         in_flight = 3 * getattr(torch, dtype).itemsize / LAYERS  # per_visit's gathers
         assert alive >= 0.98 * bytes_per_parameter * parameters
         assert alive <= 1.15 * (bytes_per_parameter + in_flight) * parameters
+
+
+def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
+    """Return allocated and estimated bytes of parameters, gradients and AdamW's moments."""
+    model = build(PER_STEP, options=ModelOptions(size="quickstart", tie_weights=tie))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward_backward(model, 2)
+    reshard_units(model)
+    optimizer.step()
+    local = [parameter.to_local() for parameter in model.parameters()]  # pyright: ignore
+    gradients = [parameter.grad.to_local() for parameter in model.parameters()]  # pyright: ignore
+    moments = [
+        value.to_local()
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=WINDOWS,
+        seq_len=SEQ_LEN,
+        recurrent_steps=2,
+        compute_bytes=4,
+        shard_degree=dist.get_world_size(),
+    )
+    memory = estimate_memory(config, shape, hold_layers=True)
+    measured = [
+        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in part}.values())
+        for part in (local, gradients, moments)
+    ]
+    return measured, [memory.parameters, memory.gradients, memory.optimizer]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_persistent_bytes_are_those_allocated(gloo_pool, tie):
+    for measured, estimated in gloo_pool(2).run(persistent_bytes, tie):
+        assert estimated == pytest.approx(measured, rel=PADDING)
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -21,6 +21,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
@@ -35,7 +37,13 @@ BACKEND = os.environ.get("TITAN_LOOP_TEST_SPMD_BACKEND", compat.SPMD_BACKEND)
 WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
 # fp32 sums in another order; measured 1e-6 relative to the largest entry of a tensor
 RELATIVE_TOLERANCE = 1e-5
-CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config, "full": FullAC.Config}
+CHECKPOINTING = {
+    "none": None,
+    "selective": SelectiveAC.Config,
+    "full": FullAC.Config,
+    "recurrent-step": RecurrentStepAC.Config,
+    "recurrent-step+full": functools.partial(RecurrentStepAC.Config, layers="full"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Layout:
     """Degrees of one layout; the shard degree takes what is left of the world."""
 
     tp: int = 1
+    cp: int = 1
     replicate: int = 1
     sequence_parallel: bool = True
 
@@ -56,6 +65,7 @@ class Case:
     tie_weights: bool = False
     exit_gate: bool = True
     fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    backward_steps: int | None = None
 
 
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
@@ -64,12 +74,13 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     backend = BACKEND if world > 1 else compat.SPMD_BACKEND
     parallelism = ParallelismConfig(
         tensor_parallel_degree=layout.tp,
+        context_parallel_degree=layout.cp,
         data_parallel_replicate_degree=layout.replicate,
         enable_sequence_parallel=layout.sequence_parallel,
         spmd_backend=backend,
     )
     dist_utils.set_spmd_backend(backend)
-    dims = _meshes(world, layout.tp, layout.replicate, backend)
+    dims = _meshes(world, layout.tp, layout.cp, layout.replicate, backend)
     options = ModelOptions(
         size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate
     )
@@ -88,6 +99,7 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
         ac_config=None if checkpointing is None else checkpointing(),
         dump_folder="",
         fsdp=case.fsdp,
+        backward_steps=case.backward_steps,
     )
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -98,11 +110,12 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
 
 
 @functools.cache
-def _meshes(world: int, tp: int, replicate: int, backend: str) -> ParallelDims:
+def _meshes(world: int, tp: int, cp: int, replicate: int, backend: str) -> ParallelDims:
     """One set of meshes a process: torch 2.15's spmd_types remembers the first of equal ones."""
     return ParallelDims.from_config(
         ParallelismConfig(
             tensor_parallel_degree=tp,
+            context_parallel_degree=cp,
             data_parallel_replicate_degree=replicate,
             spmd_backend=backend,
         ),
@@ -144,18 +157,26 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
         mesh = dims.get_mesh("batch")
         degree, rank = mesh.size(), mesh.get_local_rank()
     mine = slice(rank * WINDOWS // degree, (rank + 1) * WINDOWS // degree)
+    share = share_of_rank(dims, SEQ_LEN, "cpu")
     losses = []
     for steps, (tokens, positions, labels) in zip(
         case.steps, batches(len(case.steps)), strict=True
     ):
         valid = (labels != IGNORE_INDEX).sum()
+        tokens, positions, labels = tokens[mine], positions[mine], labels[mine]
+        masks = None
+        if share is not None:
+            masks = model.get_attention_masks(positions, share)
+            tokens, positions, labels = (
+                part[:, share.queries_L] for part in (tokens, positions, labels)
+            )
         with context():
-            output = model(tokens[mine], positions[mine], recurrent_steps=steps)
-            loss, _ = loss_fn(output, labels[mine], valid)
+            output = model(tokens, positions, masks, recurrent_steps=steps)
+            loss, _ = loss_fn(output, labels, valid)
             loss.backward()
         total = loss.detach().clone()
-        if dims.dp_enabled:
-            total = dist_utils.dist_sum_tensor(total, dims.get_mesh("batch"))
+        if dims.dp_cp_enabled:
+            total = dist_utils.dist_sum_tensor(total, dims.get_mesh("loss"))
         losses.append(float(total))
     reshard_units(model)
     gradients = {
@@ -193,19 +214,47 @@ CASES = {
     "held-full": Case(fsdp=HELD, checkpointing="full"),
     "held-tied": Case(fsdp=HELD, tie_weights=True),
 }
+# What is tried on some layouts only.
+MORE_LAYOUTS = {
+    "cp2": (2, Layout(cp=2)),
+    "cp2-dp2": (4, Layout(cp=2)),
+    "cp2-tp2": (4, Layout(cp=2, tp=2)),
+    "cp4": (4, Layout(cp=4)),
+}
+MORE_CASES = {
+    "by-step": Case(checkpointing="recurrent-step"),
+    "by-step-and-layer": Case(checkpointing="recurrent-step+full"),
+    "held-by-step": Case(fsdp=HELD, checkpointing="recurrent-step"),
+    "held-by-step-and-layer": Case(fsdp=HELD, checkpointing="recurrent-step+full"),
+    "truncated": Case(backward_steps=2),
+    "held-truncated": Case(fsdp=HELD, backward_steps=2),
+}
+PAIRS = [
+    *((layout, case) for layout in LAYOUTS for case in CASES),
+    *((layout, case) for layout in ("dp2", "dp2-tp2") for case in MORE_CASES),
+    *(
+        (layout, case)
+        for layout in ("cp2", "cp2-dp2")
+        for case in ("R4", "R-changes", "R-changes-full", "held", "held-by-step")
+    ),
+    ("cp2-tp2", "held"),
+    ("cp4", "R-changes-selective"),
+]
 
 
 @functools.cache
 def one_process(case: str) -> tuple[list[float], dict[str, Tensor]]:
-    return losses_and_gradients(Layout(), CASES[case])
+    return losses_and_gradients(Layout(), (CASES | MORE_CASES)[case])
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "case"), PAIRS)
 def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
-    world, degrees = LAYOUTS[layout]
+    world, degrees = (LAYOUTS | MORE_LAYOUTS)[layout]
+    if degrees.cp > 1 and BACKEND != "partial_dtensor":
+        pytest.skip("context parallelism needs partial_dtensor")
     expected_losses, expected = one_process(case)
-    for losses, gradients in gloo_pool(world).run(losses_and_gradients, degrees, CASES[case]):
+    ranks = gloo_pool(world).run(losses_and_gradients, degrees, (CASES | MORE_CASES)[case])
+    for losses, gradients in ranks:
         assert losses == pytest.approx(expected_losses, rel=RELATIVE_TOLERANCE)
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():

@@ -70,8 +70,18 @@ CASES: dict[str, tuple[Change, int, str]] = {
     ),
     "context parallel": (
         _set("parallelism.context_parallel_degree", 2),
-        2,
-        "context_parallel_degree=2 is not supported",
+        3,
+        r"context_parallel=2 × tensor_parallel=1 do not factor the world size 3",
+    ),
+    "window for context parallelism": (
+        _set("parallelism.context_parallel_degree", 3),
+        3,
+        r"seq_len=32 must be divisible by 2 × parallelism\.context_parallel_degree=3",
+    ),
+    "steps trained through": (
+        _set("recurrence.backward_steps", 0),
+        1,
+        r"recurrence\.backward_steps=0 is below 1",
     ),
     "pipeline parallel": (
         _set("parallelism.pipeline_parallel_degree", 2),

@@ -35,6 +35,7 @@ EXIT_CODES: dict[type[Exception], int] = {
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
     "data": "build, tokenise and look at training data",
+    "plan": "memory, steps, communication and GPU-days of a recipe on GPUs that are not here",
     "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
     "lm_eval": "lm-evaluation-harness' own command with the model titan_loop in it",
     "generate": "complete prompts or chat with a checkpoint in the terminal",

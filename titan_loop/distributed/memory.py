@@ -4,7 +4,8 @@
     gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
                    the buffer it arrives in
     activations    every visit of every layer, see `visit_bytes_per_token`
-    recomputed     one layer's activations again, with checkpointing
+    recomputed     one layer's activations again, with checkpointing; all layers' if the unit of
+                   recomputation is a recurrent step
     readout        one chunk of logits, the head's fp32 gradient, the gradients of R states
     gradients      unsharded, of *all* layers once R > 1, under any policy: autograd adds up the R
                    contributions to a weight, so none is complete before step 1's backward
@@ -14,19 +15,24 @@ are there when the backward of step R ends, with 1/R of the activations freed; t
 last. The peak is the largest of these three moments. Left out: allocator fragmentation, NCCL's and
 the CUDA context's own memory, attention masks, temporaries of single kernels.
 
+When only the last k steps are trained through, the others keep nothing but their state. When only
+the gate trains, no layer keeps anything, and gradients and moments are the gate's.
+
 P parameters, S ranks that shard them, c bytes of the compute dtype, D width, F feed-forward width,
 N·H query and K·H key-value width, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torchtitan.models.common.attention import GQAttention
 
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.readout import LMHead
+from titan_loop.models.trainable import Trainable
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "full", "recurrent-step", "recurrent-step+full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
 MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
 REDUCE_BYTES = 4
@@ -62,12 +68,16 @@ class StepShape:
 
     Attributes:
         windows: Of one micro-batch on one rank.
-        seq_len: Tokens of a window.
+        seq_len: Tokens of a whole window.
         recurrent_steps: R.
-        checkpointing: none, selective or full, torchtitan's policies.
+        checkpointing: none, torchtitan's selective or full, or one of ours by recurrent step.
         compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
         shard_degree: Ranks that share the parameters; replicas of HSDP do not count.
         tensor_parallel_degree: Ranks that share a layer's matrices and the sequence between them.
+        context_parallel_degree: Ranks that share a window; they share the parameters, too, so they
+            count in `shard_degree`.
+        backward_steps: The last k steps that the backward pass reaches; None for all.
+        trainable: What has gradients and moments.
         fp32_visit_sum: Whether the contributions of R visits are summed in fp32.
         fused_norms: Whether RMSNorm is one kernel (CUDA) or composed of several (CPU).
     """
@@ -79,8 +89,23 @@ class StepShape:
     compute_bytes: int = 2
     shard_degree: int = 1
     tensor_parallel_degree: int = 1
+    context_parallel_degree: int = 1
+    backward_steps: int | None = None
+    trainable: Trainable = "all"
     fp32_visit_sum: bool = False
     fused_norms: bool = True
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one micro-batch on one rank; context parallelism splits a window."""
+        return self.windows * self.seq_len / self.context_parallel_degree
+
+    @property
+    def steps_with_backward(self) -> int:
+        """Recurrent steps that keep activations."""
+        if self.trainable == "exit_gate":
+            return 0
+        return min(self.recurrent_steps, self.backward_steps or self.recurrent_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +120,10 @@ class StepMemory:
         activations: Saved for the backward pass by all visits.
         recomputed: Activations of the layer that is being recomputed.
         readout: Alive while the streamed loss is computed, the gathered head included.
+        readout_chunk: The part of `readout` that is logits.
         unsharded_gradients: Of layers, before they are reduced, and one layer's reduction buffers.
         embedding_gradient: Unsharded, with its reduction buffer.
-        recurrent_steps: R.
+        steps_with_backward: Recurrent steps that the backward pass reaches.
     """
 
     parameters: float
@@ -107,9 +133,10 @@ class StepMemory:
     activations: float
     recomputed: float
     readout: float
+    readout_chunk: float
     unsharded_gradients: float
     embedding_gradient: float
-    recurrent_steps: int
+    steps_with_backward: int
 
     @property
     def persistent(self) -> float:
@@ -119,7 +146,7 @@ class StepMemory:
     @property
     def transient_peak(self) -> float:
         """Bytes beyond the persistent ones at the worst of the three moments."""
-        left = 1 - 1 / self.recurrent_steps
+        left = 1 - 1 / max(1, self.steps_with_backward)
         return self.gathered + max(
             self.activations + self.readout,
             self.activations * left + self.recomputed + self.unsharded_gradients,
@@ -155,8 +182,11 @@ def visit_bytes_per_token(
     | none | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; four norms' own |
     | selective | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
     | full | the layer's input: D |
+    | recurrent-step | nothing: the step's input is the state before it |
+    | recurrent-step+full | nothing, likewise |
 
-    A fused norm keeps its input (D), a composed one that and the normalised value in fp32 (8·D
+    Under context parallelism attention keeps the gathered keys and values unless they are gathered
+    again. A fused norm keeps its input (D), a composed one that and the normalised value in fp32 (8·D
     bytes). Attention also keeps an fp32 log-sum-exp per head.
 
     Args:
@@ -167,11 +197,14 @@ def visit_bytes_per_token(
     queries, keys, feed_forward = _widths(config)
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
     log_sum_exp = 4 * config.layers[0].attention.n_heads / tp
+    if checkpointing.startswith("recurrent-step"):
+        return 0.0
     if checkpointing == "full":
         return c * config.dim / tp
     if checkpointing == "selective":
         return c * (2 * config.dim + 2 * queries + keys + feed_forward) / tp + log_sum_exp
-    products = c * (2 * queries + 2 * keys + 4 * feed_forward) / tp
+    gathered_keys = 2 * keys * shape.context_parallel_degree
+    products = c * (2 * queries + gathered_keys + 4 * feed_forward) / tp
     gathered_inputs = c * 2 * config.dim
     return gathered_inputs + products + 4 * _norm_bytes(config, shape) + log_sum_exp
 
@@ -186,25 +219,30 @@ def estimate_memory(
         shape: The work of one rank.
         hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
     """
-    c, steps, tp = shape.compute_bytes, shape.recurrent_steps, shape.tensor_parallel_degree
+    c, tp = shape.compute_bytes, shape.tensor_parallel_degree
     units = unit_parameters(config)
     local = MASTER_BYTES * units.total / (shape.shard_degree * tp)
     layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
     layers_at_once = units.n_layers if hold_layers else 3
-    summed_at_once = units.n_layers if steps > 1 else 1
+    summed_at_once = units.n_layers if shape.steps_with_backward > 1 else 1
+    trained, embedding_trained = (layer, embedding) if shape.trainable == "all" else (0.0, 0.0)
+    gate = 4 * (config.dim + 1) / (shape.shard_degree * tp)
+    trained_local = local if shape.trainable == "all" else gate
+    readout_chunk = _readout_chunk_bytes(config, shape)
     reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
     return StepMemory(
         parameters=local,
-        gradients=local,
-        optimizer=2 * local,
+        gradients=trained_local,
+        optimizer=2 * trained_local,
         gathered=c * layer * layers_at_once + MASTER_BYTES * units.norm_and_gate,
         activations=_activation_bytes(config, shape),
         recomputed=_recomputed_bytes(config, shape),
-        readout=_readout_bytes(config, shape),
-        unsharded_gradients=(summed_bytes * summed_at_once + reduction) * layer,
-        embedding_gradient=(c + reduction) * embedding,
-        recurrent_steps=steps,
+        readout=readout_chunk + _readout_rest_bytes(config, shape),
+        readout_chunk=readout_chunk,
+        unsharded_gradients=(summed_bytes * summed_at_once + reduction) * trained,
+        embedding_gradient=(c + reduction) * embedding_trained,
+        steps_with_backward=shape.steps_with_backward,
     )
 
 
@@ -224,28 +262,41 @@ def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
     # The state is kept for the readout, and the gate's input in fp32.
     state = shape.compute_bytes * config.dim
     gate = MASTER_BYTES * config.dim if config.exit_gate and shape.compute_bytes < 4 else 0
-    step = len(config.layers) * visit + _norm_bytes(config, shape) + state + gate
-    return shape.windows * shape.seq_len * shape.recurrent_steps * step
+    by_step = shape.checkpointing.startswith("recurrent-step")
+    norm = 0.0 if by_step else _norm_bytes(config, shape)
+    layers = shape.steps_with_backward * (len(config.layers) * visit + norm)
+    return shape.tokens * (layers + shape.recurrent_steps * (state + gate))
 
 
 def _recomputed_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    if shape.checkpointing == "none":
+    if shape.checkpointing == "none" or shape.steps_with_backward == 0:
         return 0.0
-    return shape.windows * shape.seq_len * visit_bytes_per_token(config, shape, "none")
+    layer = visit_bytes_per_token(config, shape, "none")
+    if shape.checkpointing == "recurrent-step":
+        layer = len(config.layers) * layer + _norm_bytes(config, shape)
+    if shape.checkpointing == "recurrent-step+full":
+        layer += len(config.layers) * visit_bytes_per_token(config, shape, "full")
+        layer += _norm_bytes(config, shape)
+    return shape.tokens * layer
 
 
-def _readout_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    """Return what the streamed loss needs while it runs: see `models/readout.py`."""
+def _readout_chunk_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    """Return the bytes of the logits that exist at a time: see `models/readout.py`."""
     c, rows = shape.compute_bytes, config.vocab_size / shape.tensor_parallel_degree
-    readouts = shape.recurrent_steps if config.exit_gate is not None else 1
-    tokens = shape.windows * shape.seq_len
     head_config = config.lm_head
     assert isinstance(head_config, LMHead.Config)
-    chunk = min(head_config.chunk_tokens, tokens)
-    logits = chunk * rows * (4 + (c if c < 4 else 0))
-    head = rows * config.dim * (c + REDUCE_BYTES)  # gathered weight, fp32 gradient
-    state_gradients = readouts * tokens * config.dim * c
-    return logits + head + state_gradients
+    chunk = min(head_config.chunk_tokens, shape.tokens)
+    return chunk * rows * (4 + (c if c < 4 else 0))
+
+
+def _readout_rest_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    """Return the gathered head, its fp32 gradient and the gradients of the states read out."""
+    c, rows = shape.compute_bytes, config.vocab_size / shape.tensor_parallel_degree
+    if shape.trainable == "exit_gate":
+        return rows * config.dim * c
+    readouts = shape.recurrent_steps if config.exit_gate is not None else 1
+    head = rows * config.dim * (c + REDUCE_BYTES)
+    return head + readouts * shape.tokens * config.dim * c
 
 
 def _norm_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:

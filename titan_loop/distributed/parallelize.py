@@ -1,4 +1,4 @@
-"""Applies tensor parallelism, activation checkpointing, compilation and FSDP2, in this order.
+"""Applies context and tensor parallelism, checkpointing, compilation and FSDP2, in this order.
 
 Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
 is visited R times. FSDP units are: the embedding, each layer, [norm, exit gate], the head. Upstream
@@ -16,26 +16,33 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import (
-    ActivationCheckpointing,
-    FullAC,
-    SelectiveAC,
-)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop import compat
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.context_parallel import (
+    check_context_parallelism,
+    gather_keys_and_values,
+)
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, shard_units
-from titan_loop.distributed.memory import Checkpointing, StepShape, estimate_memory, fits_held
+from titan_loop.distributed.memory import StepShape, estimate_memory, fits_held
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.trainable import Trainable, freeze_all_but_the_exit_gate
 
 
 def check_parallelism(
-    parallelism: ParallelismConfig, *, world_size: int, n_heads: int, n_kv_heads: int, seq_len: int
+    parallelism: ParallelismConfig,
+    *,
+    world_size: int,
+    n_heads: int,
+    n_kv_heads: int,
+    seq_len: int,
+    attention: str = "auto",
 ) -> None:
     """Refuse what cannot work, before any process group exists.
 
@@ -45,12 +52,13 @@ def check_parallelism(
         n_heads: Query heads of the model.
         n_kv_heads: Key-value heads of the model.
         seq_len: Window length.
+        attention: `model.attention`.
 
     Raises:
         UserError: A degree is not supported yet, does not divide what it splits, or the degrees do
             not multiply to the world size.
     """
-    for name in ("context", "pipeline", "expert"):
+    for name in ("pipeline", "expert"):
         degree = getattr(parallelism, f"{name}_parallel_degree")
         if degree != 1:
             raise UserError(
@@ -81,9 +89,11 @@ def check_parallelism(
             f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
             "--parallelism.no-enable-sequence-parallel"
         )
+    check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
-    known = replicate * tp * max(shard, 1)
+    cp = parallelism.context_parallel_degree
+    known = replicate * tp * cp * max(shard, 1)
     if (
         replicate < 1
         or shard == 0
@@ -93,9 +103,9 @@ def check_parallelism(
     ):
         raise UserError(
             f"parallelism degrees data_parallel_replicate={replicate} × "
-            f"data_parallel_shard={shard} × tensor_parallel={tp} do not factor the world size "
-            f"{world_size}; change a degree or the number of ranks (a shard degree of -1 takes "
-            "what is left)"
+            f"data_parallel_shard={shard} × context_parallel={cp} × tensor_parallel={tp} do not "
+            f"factor the world size {world_size}; change a degree or the number of ranks (a shard "
+            "degree of -1 takes what is left)"
         )
 
 
@@ -111,6 +121,7 @@ def parallelize_loop_decoder(
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
     recurrent_steps: int | None = None,
+    backward_steps: int | None = None,
 ) -> LoopDecoder:
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
@@ -127,10 +138,14 @@ def parallelize_loop_decoder(
         trainable: "exit_gate" freezes everything else, which then keeps no activations to
             checkpoint.
         recurrent_steps: The largest R of the run, for `fsdp.policy=auto`; None takes the model's.
+        backward_steps: The last recurrent steps that are trained through; None for all.
 
     Returns:
         The same model.
     """
+    model.backward_steps = backward_steps
+    if parallel_dims.cp_enabled:
+        gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
     if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
         model.parallelize(parallel_dims)
     if trainable == "exit_gate":
@@ -158,10 +173,13 @@ def parallelize_loop_decoder(
             windows=training.local_batch_size,
             seq_len=training.seq_len,
             recurrent_steps=recurrent_steps or model.recurrent_steps,
-            checkpointing=_checkpointing(ac_config),
+            checkpointing=checkpointing_of(ac_config),
             compute_bytes=param_dtype.itemsize,
             shard_degree=parallel_dims.dp_shard * parallel_dims.cp,
             tensor_parallel_degree=parallel_dims.tp,
+            context_parallel_degree=parallel_dims.cp,
+            backward_steps=backward_steps,
+            trainable=trainable,
             fp32_visit_sum=fsdp.fp32_visit_sum,
             fused_norms=compat.device_type() == "cuda",
         )
@@ -205,14 +223,6 @@ def _apply_fsdp(
         fsdp.policy,
         mesh,
     )
-
-
-def _checkpointing(ac_config: ActivationCheckpointing.Config | None) -> Checkpointing:
-    if isinstance(ac_config, FullAC.Config):
-        return "full"
-    if isinstance(ac_config, SelectiveAC.Config):
-        return "selective"
-    return "none"  # a memory budget only ever saves less
 
 
 def _policy_that_fits(model: LoopDecoder, shape: StepShape) -> FSDPPolicy:

@@ -20,6 +20,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.data.synthetic.mano import ManoVocabulary, exam
 from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.errors import UserError
 from titan_loop.json_files import append_jsonl
 from titan_loop.training.run_directory import RunDirectory
 
@@ -42,7 +43,11 @@ class ManoExam:
     questions: int = 512
 
     def on_train_start(self, trainer: "LoopTrainer") -> None:
-        """Do nothing."""
+        """Refuse what the exam cannot be taken under."""
+        if trainer.window_share is not None:
+            raise UserError(
+                "parallelism.context_parallel_degree > 1 does not work with ManoExam; leave it at 1"
+            )
 
     def on_step_end(self, trainer: "LoopTrainer", metrics: Mapping[str, Any]) -> None:
         """Grade if it is time; every rank takes part, rank 0 writes."""

@@ -11,32 +11,66 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 
 
-def document_mask(positions_BL: Tensor) -> Tensor:
+def document_mask(positions_BL: Tensor, share: WindowShare | None = None) -> Tensor:
     """Which key each query may attend to: same document, not later.
 
     A document starts wherever `positions_BL` is 0.
 
     Args:
-        positions_BL: (B, L) positions that restart per document.
+        positions_BL: (B, L) positions of whole windows, restarting per document.
+        share: Which queries, and keys in which order; None for all, in theirs.
 
     Returns:
-        (B, 1, L, L) bool, True where attention is allowed; broadcasts over heads.
+        (B, 1, queries, keys) bool, True where attention is allowed; broadcasts over heads.
+    """
+    if share is None:
+        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+        share = WindowShare(whole_L, whole_L)
+    document_BL = (positions_BL == 0).cumsum(dim=1)
+    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
+    same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
+    causal = share.queries_L.unsqueeze(1) >= share.keys_L
+    return (same_document & causal).unsqueeze(1)
+
+
+def document_block_mask(
+    positions_BL: Tensor, share: WindowShare, block_size: int | tuple[int, int]
+) -> BlockMask:
+    """Return Flex's form of `document_mask` for a share of the window.
+
+    Args:
+        positions_BL: (B, L) positions of whole windows, restarting per document.
+        share: Which queries, and keys in which order.
+        block_size: Of the kernel.
     """
     document_BL = (positions_BL == 0).cumsum(dim=1)
-    same_document = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
-    causal = torch.ones(
-        positions_BL.shape[1:] * 2, dtype=torch.bool, device=positions_BL.device
-    ).tril()
-    return (same_document & causal).unsqueeze(1)
+    query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
+    queries_L, keys_L = share
+
+    def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        same_document = query_document_BL[b, query] == key_document_BL[b, key]
+        return same_document & (queries_L[query] >= keys_L[key])
+
+    return titan_attention.create_attention_mask(
+        allowed,
+        B=len(positions_BL),
+        H=None,
+        Q_LEN=len(queries_L),
+        KV_LEN=len(keys_L),
+        device=positions_BL.device,
+        BLOCK_SIZE=block_size,
+    )
 
 
 class DocumentAttention(Module):

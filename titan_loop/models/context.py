@@ -9,6 +9,18 @@ from torchtitan.models.common.attention import VarlenMetadata
 AttentionMask = Tensor | BlockMask | VarlenMetadata
 
 
+class WindowShare(NamedTuple):
+    """The part of every window that this rank computes under context parallelism.
+
+    Attributes:
+        queries_L: Indices into the window of this rank's tokens.
+        keys_L: Indices into the window of all tokens, in the order in which keys are gathered.
+    """
+
+    queries_L: Tensor
+    keys_L: Tensor
+
+
 class CacheSlot(NamedTuple):
     """Address of one layer visit in a cache.
 

@@ -21,8 +21,14 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.nn_modules import Identity
 
-from titan_loop.models.attention import document_mask
-from titan_loop.models.context import AttentionMask, CacheSlot, KeyValueCache, LoopContext
+from titan_loop.models.attention import document_block_mask, document_mask
+from titan_loop.models.context import (
+    AttentionMask,
+    CacheSlot,
+    KeyValueCache,
+    LoopContext,
+    WindowShare,
+)
 from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.flops import training_flops_per_token
 from titan_loop.models.output import LoopOutput
@@ -38,6 +44,10 @@ class LoopDecoder(Decoder):
     Attributes:
         recurrent_steps: How many steps `forward` runs unless told otherwise; set per batch by the
             trainer.
+        backward_steps: The last k steps that the backward pass reaches; None for all. Set by the
+            trainer.
+        recompute_steps: Whether a step keeps only its input for the backward pass; set by
+            `RecurrentStepAC`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -89,6 +99,8 @@ class LoopDecoder(Decoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
+        self.backward_steps: int | None = None
+        self.recompute_steps = False
         self.recurrence = config.recurrence.build()
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
         # Parameter-free: under sequence parallelism the state stays sharded for the next step,
@@ -202,12 +214,21 @@ class LoopDecoder(Decoder):
         return self.exit_gate(self.state_gather(hidden_BLD))
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
-        self, positions: Tensor
+        self, positions: Tensor, share: WindowShare | None = None
     ) -> AttentionMask | None:
-        """Build the backend's causal-and-same-document mask from (B, L) positions."""
-        if self._needs_mask():
+        """Build the backend's causal-and-same-document mask.
+
+        Args:
+            positions: (B, L) positions of whole windows, restarting per document.
+            share: The part of every window this rank computes; None for all of it.
+        """
+        if not self._needs_mask():
+            return document_mask(positions, share)
+        kernel = self.config.layers[0].attention.inner_attention
+        if share is None:
             return super().get_attention_masks(positions)  # type: ignore[return-value]
-        return document_mask(positions)
+        assert isinstance(kernel, FlexAttention.Config), "varlen cannot share a window"
+        return document_block_mask(positions, share, kernel.block_size)
 
     def _needs_mask(self) -> bool:
         """Whether the attention kernel cannot run without a mask object of its own."""

@@ -29,6 +29,7 @@ from titan_loop.data.loader import (
 )
 from titan_loop.errors import UserError
 from titan_loop.json_files import append_jsonl
+from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.run_directory import RunDirectory
 
@@ -89,7 +90,12 @@ class HeldOutConfig:
 
 @torch.no_grad()
 def losses_at_depths(
-    model: LoopDecoder, inputs: Tensor, positions: Tensor, labels: Tensor, depths: list[int]
+    model: LoopDecoder,
+    inputs: Tensor,
+    positions: Tensor,
+    labels: Tensor,
+    depths: list[int],
+    share: WindowShare | None = None,
 ) -> Tensor:
     """Return the cross entropy of every token at every depth from one forward pass.
 
@@ -99,11 +105,18 @@ def losses_at_depths(
         positions: (B, L), restarting per document.
         labels: (B, L); `IGNORE_INDEX` gives 0.
         depths: Recurrent steps, each ≥ 1.
+        share: The part of every window this rank computes; None for all of it.
 
     Returns:
-        (len(depths), B, L) nats, fp32.
+        (len(depths), B, L) nats, fp32; of this rank's tokens.
     """
-    output = model(inputs, positions, recurrent_steps=max(depths), collect="all")
+    masks = None
+    if share is not None:
+        masks = model.get_attention_masks(positions, share)
+        inputs, positions, labels = (
+            part[:, share.queries_L] for part in (inputs, positions, labels)
+        )
+    output = model(inputs, positions, masks, recurrent_steps=max(depths), collect="all")
     states = tuple(output.hidden_RBLD[depth - 1] for depth in depths)
     weight_RBL = torch.zeros(len(depths), *labels.shape, device=labels.device)
     _, ce_RBL = model.lm_head(states, labels_BL=labels, weight_RBL=weight_RBL)
@@ -166,7 +179,9 @@ class HeldOutLoss:
                 for part in (local.input, local.positions, local.labels)
             )
             with trainer.train_context():
-                ce_RBL = losses_at_depths(trainer.model, inputs, positions, labels, depths)
+                ce_RBL = losses_at_depths(
+                    trainer.model, inputs, positions, labels, depths, trainer.window_share
+                )
             nats_R += ce_RBL.double().sum(dim=(1, 2))
         loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
         if loss_mesh is not None:

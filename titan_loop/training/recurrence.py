@@ -36,6 +36,11 @@ class RecurrenceConfig:
     min_steps: int = 1
     """The fewest steps ever run."""
 
+    backward_steps: int | None = None
+    """Train through the last k steps only; None for all. The layers then see no gradient of
+    earlier steps, and the embedding none at all in a step with R > k, unless it is tied to the
+    head."""
+
     def __post_init__(self) -> None:
         self.check()
 
@@ -51,6 +56,11 @@ class RecurrenceConfig:
             )
         if self.min_steps < 1:
             raise UserError(f"recurrence.min_steps={self.min_steps} is below 1; use at least 1")
+        if self.backward_steps is not None and self.backward_steps < 1:
+            raise UserError(
+                f"recurrence.backward_steps={self.backward_steps} is below 1; use at least 1, or "
+                "None for all"
+            )
         if self.max_steps is not None and self.max_steps < self.min_steps:
             raise UserError(
                 f"recurrence.max_steps={self.max_steps} is below min_steps={self.min_steps}; "

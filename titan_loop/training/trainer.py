@@ -41,7 +41,6 @@ from torchtitan.config.configs import (
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -52,6 +51,8 @@ from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.batches import GlobalWindowLoader
 from titan_loop.data.loader import WindowLoader
+from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
+from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
 from titan_loop.errors import NonFiniteError, UserError
@@ -119,6 +120,7 @@ class LoopTrainer(Trainer):
     Attributes:
         tokens: Global tokens consumed, an integer independent of the number of ranks.
         callbacks: Called around the loop and after every step, in this order.
+        window_share: The part of every window this rank computes; None for all of it.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -243,10 +245,14 @@ class LoopTrainer(Trainer):
                 n_heads=attention.n_heads,
                 n_kv_heads=attention.n_kv_heads or attention.n_heads,
                 seq_len=self.training.seq_len,
+                attention=self.model.attention,
             )
             self.fsdp.check(self.parallelism)
             self.batch.check(self.training.seq_len)
-            self._check_batches(world_size // self.parallelism.tensor_parallel_degree)
+            model_parallel = (
+                self.parallelism.tensor_parallel_degree * self.parallelism.context_parallel_degree
+            )
+            self._check_batches(world_size // model_parallel)
             self.open_data().require_windows(self.windows_of_the_run())
             self.held_out.check(self.dataloader.source_paths(), model.vocab_size)
             self.optimizer = self.adamw.optimizer_config(
@@ -310,6 +316,7 @@ class LoopTrainer(Trainer):
                     fsdp=self.fsdp,
                     trainable=self.trainable,
                     recurrent_steps=most_recurrent_steps(self.recurrence),
+                    backward_steps=self.recurrence.backward_steps,
                 ),
                 pipelining_fn=None,
                 post_optimizer_build_fn=None,
@@ -382,6 +389,7 @@ class LoopTrainer(Trainer):
         self._microbatch_metrics: list[dict[str, Tensor]] = []
         self._collapse: str | None = None
         self.callbacks: list[Callback] = [*config.callbacks]
+        self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
         if config.held_out.enabled:
             self.callbacks.insert(0, HeldOutLoss(config.held_out, self))
 
@@ -491,6 +499,24 @@ class LoopTrainer(Trainer):
             for name in self._microbatch_metrics[0]
         }
         return torch.stack(losses).sum(), metrics
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """As upstream's; under context parallelism our own split of the window."""
+        share = self.window_share
+        if share is None:
+            return super().post_dataloading_process(input_dict, labels)
+        positions = input_dict["positions"]
+        masks = self.model.get_attention_masks(positions, share)
+        mine = share.queries_L
+        labels = labels[:, mine]
+        self.ntokens_seen += labels.numel()
+        return (
+            input_dict["input"][:, mine],
+            labels,
+            {"positions": positions[:, mine], "attention_masks": masks},
+        )
 
     def _forward_backward_body(
         self,

@@ -1,0 +1,148 @@
+"""`titan-loop plan`: the arithmetic of a stage against formulas written out here, and refusals."""
+
+from pathlib import Path
+
+import pytest
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from titan_loop.cli.main import main
+from titan_loop.distributed.devices import DEVICES
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.recipes.stage_needs import Cluster, StageNeeds, stage_needs
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.schedule import Schedule
+
+H100 = DEVICES["h100-80gb"]
+D, FFN, LAYERS, VOCABULARY, WINDOW = 2048, 5632, 24, 49_152, 4096
+OURO = Cluster(nodes=64, gpus_per_node=8, gpu=H100, mfu=0.4)
+
+
+def needs_of(stage: str, cluster: Cluster = OURO) -> StageNeeds:
+    config = load_recipe("ouro_1_4b").stage(stage).config
+    return stage_needs(stage, config, cluster)
+
+
+def test_flops_steps_and_gpu_days_of_ouro_1b():
+    needs = needs_of("1b")
+    assert needs.units.total == 1_434_652_673
+    layer = 4 * D * D + 3 * D * FFN
+    matrices = 6 * 4 * LAYERS * layer
+    attention = 6 * 4 * LAYERS * 2 * D * WINDOW
+    readouts = 6 * 4 * D * VOCABULARY
+    flops = needs.flops_per_token
+    assert flops["matrices"] == matrices
+    assert flops["attention"] == attention
+    assert flops["readouts"] == readouts
+    assert flops["total"] == matrices + attention + readouts + 6 * 4 * D
+    assert needs.steps == -(-3 * 10**12 // 2**23)
+    assert needs.tokens == needs.steps * 2**23
+    assert needs.accumulation == (4, 4)
+    seconds = needs.tokens * flops["total"] / (989e12 * 0.4)
+    assert needs.gpu_days == pytest.approx(seconds / 86_400)
+    assert not needs.refusals
+
+
+def test_r_doubles_what_is_visited_but_not_the_weights():
+    first, second = needs_of("1a"), needs_of("1b")  # R = 8 and 4
+    assert first.units == second.units
+    for part in first.flops_per_token:
+        assert first.flops_per_token[part] == 2 * second.flops_per_token[part]
+    assert first.memory.activations == 2 * second.memory.activations
+    assert first.memory.unsharded_gradients == second.memory.unsharded_gradients
+
+
+def test_a_random_and_a_scheduled_r_count_with_their_mean():
+    config = tiny_config(Path("nowhere"), Path("run"))
+    total = config.total_tokens
+    config.recurrence.steps = Schedule.steps([(0, 8), (total // 4, 2)])
+    one = Cluster(nodes=1, gpus_per_node=1, gpu=H100, mfu=0.5)
+    assert stage_needs("x", config, one).mean_recurrent_steps == pytest.approx(3.5, abs=2e-3)
+    config.recurrence.poisson = True
+    assert stage_needs("x", config, one).shape.recurrent_steps > 8
+
+
+def test_context_parallelism_shares_windows_and_their_activations():
+    needs = needs_of("longct")
+    assert needs.shape.context_parallel_degree == 4
+    assert needs.data_parallel_ranks == 128
+    assert needs.shape.tokens == 65_536 / 4
+    moved = {entry.what for entry in needs.traffic}
+    assert "keys, values" in moved
+
+
+def test_layer_bytes_under_per_step_do_not_depend_on_r():
+    received = {}
+    for policy in ("per_visit", "per_step"):
+        config = load_recipe("ouro_1_4b").stage("ct_annealing").config
+        config.fsdp.policy = policy
+        needs = stage_needs("x", config, OURO)
+        received[policy] = sum(
+            t.received_bytes for t in needs.traffic if (t.kind, t.what) == ("all-gather", "layers")
+        )
+    assert received["per_visit"] == pytest.approx(2 * 4 * received["per_step"])
+
+
+def test_the_table_of_ouro_on_64_nodes(capsys):
+    assert main(["plan", "ouro_1_4b", "--nodes", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "512 GPUs (64 nodes × 8 h100-80gb), bf16 compute" in out
+    rows = {line[:34].strip(): line[34:].split() for line in out.splitlines()}
+    assert rows["stage"][:2] == ["1a", "1b"]
+    assert len(rows["parameters"]) == 7
+    assert rows["global batch, windows"][0] == "1,024–2,048"
+    for name in ("parameters kept gathered", "gradients, unsharded", "optimiser", "readout chunk"):
+        assert len(rows[name]) == 7
+    assert "refused" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        (["--nodes", "3"], "windows does not divide by local_batch_size=1 × 24 data-parallel"),
+        (["--stage", "longct", "--nodes", "64", "activation-checkpoint:none"], "GiB of 71 usable"),
+        (["--stage", "1a", "--gpu", "a100-40gb"], "use activation-checkpoint:selective"),
+        (
+            ["--stage", "longct", "--nodes", "64", "--parallelism.context-parallel-degree", "1"],
+            "use --parallelism.context-parallel-degree 4",
+        ),
+        (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
+        (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),
+        (["--mfu", "2"], "--mfu 2.0 must be above 0"),
+        (["--mfu", "most"], "invalid float value"),
+        (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),
+        (["--stage", "1c"], "has no stage '1c'"),
+    ],
+)
+def test_refusals_end_with_code_2_and_name_a_fix(capsys, flags, refusal):
+    assert main(["plan", "ouro_1_4b", *flags]) == 2
+    printed = capsys.readouterr()
+    assert refusal in printed.out + printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_checkpointing_is_a_flag_and_makes_room(capsys):
+    flags = ["plan", "ouro_1_4b", "--stage", "1a", "--gpu", "a100-40gb", "--nodes", "64"]
+    assert main([*flags, "activation-checkpoint:full"]) == 0
+    assert main([*flags, "activation-checkpoint:recurrent-step"]) == 0
+    assert "recurrent-step\n" in capsys.readouterr().out
+
+
+def test_too_little_data_is_refused_where_the_data_is_here(source, tmp_path):
+    one = Cluster(nodes=1, gpus_per_node=1, gpu=H100, mfu=0.4)
+    config = tiny_config(source, tmp_path)
+    needs = stage_needs("x", config, one)
+    assert (needs.data, needs.refusals) == ("enough", [])
+    config.total_tokens = 10**9
+    config.dataloader.max_epochs = 1  # pyright: ignore[reportAttributeAccessIssue]
+    needs = stage_needs("x", config, one)
+    assert needs.data == "too little"
+    assert "raise max_epochs" in needs.refusals[0]
+
+
+def test_memory_is_that_of_the_config_s_policy():
+    config = load_recipe("ouro_1_4b").stage("1b").config
+    config.activation_checkpoint = FullAC.Config()
+    needs = stage_needs("1b", config, OURO)
+    assert needs.memory.activations == needs.activations["full"]
+    assert needs.peaks["full"] == needs.memory.peak
+    assert needs.peaks["none"] > needs.peaks["selective"] > needs.peaks["full"]

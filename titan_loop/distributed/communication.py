@@ -1,0 +1,168 @@
+"""Which collectives one training step needs, and how many bytes a rank receives through them.
+
+Counts and bytes of FSDP and HSDP are those `tests/distributed/test_loop_fsdp.py` counts at the
+process group. Those of tensor parallelism follow from its placements (a gather before and a
+reduce-scatter after each branch of a layer, the reverse in the backward pass) and are not counted
+by a test.
+
+Bytes are those a rank receives in a ring over n ranks: (n − 1)/n of the whole for a gather or a
+reduce-scatter, twice that for an all-reduce. What travels over which wire is the network's matter.
+"""
+
+from dataclasses import dataclass
+
+from titan_loop.distributed.memory import MASTER_BYTES, REDUCE_BYTES, StepShape, unit_parameters
+from titan_loop.models.decoder import LoopDecoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """One kind of collective in one training step of one rank.
+
+    Attributes:
+        kind: all-gather, reduce-scatter or all-reduce.
+        what: What it moves.
+        count: Collectives.
+        received_bytes: Of all of them together.
+    """
+
+    kind: str
+    what: str
+    count: int
+    received_bytes: float
+
+
+def step_traffic(
+    config: LoopDecoder.Config,
+    shape: StepShape,
+    *,
+    hold_layers: bool,
+    micro_batches: int = 1,
+    replicas: int = 1,
+) -> list[Traffic]:
+    """Return what a training step sends, empty on one rank.
+
+    Args:
+        config: The architecture.
+        shape: The work of one rank in one micro-batch.
+        hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
+        micro_batches: Accumulated in a step.
+        replicas: Groups of ranks that hold the same shards (HSDP).
+    """
+    traffic = [
+        *_parameter_gathers(config, shape, hold_layers, micro_batches),
+        *_gradient_reductions(config, shape, micro_batches, replicas),
+        *_context_parallel(config, shape, micro_batches),
+        *_tensor_parallel(config, shape, micro_batches),
+    ]
+    return [entry for entry in traffic if entry.count and entry.received_bytes]
+
+
+def _parameter_gathers(
+    config: LoopDecoder.Config, shape: StepShape, hold_layers: bool, micro_batches: int
+) -> list[Traffic]:
+    """Return the gathers: a layer once a step, or once a visit and pass; head and embedding once.
+
+    Without a backward pass (only the gate trains) a layer is not gathered for one.
+    """
+    units, steps = unit_parameters(config), shape.recurrent_steps
+    share = 1 - 1 / shape.shard_degree
+    layer_bytes = share * shape.compute_bytes * units.layer / shape.tensor_parallel_degree
+    norm_bytes = share * MASTER_BYTES * units.norm_and_gate
+    table_bytes = share * shape.compute_bytes * config.vocab_size * config.dim
+    table_bytes /= shape.tensor_parallel_degree
+    if hold_layers:
+        layers, norms = units.n_layers, 1
+    else:
+        visits = steps + shape.steps_with_backward
+        layers = micro_batches * units.n_layers * visits
+        norms = micro_batches * steps
+    tables = micro_batches * (2 if units.embedding else 1)
+    return [
+        Traffic(
+            kind="all-gather", what="layers", count=layers, received_bytes=layers * layer_bytes
+        ),
+        Traffic(
+            kind="all-gather",
+            what="embedding, head",
+            count=tables,
+            received_bytes=tables * table_bytes,
+        ),
+        Traffic(
+            kind="all-gather", what="norm, gate", count=norms, received_bytes=norms * norm_bytes
+        ),
+    ]
+
+
+def _gradient_reductions(
+    config: LoopDecoder.Config, shape: StepShape, micro_batches: int, replicas: int
+) -> list[Traffic]:
+    """Return the reductions: one per unit and micro-batch, in fp32, and one more over replicas."""
+    units = unit_parameters(config)
+    tables = 2 if units.embedding else 1
+    if shape.trainable == "all":
+        counts = {"layers": units.n_layers, "embedding, head": tables, "norm, gate": 1}
+    else:
+        counts = {"norm, gate": 1}
+    parameters = {
+        "layers": units.layer / shape.tensor_parallel_degree,
+        "embedding, head": config.vocab_size * config.dim / shape.tensor_parallel_degree,
+        "norm, gate": units.norm_and_gate if shape.trainable == "all" else config.dim + 1,
+    }
+    traffic: list[Traffic] = []
+    for what, count in counts.items():
+        count *= micro_batches
+        whole = REDUCE_BYTES * parameters[what]
+        scattered = count * whole * (1 - 1 / shape.shard_degree)
+        summed = count * whole / shape.shard_degree * 2 * (1 - 1 / replicas)
+        traffic.append(
+            Traffic(kind="reduce-scatter", what=what, count=count, received_bytes=scattered)
+        )
+        traffic.append(Traffic(kind="all-reduce", what=what, count=count, received_bytes=summed))
+    return traffic
+
+
+def _context_parallel(
+    config: LoopDecoder.Config, shape: StepShape, micro_batches: int
+) -> list[Traffic]:
+    """Return keys and values: gathered at every visit, again where it is recomputed."""
+    degree = shape.context_parallel_degree
+    attention = config.layers[0].attention
+    head_dim = attention.head_dim or config.dim // attention.n_heads
+    key_width = (attention.n_kv_heads or attention.n_heads) * head_dim
+    window_bytes = shape.tokens * degree * 2 * key_width * shape.compute_bytes
+    received = window_bytes / shape.tensor_parallel_degree * (1 - 1 / degree)
+    recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)
+    layers = micro_batches * len(config.layers) * (degree > 1)
+    back = layers * shape.steps_with_backward
+    gathers = layers * shape.recurrent_steps + recomputed * back
+    return [
+        Traffic(
+            kind="all-gather",
+            what="keys, values",
+            count=gathers,
+            received_bytes=gathers * received,
+        ),
+        Traffic(
+            kind="reduce-scatter",
+            what="keys, values",
+            count=back,
+            received_bytes=back * received,
+        ),
+    ]
+
+
+def _tensor_parallel(
+    config: LoopDecoder.Config, shape: StepShape, micro_batches: int
+) -> list[Traffic]:
+    """Return the states under sequence parallelism: two gathers and two scatters a visit."""
+    degree = shape.tensor_parallel_degree
+    received = shape.tokens * config.dim * shape.compute_bytes * (1 - 1 / degree)
+    layers = micro_batches * len(config.layers) * (degree > 1)
+    recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)
+    passes = shape.recurrent_steps + (1 + recomputed) * shape.steps_with_backward
+    count = 2 * layers * passes
+    return [
+        Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
+        for kind in ("all-gather", "reduce-scatter")
+    ]

@@ -1,0 +1,119 @@
+"""Context parallelism: ranks share a window, each computes its queries against all keys.
+
+    window   0 1 2 3 4 5 6 7      2·n chunks for n ranks
+    rank 0   0             7      a chunk from the front and one from the back, so that causal
+    rank 1     1         6        attention costs every rank the same
+    …
+
+Everything but attention works on a token at a time and needs no change. Before attention the
+rotated keys and values of all ranks are gathered; the backward pass reduces their gradients back to
+the ranks they came from. Gathered keys stand in the order of the ranks, and the mask is built from
+the positions of the whole window, so that it knows which document and place each of them has. The
+kernel below (SDPA, Flex) stays as it is.
+
+Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torchtitan.config import ParallelismConfig
+from torchtitan.distributed import ParallelDims
+
+from titan_loop.errors import UserError
+from titan_loop.models.context import WindowShare
+from titan_loop.models.decoder import LoopDecoder
+
+
+def check_context_parallelism(
+    parallelism: ParallelismConfig, *, seq_len: int, attention: str
+) -> None:
+    """Refuse what context parallelism cannot do; nothing to check at degree 1.
+
+    Args:
+        parallelism: Degrees asked for.
+        seq_len: Tokens of a whole window.
+        attention: `model.attention`.
+
+    Raises:
+        UserError: The window does not divide, or the kernel or SPMD backend does not support it.
+    """
+    degree = parallelism.context_parallel_degree
+    if degree < 1:
+        raise UserError(f"parallelism.context_parallel_degree={degree} must be at least 1")
+    if degree == 1:
+        return
+    asked = f"parallelism.context_parallel_degree={degree}"
+    tp = parallelism.tensor_parallel_degree if parallelism.enable_sequence_parallel else 1
+    unit = 2 * degree
+    if seq_len % unit or (seq_len // degree) % tp:
+        raise UserError(
+            f"training.seq_len={seq_len} must be divisible by 2 × {asked}"
+            + (f" and a rank's part of it by tensor_parallel_degree={tp}" if tp > 1 else "")
+            + "; change the window or the degree"
+        )
+    if attention == "varlen":
+        raise UserError(f"{asked} does not work with model.attention=varlen; use flex or sdpa")
+    if parallelism.spmd_backend != "partial_dtensor":
+        raise UserError(
+            f"{asked} needs parallelism.spmd_backend=partial_dtensor, "
+            f"not {parallelism.spmd_backend}"
+        )
+    if parallelism.context_parallel_load_balancer != "headtail":
+        raise UserError(
+            "parallelism.context_parallel_load_balancer="
+            f"{parallelism.context_parallel_load_balancer} is not supported; leave it at headtail"
+        )
+
+
+def window_share(
+    seq_len: int, *, degree: int, rank: int, device: torch.device | str = "cpu"
+) -> WindowShare:
+    """Return which tokens of a window `rank` computes, and in which order all keys arrive.
+
+    Args:
+        seq_len: L, a multiple of 2 × `degree`.
+        degree: Ranks that share a window.
+        rank: This one, from 0.
+        device: Where the indices live.
+    """
+    chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
+    shares = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(degree)]
+    return WindowShare(queries_L=shares[rank], keys_L=torch.cat(shares))
+
+
+def share_of_rank(parallel_dims: ParallelDims, seq_len: int, device: Any) -> WindowShare | None:
+    """Return this rank's share of every window; None without context parallelism."""
+    if not parallel_dims.cp_enabled:
+        return None
+    mesh = parallel_dims.get_mesh("cp")
+    return window_share(seq_len, degree=mesh.size(), rank=mesh.get_local_rank(), device=device)
+
+
+def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None:
+    """Let every layer's attention kernel see the keys and values of all ranks of `group`.
+
+    To be called before tensor parallelism wraps the kernels, so that it sees one rank's heads.
+
+    Args:
+        model: Changed in place.
+        group: The ranks that share a window.
+    """
+    for layer in model.layers.values():
+        kernel: Any = layer.get_submodule("attention.inner_attention")
+        kernel.forward = _with_all_keys(kernel.forward, group)
+
+
+def _with_all_keys(forward: Any, group: dist.ProcessGroup) -> Any:
+    def attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
+        # One collective for both, over the window's axis.
+        both_2BLNH = all_gather_tensor_autograd(
+            torch.stack((k_BLNH, v_BLNH)), gather_dim=2, group=group
+        )
+        k_all_BLNH, v_all_BLNH = both_2BLNH.unbind()
+        return forward(q_BLNH, k_all_BLNH, v_all_BLNH, **options)
+
+    return attend

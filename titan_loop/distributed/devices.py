@@ -1,0 +1,34 @@
+"""Memory and dense bf16 peak of the GPUs a plan can be made for, from the vendors' data sheets."""
+
+from dataclasses import dataclass
+
+from titan_loop.errors import UserError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One GPU.
+
+    Attributes:
+        memory_bytes: As its driver reports it, a little less than the name says.
+        peak_flops: Dense bf16 FLOP/s, without sparsity.
+    """
+
+    memory_bytes: float
+    peak_flops: float
+
+
+DEVICES = {
+    "a100-40gb": Device(39.4 * 2**30, 312e12),
+    "a100-80gb": Device(79.2 * 2**30, 312e12),
+    "h100-80gb": Device(79.2 * 2**30, 989e12),
+    "h200-141gb": Device(139.8 * 2**30, 989e12),
+    "b200-180gb": Device(178.4 * 2**30, 2250e12),
+}
+
+
+def get_device(name: str) -> Device:
+    """Return the named GPU; raises `UserError` with the nearest names if it is unknown."""
+    if name not in DEVICES:
+        raise UserError(f"--gpu {name} is unknown{nearest(name, DEVICES)}")
+    return DEVICES[name]

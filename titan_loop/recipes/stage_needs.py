@@ -1,0 +1,347 @@
+"""What a stage needs on a cluster that is not there: memory, FLOPs, communication, GPU-days.
+
+    config ─► architecture, schedules ─┬─► steps, batch, accumulation ─┐
+                                       ├─► memory of a GPU by part ────┼─► table, refusals
+    cluster ─► ranks, GPU ─────────────┴─► collectives, GPU-days ──────┘
+
+Pure arithmetic: no process group, no device, no parameter. Memory is the estimate of
+`titan_loop/distributed/memory.py`, communication the count of `communication.py`; GPU-days follow
+from the model FLOPs (recomputation does not count) and a utilisation that is assumed, not measured.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.communication import Traffic, step_traffic
+from titan_loop.distributed.devices import Device
+from titan_loop.distributed.memory import (
+    CHECKPOINTING,
+    USABLE_SHARE,
+    StepMemory,
+    StepShape,
+    UnitParameters,
+    estimate_memory,
+    unit_parameters,
+)
+from titan_loop.distributed.parallelize import check_parallelism
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import decoder_config, get_size
+from titan_loop.training.batch_schedule import batch_sizes, plan_steps
+from titan_loop.training.recurrence import RecurrenceConfig, most_recurrent_steps
+from titan_loop.training.trainer import LoopTrainer
+
+SECONDS_PER_DAY = 86_400
+_SCHEDULE_SAMPLES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the recipe is to run on.
+
+    Attributes:
+        nodes: Hosts.
+        gpus_per_node: Ranks of a host.
+        gpu: Memory and peak of one.
+        mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
+        compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Device
+    mfu: float
+    compute_bytes: int = 2
+
+    @property
+    def ranks(self) -> int:
+        """GPUs altogether."""
+        return self.nodes * self.gpus_per_node
+
+    def check(self) -> None:
+        """Raise `UserError` for a cluster that cannot be."""
+        for flag, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
+            if value < 1:
+                raise UserError(f"--{flag} {value} must be at least 1")
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"--mfu {self.mfu} must be above 0 and at most 1, such as 0.4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNeeds:
+    """One stage on a cluster; what could not be computed stands in `refusals`.
+
+    Attributes:
+        name: Of the stage.
+        units: Parameters of each FSDP unit.
+        flops_per_token: Forward and backward at the mean R: layers' matrices, attention, readouts
+            and gate, and their sum under `total`.
+        mean_recurrent_steps: Over the stage's tokens.
+        shape: Work of one rank in one micro-batch, at the largest R.
+        tokens: Of the whole stage.
+        steps: Training steps.
+        batch_windows: Smallest and largest global batch, in windows.
+        data_parallel_ranks: Ranks that read different windows.
+        policy: per_visit or per_step, `auto` decided.
+        memory: Of one GPU under the config's checkpointing policy.
+        peaks: Peak bytes of one GPU under every checkpointing policy.
+        activations: Bytes kept for the backward pass under every policy.
+        traffic: Collectives of one rank in a step with the largest batch.
+        gpu_days: Of all GPUs together.
+        data: What is known of the stage's data.
+        refusals: Why it cannot run so, each with a fix.
+    """
+
+    name: str
+    units: UnitParameters
+    flops_per_token: dict[str, float]
+    mean_recurrent_steps: float
+    shape: StepShape
+    tokens: int
+    steps: int
+    batch_windows: tuple[int, int]
+    data_parallel_ranks: int
+    policy: str
+    memory: StepMemory
+    peaks: dict[str, float]
+    activations: dict[str, float]
+    traffic: list[Traffic]
+    gpu_days: float
+    data: str
+    refusals: list[str]
+
+    @property
+    def accumulation(self) -> tuple[float, float]:
+        """Micro-batches of a rank in the smallest and the largest batch; whole unless refused."""
+        per_pass = self.data_parallel_ranks * self.shape.windows
+        smallest, largest = self.batch_windows
+        return smallest / per_pass, largest / per_pass
+
+
+def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> StageNeeds:
+    """Compute what one stage needs.
+
+    Args:
+        name: Of the stage.
+        config: Its run, not resolved: the data need not be there.
+        cluster: What it is to run on.
+
+    Raises:
+        UserError: The architecture or a schedule is wrong by itself, on any cluster.
+    """
+    config.recurrence.check()
+    data, refusals = _data(config)
+    model = _architecture(config)
+    refusals += _layout_refusals(config, model, cluster.ranks)
+    parallel = config.parallelism
+    model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
+    data_parallel = max(1, cluster.ranks // model_parallel)
+    replicas = parallel.data_parallel_replicate_degree
+    shape = StepShape(
+        windows=config.training.local_batch_size,
+        seq_len=config.training.seq_len,
+        recurrent_steps=most_recurrent_steps(config.recurrence),
+        checkpointing=checkpointing_of(config.activation_checkpoint),
+        compute_bytes=cluster.compute_bytes,
+        shard_degree=max(1, cluster.ranks // (replicas * parallel.tensor_parallel_degree)),
+        tensor_parallel_degree=parallel.tensor_parallel_degree,
+        context_parallel_degree=parallel.context_parallel_degree,
+        backward_steps=config.recurrence.backward_steps,
+        trainable=config.trainable,
+        fp32_visit_sum=config.fsdp.fp32_visit_sum,
+    )
+    policy, hold_layers = _policy(config, model, shape, cluster.gpu)
+    estimates = {
+        checkpointing: estimate_memory(
+            model, replace(shape, checkpointing=checkpointing), hold_layers=hold_layers
+        )
+        for checkpointing in CHECKPOINTING
+    }
+    peaks = {checkpointing: memory.peak for checkpointing, memory in estimates.items()}
+    sizes = batch_sizes(config.batch, shape.seq_len, config.total_tokens)
+    refusals += _batch_refusals(config, sizes, cluster.ranks)
+    refusals += _memory_refusals(shape, peaks, cluster.gpu)
+    tokens = config.windows_of_the_run() * shape.seq_len
+    mean_steps = _mean_recurrent_steps(config.recurrence, config.total_tokens)
+    flops = _flops_per_token(config, model, mean_steps)
+    accumulation = -(-max(sizes) // (data_parallel * shape.windows))
+    return StageNeeds(
+        name=name,
+        units=unit_parameters(model),
+        flops_per_token=flops,
+        mean_recurrent_steps=mean_steps,
+        shape=shape,
+        tokens=tokens,
+        steps=_steps(config),
+        batch_windows=(min(sizes), max(sizes)),
+        data_parallel_ranks=data_parallel,
+        policy=policy,
+        memory=estimates[shape.checkpointing],
+        peaks=peaks,
+        activations={name: memory.activations for name, memory in estimates.items()},
+        traffic=step_traffic(
+            model,
+            shape,
+            hold_layers=hold_layers,
+            micro_batches=accumulation,
+            replicas=replicas,
+        ),
+        gpu_days=tokens * flops["total"] / (cluster.gpu.peak_flops * cluster.mfu * SECONDS_PER_DAY),
+        data=data,
+        refusals=refusals,
+    )
+
+
+def _architecture(config: LoopTrainer.Config) -> LoopDecoder.Config:
+    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
+    if options.vocab_size is None:
+        prepared = _are_prepared(config)
+        options.vocab_size = (
+            config.dataloader.vocabulary().size if prepared else get_size(options.size).vocab_size
+        )
+    return decoder_config(options, max_seq_len=config.training.seq_len)
+
+
+def _are_prepared(config: LoopTrainer.Config) -> bool:
+    return all(Path(path).is_dir() for path in config.dataloader.source_paths())
+
+
+def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
+    """Say whether there is enough data, where that can be told."""
+    if not _are_prepared(config):
+        return "not here", []
+    try:
+        config.open_data().require_windows(config.windows_of_the_run())
+    except UserError as error:
+        return "too little", [f"data: {error}"]
+    return "enough", []
+
+
+def _layout_refusals(
+    config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
+) -> list[str]:
+    attention = model.layers[0].attention
+    try:
+        config.fsdp.check(config.parallelism)
+        check_parallelism(
+            config.parallelism,
+            world_size=ranks,
+            n_heads=attention.n_heads,
+            n_kv_heads=attention.n_kv_heads or attention.n_heads,
+            seq_len=config.training.seq_len,
+            attention=config.model.attention,
+        )
+    except UserError as error:
+        return [str(error)]
+    return []
+
+
+def _policy(
+    config: LoopTrainer.Config, model: LoopDecoder.Config, shape: StepShape, gpu: Device
+) -> tuple[str, bool]:
+    if config.fsdp.policy != "auto":
+        return config.fsdp.policy, config.fsdp.policy == "per_step"
+    held = estimate_memory(model, shape, hold_layers=True).peak
+    fits = held <= USABLE_SHARE * gpu.memory_bytes
+    return ("per_step" if fits else "per_visit"), fits
+
+
+def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> list[str]:
+    """Refuse batches the ranks cannot share; name a context-parallel degree or multiple that do."""
+    parallel, training = config.parallelism, config.training
+    degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+
+    def wrong(context_degree: int) -> list[int]:
+        per_pass = training.local_batch_size * max(1, ranks // (tp * context_degree))
+        return [windows for windows in sorted(sizes) if windows % per_pass]
+
+    if not wrong(degree):
+        return []
+    per_pass = training.local_batch_size * max(1, ranks // (tp * degree))
+    fixes: list[str] = []
+    if len(sizes) > 1 and min(sizes) % per_pass == 0:
+        fixes.append(f"--batch.multiple-of-windows {per_pass}")
+    larger = degree
+    while larger * 2 <= ranks and training.seq_len % (4 * larger) == 0:
+        larger *= 2
+        if not wrong(larger):
+            fixes.append(f"--parallelism.context-parallel-degree {larger}")
+            break
+    fixes.append(
+        f"a batch that is a multiple of {per_pass * training.seq_len:,} tokens"
+        if not fixes
+        else "fewer ranks"
+    )
+    return [
+        f"a global batch of {wrong(degree)[0]} windows does not divide by local_batch_size="
+        f"{training.local_batch_size} × {ranks // (tp * degree)} data-parallel ranks; use "
+        + ", or ".join(fixes)
+    ]
+
+
+def _memory_refusals(shape: StepShape, peaks: dict[str, float], gpu: Device) -> list[str]:
+    usable = USABLE_SHARE * gpu.memory_bytes
+    peak = peaks[shape.checkpointing]
+    if peak <= usable:
+        return []
+    fitting = [name for name, other in peaks.items() if other <= usable]
+    flags = {
+        "recurrent-step+full": "activation-checkpoint:recurrent-step "
+        "--activation-checkpoint.layers full"
+    }
+    if fitting:
+        fix = f"use {flags.get(fitting[0], f'activation-checkpoint:{fitting[0]}')}"
+    elif shape.windows > 1:
+        fix = "use a smaller --training.local-batch-size"
+    else:
+        fix = "share windows with a larger --parallelism.context-parallel-degree"
+    return [
+        f"a GPU would need {peak / 2**30:.0f} GiB of {usable / 2**30:.0f} usable with "
+        f"checkpointing {shape.checkpointing}; {fix}"
+    ]
+
+
+def _steps(config: LoopTrainer.Config) -> int:
+    steps = plan_steps(config.batch, config.total_tokens, config.training.seq_len)
+    return min(steps, config.training.steps) if config.training.steps else steps
+
+
+def _mean_recurrent_steps(recurrence: RecurrenceConfig, total_tokens: int) -> float:
+    """Return the mean of R over the stage's tokens; of a random R the mean of its law, unclipped.
+
+    Sampled at equal distances: exact for a constant, within 1/4,096 of the range for one jump.
+    """
+    values = (
+        recurrence.steps(int((sample + 0.5) / _SCHEDULE_SAMPLES * total_tokens))
+        for sample in range(_SCHEDULE_SAMPLES)
+    )
+    if recurrence.poisson:
+        return math.fsum(values) / _SCHEDULE_SAMPLES
+    return math.fsum(round(value) for value in values) / _SCHEDULE_SAMPLES
+
+
+def _flops_per_token(
+    config: LoopTrainer.Config, model: LoopDecoder.Config, mean_steps: float
+) -> dict[str, float]:
+    """Return training FLOPs per token by part; they are linear in R."""
+
+    def total(seq_len: int, recurrent_steps: int) -> int:
+        return model.training_flops_per_token(seq_len, recurrent_steps, config.trainable)
+
+    seq_len = config.training.seq_len
+    per_step = total(seq_len, 2) - total(seq_len, 1)
+    once = total(seq_len, 1) - per_step  # a readout, without a gate
+    attention = total(seq_len, 1) - total(0, 1)
+    factor = 2 if config.trainable == "exit_gate" else 6
+    readout = factor * model.dim * model.vocab_size
+    gate = 0 if model.exit_gate is None else (4 if factor == 2 else 6) * model.dim
+    readouts = mean_steps if model.exit_gate is not None else 1.0
+    whole = once + per_step * mean_steps
+    parts = {
+        "attention": attention * mean_steps,
+        "readouts": readouts * readout,
+        "gate": gate * mean_steps,
+    }
+    return {"matrices": whole - sum(parts.values()), **parts, "total": whole}
