@@ -6,9 +6,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, create_varlen_metadata_for_document
 
+from titan_loop.distributed.context_parallel import window_share
 from titan_loop.errors import UserError
 from titan_loop.models import sizes
-from titan_loop.models.attention import DocumentAttention, document_mask, inner_attention_config
+from titan_loop.models.attention import (
+    DocumentAttention,
+    document_block_mask,
+    document_mask,
+    inner_attention_config,
+)
 from titan_loop.models.sizes import ModelOptions, build_decoder
 
 LENGTHS = (50, 1, 77)
@@ -30,6 +36,37 @@ def test_the_mask_allows_exactly_earlier_tokens_of_the_same_document():
             same = document[query] == document[key]
             assert bool(mask[0, 0, query, key]) == (same and key <= query)
             assert bool(mask[1, 0, query, key]) == (key <= query)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_shares_of_a_window_see_what_the_whole_window_sees(monkeypatch, degree):
+    """Masks of SDPA and Flex, with the keys in the order in which ranks deliver them."""
+    monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    whole = document_mask(positions())[:, 0]
+    seen = []
+    for rank in range(degree):
+        share = window_share(128, degree=degree, rank=rank)
+        queries, keys = share
+        seen.append(queries)
+        want = whole[:, queries][:, :, keys]
+        assert torch.equal(document_mask(positions(), share)[:, 0], want)
+        flex = document_block_mask(positions(), share, 128)
+        b, q, k = torch.meshgrid(
+            torch.arange(2), torch.arange(len(queries)), torch.arange(128), indexing="ij"
+        )
+        assert torch.equal(flex.mask_mod(b, torch.tensor(0), q, k), want)
+        assert flex.shape == (2, 1, 128 // degree, 128)
+    assert torch.equal(torch.cat(seen), keys)
+    assert torch.equal(keys.sort().values, torch.arange(128))
+
+
+def test_causal_work_is_shared_evenly():
+    """Without documents every rank has the same number of (query, key) pairs."""
+    row = torch.arange(64).unsqueeze(0)
+    pairs = {
+        int(document_mask(row, window_share(64, degree=4, rank=rank)).sum()) for rank in range(4)
+    }
+    assert len(pairs) == 1
 
 
 def test_varlen_offsets_cut_where_documents_start():

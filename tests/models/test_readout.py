@@ -74,15 +74,21 @@ def draw_inputs(
 
 
 def materialised(
-    hidden: Sequence[Tensor], head_weight: Tensor, labels: Tensor, weight: Tensor
+    hidden: Sequence[Tensor],
+    head_weight: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The definition: all logits at once, in float64."""
+    """The definition: all logits at once, in float64; no gradient of the z-loss to the weights."""
     logits = torch.stack([h.double() for h in hidden]) @ head_weight.double().T
     flat_labels = labels.expand(len(hidden), *labels.shape).flatten()
     ce = F.cross_entropy(
         logits.flatten(0, -2), flat_labels, reduction="none", ignore_index=IGNORE_INDEX
     ).view(len(hidden), *labels.shape)
-    return (weight.double() * ce).sum(), ce
+    z = logits.logsumexp(dim=-1).where(labels != IGNORE_INDEX, 0.0)
+    penalty = z_loss * (weight.detach().double() * z.square()).sum()
+    return (weight.double() * ce).sum() + penalty, ce
 
 
 def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -95,13 +101,14 @@ def gradients(loss: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     ids=["f64", "f32"],
 )
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16, 100])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
 def test_loss_and_every_gradient_equal_materialised_logits(
-    dtype: torch.dtype, tolerance: Tolerance, chunk_tokens: int
+    dtype: torch.dtype, tolerance: Tolerance, chunk_tokens: int, z_loss: float
 ):
     head = build_head(6, 11, chunk_tokens=chunk_tokens, dtype=dtype)
     hidden, labels, weight = draw_inputs(dtype=dtype)
-    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight)
-    want_loss, want_ce = materialised(hidden, head.weight, labels, weight)
+    loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=z_loss)
+    want_loss, want_ce = materialised(hidden, head.weight, labels, weight, z_loss)
     assert loss.dtype == ce.dtype == dtype
     torch.testing.assert_close(loss.double(), want_loss, **tolerance)
     torch.testing.assert_close(ce.double(), want_ce, **tolerance)
@@ -342,7 +349,7 @@ def check_sliced_vocabulary(rank: int, world: int) -> None:
         torch.manual_seed(0)  # the same whole head on every rank
         head = build_head(6, vocab)
         hidden, labels, weight = draw_inputs(vocab=vocab)
-        whole = head(hidden, labels_BL=labels, weight_RBL=weight)
+        whole = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
         want = gradients(whole[0], *hidden, head.weight, weight)
         _check_dtensor_head(head, hidden, labels, weight, whole, want, mesh)
         _check_plain_head(head, hidden, labels, weight, whole, want, mesh)
@@ -361,7 +368,7 @@ def _check_dtensor_head(
     sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
     states = [distribute_tensor(h.detach(), mesh, [Replicate()]).requires_grad_() for h in hidden]
     # As in the model, something upstream reads the state: the partial gradient is reduced there.
-    loss, ce = sliced(tuple(states), labels_BL=labels, weight_RBL=weight)
+    loss, ce = sliced(tuple(states), labels_BL=labels, weight_RBL=weight, z_loss=0.2)
     _check_equal_on_all_ranks(loss, ce, whole)
     *got_hidden, got_head, got_weight = gradients(loss, *states, sliced.weight, weight)
     for got, expected in zip((*got_hidden, got_head), want[:-1], strict=True):
@@ -388,7 +395,7 @@ def _check_plain_head(
     set_spmd_backend("spmd_types")
     try:
         with set_current_spmd_mesh(mesh):
-            loss, ce = sliced(hidden, labels_BL=labels, weight_RBL=weight)
+            loss, ce = sliced(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
             *got_hidden, got_head, got_weight = gradients(loss, *hidden, sliced.weight, weight)
     finally:
         set_spmd_backend(backend)

@@ -36,7 +36,11 @@ class LMHead(Linear):
 
     With the labels, `head(hidden_RBLD, labels_BL=…, weight_RBL=…)` computes
 
-        CE_r = −log softmax(W h_r)[label]        loss = Σ_{r, b, l} w_r CE_r
+        CE_r = −log softmax(W h_r)[label]        loss = Σ_{r, b, l} w_r (CE_r + ζ z_r²)
+        z_r = log Σ_v exp(W h_r)_v
+
+    The z-loss, off with ζ = 0, keeps the logits from drifting and costs no pass of its own. In it
+    w_r is a constant: no gate shall learn to prefer a step for its small logits.
 
     | symbol | code |
     |---|---|
@@ -44,8 +48,10 @@ class LMHead(Linear):
     | W | `self.weight` |
     | w_r | `weight_RBL[r - 1]` |
     | CE_r | `ce_RBL[r - 1]` |
+    | ζ | `z_loss` |
 
-    Source: the streaming is ours; CE_r is Ouro, arXiv 2510.25741, §3.1 Eq. 2, per token.
+    Source: the streaming is ours; CE_r is Ouro, arXiv 2510.25741, §3.1 Eq. 2, per token; z-loss:
+        Chowdhery et al. 2022 (PaLM), arXiv 2204.02311, §5.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,7 +80,12 @@ class LMHead(Linear):
 
     @overload
     def forward(
-        self, input: Sequence[Tensor], *, labels_BL: Tensor, weight_RBL: Tensor
+        self,
+        input: Sequence[Tensor],
+        *,
+        labels_BL: Tensor,
+        weight_RBL: Tensor,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]: ...
 
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
@@ -84,6 +95,7 @@ class LMHead(Linear):
         *,
         labels_BL: Tensor | None = None,
         weight_RBL: Tensor | None = None,
+        z_loss: float = 0.0,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits for one hidden state, or the weighted loss for those of several steps.
 
@@ -92,6 +104,7 @@ class LMHead(Linear):
                 replicated over its axis: a DTensor (`partial_dtensor`) or typed R (`spmd_types`).
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
+            z_loss: ζ ≥ 0.
 
         Returns:
             (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
@@ -121,11 +134,12 @@ class LMHead(Linear):
                 weight_RBL,
                 self.chunk_tokens,
                 shard,
+                z_loss,
                 *hidden_RBLD,
             )
             return loss, ce_RBL
         streamed = _stream(
-            hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, self.chunk_tokens, shard
+            hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, self.chunk_tokens, shard, z_loss
         )
         return streamed.loss, streamed.ce_RBL
 
@@ -156,9 +170,10 @@ class _StreamedCrossEntropy(torch.autograd.Function):
         weight_RBL: Tensor,
         chunk_tokens: int,
         shard: _VocabularyShard,
+        z_loss: float,
         *hidden_RBLD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        needs_head_weight, _, needs_weight, _, _, *needs_hidden = ctx.needs_input_grad
+        needs_head_weight, _, needs_weight, _, _, _, *needs_hidden = ctx.needs_input_grad
         streamed = _stream(
             hidden_RBLD,
             head_weight_VD,
@@ -166,6 +181,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             weight_RBL,
             chunk_tokens,
             shard,
+            z_loss,
             needs_head_weight=needs_head_weight,
             needs_hidden=needs_hidden,
         )
@@ -201,6 +217,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             scaled(ce_RBL, ctx.weight_dtype),
             None,
             None,
+            None,
             *(scaled(grad_BLD) for grad_BLD in hidden_grad_RBLD),
         )
 
@@ -212,6 +229,7 @@ def _stream(
     weight_RBL: Tensor,
     chunk_tokens: int,
     shard: _VocabularyShard,
+    z_loss: float,
     *,
     needs_head_weight: bool = False,
     needs_hidden: Sequence[bool] | None = None,
@@ -226,6 +244,7 @@ def _stream(
     # An ignored label must not pass on a weight that is not finite, as 0 · inf would.
     weight_RT = torch.where(labels_T != IGNORE_INDEX, weight_RT, 0.0)
     ce_RT = torch.empty_like(weight_RT)
+    log_sum_RT = torch.empty_like(weight_RT)
     head_weight_grad_VD = (
         torch.zeros_like(head_weight_VD, dtype=loss_dtype) if needs_head_weight else None
     )
@@ -240,8 +259,8 @@ def _stream(
             chunk = slice(start, start + chunk_tokens)
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t()).to(loss_dtype)
-            ce_RT[r, chunk] = _cross_entropy_to_gradient_(
-                logits_CV, labels_T[chunk], weight_RT[r, chunk], shard
+            ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
+                logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss
             )
             logits_grad_CV = logits_CV.to(compute_dtype)
             del logits_CV
@@ -258,15 +277,22 @@ def _stream(
     if head_weight_grad_VD is not None:
         head_weight_grad_VD = head_weight_grad_VD.to(compute_dtype)
     loss = (weight_RT * ce_RT).sum()
+    if z_loss:
+        loss = loss + z_loss * (weight_RT * log_sum_RT.square()).sum()
     return _Streamed(loss, ce_RT.view(weight_RBL.shape), hidden_grad_RBLD, head_weight_grad_VD)
 
 
 def _cross_entropy_to_gradient_(
-    logits_CV: Tensor, labels_C: Tensor, weight_C: Tensor, shard: _VocabularyShard
-) -> Tensor:
-    """Return the cross entropy; overwrite the logits with the gradient of weight · cross entropy.
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    weight_C: Tensor,
+    shard: _VocabularyShard,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    """Return CE and Z; overwrite the logits with the gradient of weight · (CE + ζ Z²).
 
         CE = log Σ_v exp(z_v − m) − (z_label − m)        dCE/dz_v = softmax(z)_v − [v = label]
+        Z = log Σ_v exp(z_v − m) + m                     dZ²/dz_v = 2 Z softmax(z)_v
 
     With a vocabulary spread over ranks, m and then (Σ exp, z_label − m) are all-reduced.
 
@@ -275,10 +301,11 @@ def _cross_entropy_to_gradient_(
         labels_C: Global token ids.
         weight_C: Loss weights, 0 at ignored labels.
         shard: Which rows of the vocabulary the slice holds.
+        z_loss: ζ.
 
     Returns:
-        (C,) cross entropy in nats, 0 at ignored labels, equal on all ranks that share the
-        vocabulary.
+        (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that
+        share the vocabulary.
     """
     rows = logits_CV.shape[-1]
     valid_C = labels_C != IGNORE_INDEX
@@ -299,11 +326,14 @@ def _cross_entropy_to_gradient_(
         both_2C = torch.stack([sum_exp_C, label_logit_C])
         dist.all_reduce(both_2C, group=shard.group)
         sum_exp_C, label_logit_C = both_2C.unbind()
-    ce_C = torch.where(valid_C, sum_exp_C.log() - label_logit_C, 0.0)
+    log_sum_C = sum_exp_C.log()
+    ce_C = torch.where(valid_C, log_sum_C - label_logit_C, 0.0)
+    log_sum_C = torch.where(valid_C, log_sum_C + max_C1.squeeze(-1), 0.0)
 
-    exp_CV.mul_((weight_C / sum_exp_C).unsqueeze(-1))
+    softmax_weight_C = weight_C * (1 + 2 * z_loss * log_sum_C) if z_loss else weight_C
+    exp_CV.mul_((softmax_weight_C / sum_exp_C).unsqueeze(-1))
     exp_CV.scatter_add_(-1, index_C1, -torch.where(here_C, weight_C, 0.0).unsqueeze(-1))
-    return ce_C
+    return ce_C, log_sum_C
 
 
 def _local_vocabulary(head_weight_VD: Tensor, global_rows: int) -> tuple[Tensor, _VocabularyShard]:

@@ -58,6 +58,7 @@ def expected_loss(
     entropy_weight: float,
     valid_tokens: Tensor | float,
     geometric_eta: float | None = None,
+    z_loss: float = 0.0,
 ) -> ExpectedLoss:
     """Return the entropy-regularised loss expected over exit steps.
 
@@ -75,7 +76,8 @@ def expected_loss(
     | N | `valid_tokens` |
     | π | `geometric_prior(R, geometric_eta)` |
 
-    Gradients flow through p into gate and model; nothing is detached.
+    Gradients flow through p into gate and model; nothing is detached. With ζ > 0 the z-loss
+    1/N Σ_i Σ_r p_r ζ z_r² is added, in which p is a constant: see `LMHead`.
 
     Args:
         head: The streamed readout.
@@ -85,6 +87,7 @@ def expected_loss(
         entropy_weight: β ≥ 0.
         valid_tokens: N, the valid tokens of the global batch, not only of this call.
         geometric_eta: η of the geometric prior, or None for the uniform one.
+        z_loss: ζ ≥ 0.
 
     Returns:
         The scalar loss in nats per token, at least fp32, and CE_r per token, (R, B, L), detached.
@@ -100,6 +103,7 @@ def expected_loss(
         hidden_RBLD,
         labels_BL=labels_BL,
         weight_RBL=exit_pmf(exit_logit_RBL) / valid_tokens,
+        z_loss=z_loss,
     )
     if geometric_eta is None:
         penalty_BL = -exit_entropy_nats(exit_logit_RBL)
@@ -116,22 +120,26 @@ def last_step_loss(
     labels_BL: Tensor,
     *,
     valid_tokens: Tensor | float,
+    z_loss: float = 0.0,
 ) -> ExpectedLoss:
     """Return the plain language-model loss of the last recurrent step, for a model without a gate.
 
-        L = 1/N Σ_i CE_R
+        L = 1/N Σ_i (CE_R + ζ z_R²)
 
     Args:
         head: The streamed readout.
         hidden_RBLD: Hidden states; only the last one is read.
         labels_BL: Next-token ids; ignored labels do not count.
         valid_tokens: N, the valid tokens of the global batch.
+        z_loss: ζ ≥ 0.
 
     Returns:
         The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
     """
     weight_RBL = torch.ones(1, *labels_BL.shape, device=labels_BL.device) / valid_tokens
-    return ExpectedLoss(*head(hidden_RBLD[-1:], labels_BL=labels_BL, weight_RBL=weight_RBL))
+    return ExpectedLoss(
+        *head(hidden_RBLD[-1:], labels_BL=labels_BL, weight_RBL=weight_RBL, z_loss=z_loss)
+    )
 
 
 class ExpectedExitLoss(StreamedLoss):
@@ -154,10 +162,16 @@ class ExpectedExitLoss(StreamedLoss):
         geometric_eta: float = 0.5
         """η of the geometric prior, in (0, 1); larger prefers shallower steps."""
 
+        z_loss: float = 0.0
+        """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
         if config.prior not in ("uniform", "geometric"):
             raise UserError(f"loss.prior={config.prior!r}: choose uniform or geometric")
+        if not 0 <= config.z_loss < math.inf:
+            raise UserError(f"loss.z_loss={config.z_loss} must not be negative; PaLM used 1e-4")
+        self.z_loss = config.z_loss
         self.geometric_eta: float | None = None
         if config.prior == "geometric":
             geometric_prior(
@@ -171,7 +185,9 @@ class ExpectedExitLoss(StreamedLoss):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
         if not pred.exit_logit_RBL:
-            last = last_step_loss(head, pred.hidden_RBLD, labels_BL, valid_tokens=valid_tokens)
+            last = last_step_loss(
+                head, pred.hidden_RBLD, labels_BL, valid_tokens=valid_tokens, z_loss=self.z_loss
+            )
             ce_R = last.ce_RBL.sum(dim=(1, 2)) / valid_tokens
             last_step = pred.first_step + len(pred.hidden_RBLD) - 1
             return last.loss, {f"ce/step_{last_step}": ce_R[0]}
@@ -184,6 +200,7 @@ class ExpectedExitLoss(StreamedLoss):
             entropy_weight=self.entropy_weight,
             valid_tokens=valid_tokens,
             geometric_eta=self.geometric_eta,
+            z_loss=self.z_loss,
         )
         return loss, exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
 

@@ -33,9 +33,14 @@ class StreamedHead(Protocol):
     """What an objective needs from the readout; `titan_loop.models.readout.LMHead` provides it."""
 
     def __call__(
-        self, input: Sequence[Tensor], *, labels_BL: Tensor, weight_RBL: Tensor
+        self,
+        input: Sequence[Tensor],
+        *,
+        labels_BL: Tensor,
+        weight_RBL: Tensor,
+        z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ weight · CE (differentiable) and CE per recurrent step and token (detached)."""
+        """Return Σ weight · (CE + ζ z²), differentiable, and CE per step and token, detached."""
         ...
 
 
