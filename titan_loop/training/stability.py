@@ -52,7 +52,13 @@ class SkipCounter:
         self.total = 0
 
     def record(
-        self, finite: bool, *, step: int, windows: range, loss: float, grad_norm: float
+        self,
+        finite: bool,
+        *,
+        step: int,
+        windows: range,
+        loss: Tensor | float,
+        grad_norm: Tensor | float,
     ) -> bool:
         """Count one step and return whether to update the weights.
 
@@ -60,8 +66,8 @@ class SkipCounter:
             finite: The agreed verdict of `all_ranks_finite`.
             step: The training step.
             windows: The global window numbers the step read, to find the data again.
-            loss: This rank's loss, for the log.
-            grad_norm: The gradient norm, for the log.
+            loss: This rank's loss, for the log; read only if the step is skipped.
+            grad_norm: The gradient norm, likewise.
 
         Raises:
             NonFiniteError: At the `max_skipped_steps`-th skipped step in a row.
@@ -76,8 +82,8 @@ class SkipCounter:
             "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
             "in a row)",
             where,
-            loss,
-            grad_norm,
+            float(loss),
+            float(grad_norm),
             self.in_a_row,
             self.max_skipped_steps,
         )

@@ -462,8 +462,8 @@ class LoopTrainer(Trainer):
             all_ranks_finite(loss, grad_norm),
             step=plan.step,
             windows=range(first_window, first_window + plan.windows),
-            loss=float(loss),
-            grad_norm=float(grad_norm),
+            loss=loss,
+            grad_norm=grad_norm,
         ):
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()

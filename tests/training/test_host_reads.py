@@ -1,0 +1,104 @@
+"""How often a training step makes the host wait for the device: once, for the verdict on a step.
+
+On CUDA every value that Python reads from a tensor waits for all kernels before it. On CPU nothing
+waits, but the reads are the same, so they are counted here.
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.trainer import LoopTrainer
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+# Their result's size or value is needed on the host.
+READING_OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2"}
+
+
+class HostReads(TorchDispatchMode):
+    """Records where values leave their tensors, by method and by operator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._inside = False
+        for name in READS:
+            monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+
+    def _counted(self, method: Any) -> Any:
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            outermost, self._inside = not self._inside, True
+            try:
+                if outermost:
+                    self._record()
+                return method(tensor, *args, **kwargs)
+            finally:
+                self._inside = not outermost
+
+        return read
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        reading = func.namespace == "aten" and func._schema.name[6:] in READING_OPERATORS
+        if reading and not self._inside:
+            self._record()
+        return func(*args, **(kwargs or {}))
+
+    def _record(self) -> None:
+        # The place in the package, or the caller's if there is none.
+        stack = traceback.extract_stack()[:-2]
+        ours = [frame for frame in stack if "titan_loop/" in frame.filename] or stack
+        self.found.append(f"{ours[-1].filename.rpartition('titan_loop/')[2]}:{ours[-1].name}")
+
+
+@pytest.fixture
+def reads_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    steps: list[list[str]] = []
+    train_step = LoopTrainer.train_step
+
+    def counted(self: LoopTrainer, data_iterator: Any) -> None:
+        with monkeypatch.context() as patch, HostReads(patch) as reads:
+            train_step(self, data_iterator)
+        steps.append(reads.found)
+
+    monkeypatch.setattr(LoopTrainer, "train_step", counted)
+    return steps
+
+
+def test_between_logging_steps_the_host_reads_the_verdict_and_nothing_else(
+    alone: None, source: Path, tmp_path: Path, reads_of_steps: list[list[str]]
+):
+    config = tiny_config(source, tmp_path, steps=5)
+    config.metrics.log_freq = 4
+    config.training.local_batch_size = 4  # two micro-batches
+    run_training(config)
+    # Windows are put together on the host, from tensors that are not on a device yet.
+    steps = [[read for read in step if not read.startswith("data/")] for step in reads_of_steps]
+    assert len(steps) == 5
+    for step in (steps[1], steps[2]):  # 1, 4 and 5 are logged
+        assert len(step) == 1, step
+        assert step[0].startswith("training/stability.py:"), step
+    assert any(read == "training/trainer.py:_finish_step" for read in steps[3])
+
+
+def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch, HostReads(patch) as reads:
+        values = torch.arange(3)
+        for read in (
+            lambda: values[1].item(),
+            lambda: float(values[1]),
+            lambda: values.tolist(),
+            lambda: bool((values > 1).any()),
+            lambda: values.nonzero(),
+            lambda: torch.zeros(int(values[2])),
+        ):
+            before = len(reads.found)
+            read()
+            assert len(reads.found) == before + 1
