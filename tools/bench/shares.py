@@ -1,0 +1,100 @@
+"""What loader, logging and checkpoints take of a training run, in the real trainer.
+
+    python tools/bench/shares.py
+    python tools/bench/shares.py --size 134m --seq-len 4096 --batch 8 --steps 60        # a GPU
+
+Trains `--steps` steps on a small prepared source, with a checkpoint every `--interval` steps and
+logging on every step, and times the calls the trainer makes. On CUDA these are the host's seconds,
+which overlap with the device's unless they wait for it. Shares are of the loop's time without the
+first, slow steps.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from conditions import add_load_flag, machine, require_quiet_machine
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.data.loader import WindowLoader
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_source
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+WARMUP_STEPS = 5
+
+
+def main() -> int:
+    """Train and print the shares."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="quickstart")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4, help="windows of a step")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
+    add_load_flag(parser)
+    options = parser.parse_args()
+    require_quiet_machine(options)
+    seconds: dict[str, list[float]] = defaultdict(list)
+    step = _timed(LoopTrainer, "train_step", seconds)
+    _timed(WindowLoader, "read_step", seconds)
+    _timed(LoopMetricsProcessor, "log_step", seconds)
+    _timed(LoopCheckpointManager, "save", seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run_training(_config(options, Path(folder)))
+        whole = time.perf_counter() - began
+    print(" ".join(sys.argv), "|", machine(titan_utils.get_local_device()))
+    loop = sum(seconds[step][WARMUP_STEPS:]) + sum(seconds["save"][WARMUP_STEPS:])
+    print("part | calls | seconds | of the loop")
+    for name in ("train_step", "read_step", "log_step", "save"):
+        counted = seconds[name][WARMUP_STEPS:]
+        print(f"{name} | {len(counted)} | {sum(counted):.3f} | {sum(counted) / loop:.2%}")
+    first = seconds[step][0]
+    print(f"start-up, compilation of step 1 and end: {whole - loop:.1f} s (step 1: {first:.2f} s)")
+    return 0
+
+
+def _timed(owner: type, name: str, seconds: dict[str, list[float]]) -> str:
+    """Let every call of a method record its time."""
+    method = getattr(owner, name)
+
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            seconds[name].append(time.perf_counter() - began)
+
+    setattr(owner, name, timed)
+    return name
+
+
+def _config(options: argparse.Namespace, folder: Path) -> LoopTrainer.Config:
+    source = tiny_source(folder)
+    tokens = options.batch * options.seq_len
+    config = LoopTrainer.Config(
+        dump_folder=str(folder / "run"),
+        total_tokens=options.steps * tokens,
+        model=ModelOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
+        dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
+    )
+    config.training.seq_len = options.seq_len
+    config.training.local_batch_size = options.batch
+    config.checkpoint.interval = options.interval
+    config.metrics.log_freq = 1
+    return config
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

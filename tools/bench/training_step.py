@@ -1,0 +1,212 @@
+"""One training step of the trainer's parts, without a loader: what the benchmarks here time.
+
+Forward, streamed loss, backward, clipping and fused AdamW on random tokens, on one device or on the
+ranks of the default process group.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sharding import set_loop_sharding
+from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.testing.allocations import AllocationTrace
+
+ENTROPY_WEIGHT = 0.05
+ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: Architecture.
+        seq_len: Window.
+        windows: Of one rank's batch.
+        compiled: Whether each layer is compiled.
+        fsdp: Policy, where there are several ranks.
+    """
+
+    model: ModelOptions
+    seq_len: int
+    windows: int
+    compiled: bool = False
+    fsdp: FSDPConfig | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank's batch."""
+        return self.windows * self.seq_len
+
+
+def device() -> torch.device:
+    """Return this process' device."""
+    return titan_utils.get_local_device()
+
+
+def build(job: Job) -> LoopDecoder:
+    """Build, spread and initialise the model; bf16 under FSDP on CUDA, fp32 on CPU."""
+    parallelism = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
+    dist_utils.set_spmd_backend(compat.SPMD_BACKEND)
+    config = decoder_config(job.model, max_seq_len=job.seq_len)
+    set_loop_sharding(config, enable_sp=True)
+    with torch.device("meta"):
+        model = config.build()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    parallelize_loop_decoder(
+        model,
+        parallel_dims=ParallelDims.from_config(parallelism, world),
+        training=TrainingConfig(
+            mixed_precision_param="bfloat16" if device().type == "cuda" else "float32"
+        ),
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=job.compiled, components=["model"]),
+        ac_config=None,
+        dump_folder="",
+        fsdp=job.fsdp,
+    )
+    model.to_empty(device=device())
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_states()
+    return model
+
+
+def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random tokens and labels, the same ones every time."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = decoder_config(job.model, max_seq_len=job.seq_len).vocab_size
+    drawn = torch.randint(vocabulary, (job.windows, job.seq_len + 1), generator=generator)
+    drawn = drawn.to(device())
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def trainer_step(job: Job, model: LoopDecoder) -> Callable[[], torch.Tensor]:
+    """Return a function that trains one step and returns its loss."""
+    tokens, labels = batch(job)
+    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn.set_lm_head(model.lm_head)
+    loss_fn.entropy_weight = ENTROPY_WEIGHT
+
+    def loss() -> torch.Tensor:
+        return loss_fn(model(tokens), labels, float(labels.numel()))[0]
+
+    return optimizer_step(model, loss)
+
+
+def optimizer_step(
+    model: nn.Module, loss_of: Callable[[], torch.Tensor]
+) -> Callable[[], torch.Tensor]:
+    """Return a function that trains `model` one step on `loss_of` and returns the loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        reshard_units(model)
+        dist_utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """Time one call, to the end of the device's work."""
+    titan_utils.device_module.synchronize()
+    began = time.perf_counter()
+    step()
+    titan_utils.device_module.synchronize()
+    return time.perf_counter() - began
+
+
+def in_turn(steps: Sequence[Callable[[], object]], *, pairs: int, warmup: int) -> list[list[float]]:
+    """Time the steps in turn, A B C A B C, so that all see the same machine."""
+    for _ in range(warmup):
+        for step in steps:
+            step()
+    rounds = [[seconds_of(step) for step in steps] for _ in range(pairs)]
+    return [list(column) for column in zip(*rounds, strict=True)]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Return the median and the range."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
+
+
+def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
+    """Return the ratio of every round."""
+    return [a / b for a, b in zip(numerator, denominator, strict=True)]
+
+
+def extra_bytes(step: Callable[[], object], model: nn.Module) -> int:
+    """Return the peak of one step beyond parameters, gradients and optimiser.
+
+    Gradients are made within the step; their whole size is subtracted from the peak.
+    """
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    if device().type == "cuda":
+        for parameter in model.parameters():
+            parameter.grad = None
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - before - gradients
+    for parameter in model.parameters():
+        parameter.grad = None
+    with AllocationTrace() as trace:
+        step()
+    return trace.peak_bytes - gradients
+
+
+def matmul_flops(rows: int, inner: int, columns: int, *, repeats: int = 7) -> float:
+    """Return the FLOP/s of a matrix product of this shape, in the dtype layers compute in."""
+    dtype = torch.bfloat16 if device().type == "cuda" else torch.float32
+    a = torch.randn(rows, inner, device=device(), dtype=dtype)
+    b = torch.randn(inner, columns, device=device(), dtype=dtype)
+    inner_repeats = max(1, int(2e9 / (2 * rows * inner * columns)))
+
+    def multiply() -> None:
+        for _ in range(inner_repeats):
+            a @ b
+
+    multiply()
+    seconds = statistics.median(seconds_of(multiply) for _ in range(repeats))
+    return 2 * rows * inner * columns * inner_repeats / seconds
+
+
+def flops_per_step(job: Job) -> int:
+    """Return the model FLOPs of one rank's step."""
+    config = decoder_config(job.model, max_seq_len=job.seq_len)
+    return job.tokens * config.training_flops_per_token(job.seq_len, config.recurrent_steps)
+
+
+def add_step_flags(parser: argparse.ArgumentParser, *, pairs: int = 7) -> None:
+    """Add `--pairs` and `--warmup`."""
+    parser.add_argument("--pairs", type=int, default=pairs, help="timed rounds")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
+
+
+def start() -> None:
+    """Set threads and device, and join a process group of one."""
+    compat.start_runtime()
+    titan_utils.device_module.set_device(device())
+    dist.init_process_group("nccl" if device().type == "cuda" else "gloo")
