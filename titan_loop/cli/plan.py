@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from titan_loop.recipes.stage_needs import Cluster, StageNeeds
 
 USAGE = """usage: titan-loop plan RECIPE [--nodes N] [--gpus-per-node N] [--gpu NAME] [--mfu SHARE]
-                       [--stage NAME] [--FLAG VALUE ...] [activation-checkpoint:KIND]
+                       [--stage NAME] [--FLAG VALUE ...] [--stages.NAME.FLAG VALUE ...]
+                       [activation-checkpoint:KIND]
 
 Prints for every stage of RECIPE parameters, FLOPs, steps and batches, memory of a GPU by part,
 communication of a step and GPU-days, without a GPU and without the data. Ends with code 2 if a
@@ -48,18 +49,19 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError(f"plan: the recipe comes first, before {name}")
     recipe = load_recipe(name)
 
-    from titan_loop.cli.overrides import apply_overrides, take_flag
+    from titan_loop.cli.overrides import take_flag
+    from titan_loop.cli.stage_flags import apply_to_stages
     from titan_loop.recipes.stage_needs import stage_needs
 
     flags, given = _take_cluster_flags(flags)
     flags, only = take_flag(flags, "--stage")
     cluster = _cluster(given, full_precision=_asks_for_fp32(flags))
     stages = recipe.stages if only is None else [recipe.stage(only)]
+    apply_to_stages(recipe, flags, f"titan-loop plan {name}", only=only)
     needs = []
     for stage in stages:
-        config = apply_overrides(stage.config, flags, f"titan-loop plan {name}")
         try:
-            needs.append(stage_needs(stage.name, config, cluster))
+            needs.append(stage_needs(stage.name, stage.config, cluster))
         except UserError as error:
             raise UserError(f"stage {stage.name}: {error}") from error
     _print(name, given, cluster, needs)
