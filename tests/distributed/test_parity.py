@@ -231,12 +231,10 @@ MORE_CASES = {
 }
 PAIRS = [
     *((layout, case) for layout in LAYOUTS for case in CASES),
-    *((layout, case) for layout in ("dp2", "dp2-tp2") for case in MORE_CASES),
-    *(
-        (layout, case)
-        for layout in ("cp2", "cp2-dp2")
-        for case in ("R4", "R-changes", "R-changes-full", "held", "held-by-step")
-    ),
+    *(("dp2", case) for case in MORE_CASES),
+    ("dp2-tp2", "held-by-step-and-layer"),
+    *(("cp2", case) for case in ("R-changes", "R-changes-full", "held")),
+    *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),
 ]

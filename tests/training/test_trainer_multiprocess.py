@@ -38,6 +38,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     __import__("torchtitan.trainer").trainer.time = clock
     config = tiny_config(source, run, steps=STEPS)
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
+    config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
     config.fsdp.policy = changes.get("fsdp", "per_visit")
     config.training.steps = changes.get("steps", 0)
@@ -90,6 +91,7 @@ LAYOUTS = {
     "dp2": (2, {}),
     "dp2-held": (2, {"fsdp": "per_step"}),
     "tp2": (2, {"tp": 2}),
+    "cp2": (2, {"cp": 2}),
     "dp2-tp2": (4, {"tp": 2}),
     "hsdp2x2": (4, {"replicate": 2}),
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_single_autograd
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
@@ -110,7 +110,7 @@ def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None
 def _with_all_keys(forward: Any, group: dist.ProcessGroup) -> Any:
     def attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
         # One collective for both, over the window's axis.
-        both_2BLNH = all_gather_tensor_autograd(
+        both_2BLNH = all_gather_single_autograd(
             torch.stack((k_BLNH, v_BLNH)), gather_dim=2, group=group
         )
         k_all_BLNH, v_all_BLNH = both_2BLNH.unbind()
