@@ -1,6 +1,7 @@
 """The runtime shims: launcher variables, threads, and real memory figures on CPU."""
 
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -145,3 +146,9 @@ def test_a_peak_that_cannot_be_reset_is_the_peak_since_the_start(monkeypatch):
 def test_device_properties_name_the_host():
     assert compat.CpuDevice().get_device_name() == "CPU"
     assert compat.CpuDevice().get_device_properties().total_memory > 2**30
+
+
+def test_the_flight_recorder_leaves_what_torchs_analyser_reads(tmp_path):
+    compat.dump_flight_recorder(tmp_path / "comm_traces" / "rank_0")
+    trace = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
+    assert {"version", "pg_config"} <= set(trace)

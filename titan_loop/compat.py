@@ -8,10 +8,12 @@ when it can go.
 SLURM's variables, and gives ranks that share cores one thread each.
 """
 
+import importlib
 import logging
 import os
 import resource
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
@@ -177,6 +179,19 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
     if device_type() == "cpu":
         torch.set_num_threads(threads_per_rank(int(environment.get("LOCAL_WORLD_SIZE", "1"))))
     return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+
+
+def dump_flight_recorder(path: Path) -> None:
+    """Write the last collectives of this process as the pickle that `torchfrtrace` reads.
+
+    CUDA builds record NCCL's, CPU builds gloo's. Delete when torch has one public name for both.
+
+    Args:
+        path: A file named after the rank; missing parent folders are created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = "_dump_nccl_trace" if dist.is_nccl_available() else "_dump_fr_trace"
+    path.write_bytes(vars(importlib.import_module("torch._C._distributed_c10d"))[name]())
 
 
 _UPSTREAM_NOISE = (

@@ -12,6 +12,7 @@ EXIT_OK = 0
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3  # max_skipped_steps non-finite steps in a row
+EXIT_STOPPED = 75  # ended by a signal or the watchdog (EX_TEMPFAIL): start again to go on
 
 
 class UserError(ValueError):
@@ -24,6 +25,10 @@ class RunFailedError(RuntimeError):
 
 class NonFiniteError(RuntimeError):
     """Training stopped because loss or gradients stayed non-finite; ends with `EXIT_NON_FINITE`."""
+
+
+class StoppedError(RuntimeError):
+    """A signal asked the run to stop, and it did at a step boundary; ends with `EXIT_STOPPED`."""
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:

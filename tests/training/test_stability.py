@@ -9,7 +9,8 @@ from torch import nn
 from titan_loop.errors import NonFiniteError, UserError
 from titan_loop.training.stability import (
     SkipCounter,
-    all_ranks_finite,
+    agree_on_step,
+    agree_to_stop,
     first_non_finite_parameter,
 )
 
@@ -18,9 +19,11 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize("loss", [1.0, INF, NAN])
 @pytest.mark.parametrize("grad_norm", [1.0, INF, NAN])
-def test_verdict(loss: float, grad_norm: float):
-    verdict = all_ranks_finite(torch.tensor([loss]), torch.tensor(grad_norm))
-    assert verdict is (loss == 1.0 and grad_norm == 1.0)
+@pytest.mark.parametrize("stop", [False, True])
+def test_verdict(loss: float, grad_norm: float, stop: bool):
+    verdict = agree_on_step(torch.tensor([loss]), torch.tensor(grad_norm), stop=stop)
+    assert verdict == (loss == 1.0 and grad_norm == 1.0, stop)
+    assert agree_to_stop(stop) is stop
 
 
 def test_counter_stops_after_skips_in_a_row(caplog: pytest.LogCaptureFixture):

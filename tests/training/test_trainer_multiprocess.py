@@ -1,6 +1,8 @@
 """Several ranks: one consistent run at every world size, one decision about non-finite steps."""
 
 import os
+import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +14,11 @@ import torch.distributed as dist
 from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.errors import NonFiniteError
+from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.json_files import read_jsonl
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
@@ -53,6 +56,29 @@ def train(source: Path, run: Path, world: int, changes: dict[str, Any]) -> None:
     trainer = make_trainer(source, run, world, **changes)
     trainer.train()
     trainer.close()
+
+
+def train_until_rank_one_is_asked_to_stop(source: Path, run: Path, world: int) -> str:
+    """Send rank 1 alone a signal before its third step; return how every rank ended."""
+    trainer = make_trainer(source, run, world)
+    real_step = trainer.train_step
+
+    def train_step(data_iterator: Any) -> None:
+        if dist.get_rank() == 1 and trainer.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while trainer.stop_listener.requested_by is None:
+                time.sleep(0.01)
+        real_step(data_iterator)
+
+    trainer.train_step = train_step
+    with StopListener() as trainer.stop_listener:
+        try:
+            trainer.train()
+        except StoppedError as stop:
+            return str(stop)
+        finally:
+            trainer.close()
+    return ""
 
 
 def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: list[int]) -> Any:
@@ -186,3 +212,15 @@ def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
         assert finite
         assert step == 4
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_all_ranks_stop_at_one_boundary_when_one_is_asked(gloo_pool, source, tmp_path):
+    pool = gloo_pool(2)
+    pool.run(train, source, tmp_path / "whole", 2, {})
+    answers = pool.run(train_until_rank_one_is_asked_to_stop, source, tmp_path / "run", 2)
+    assert len(set(answers)) == 1
+    assert answers[0].startswith("asked to stop, stopped after step 3 of 6")
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 3]
+    pool.run(train, source, tmp_path / "run", 2, {})
+    whole, stopped = (RunDirectory(tmp_path / run).read_metrics() for run in ("whole", "run"))
+    assert [record["loss"] for record in stopped] == [record["loss"] for record in whole]

@@ -15,9 +15,11 @@ from titan_loop.errors import (
     EXIT_CRASH,
     EXIT_NON_FINITE,
     EXIT_OK,
+    EXIT_STOPPED,
     EXIT_USER_ERROR,
     NonFiniteError,
     RunFailedError,
+    StoppedError,
     UserError,
     nearest,
 )
@@ -79,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         which = "" if rank == "0" else f"rank {rank}: "
         print(f"titan-loop: error: {which}{error}", file=sys.stderr)
         return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    except StoppedError as stop:
+        if os.environ.get("RANK", "0") == "0":  # the ranks agreed
+            print(f"titan-loop: {stop}", file=sys.stderr)
+        return EXIT_STOPPED
     except BrokenPipeError:
         if not _reader_has_left():
             raise

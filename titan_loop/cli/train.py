@@ -1,9 +1,11 @@
 """`titan-loop train RECIPE [--FLAG VALUE …]`: alone, or as one of a launcher's ranks."""
 
+import os
 from collections.abc import Sequence
 
 from titan_loop.errors import EXIT_OK, RunFailedError, UserError
 from titan_loop.recipes.registry import load_recipe, recipe_summaries
+from titan_loop.training.stop_request import StopListener, grace_seconds
 
 USAGE = """usage: titan-loop train RECIPE [--FLAG VALUE ...] [activation-checkpoint:KIND]
 
@@ -30,6 +32,12 @@ def run(arguments: Sequence[str]) -> int:
     name, *flags = arguments
     if name.startswith("-"):
         raise UserError(f"train: the recipe comes first, before {name}; known: {recipes}")
+    # From here on a signal asks to stop; importing torch takes seconds.
+    with StopListener(grace=grace_seconds(os.environ)) as stop_listener:
+        return _train(name, flags, stop_listener)
+
+
+def _train(name: str, flags: list[str], stop_listener: StopListener) -> int:
     recipe = load_recipe(name)
 
     from titan_loop.checkpoint.saving import SaveFailedError
@@ -43,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     if only is not None and recipe.stage(only).config.checkpoint.carry.parent:
         recipe.stage(only).parent = None  # a fork
     try:
-        run_recipe(recipe, folder=folder or "", only=only)
+        run_recipe(recipe, folder=folder or "", only=only, stop_listener=stop_listener)
     except SaveFailedError as error:
         raise RunFailedError(
             f"{error}; make room or repair it, and start again to go on from the last checkpoint"

@@ -27,10 +27,17 @@ from titan_loop.training.run import (
     shutdown,
 )
 from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 
-def run_recipe(recipe: Recipe, *, folder: str = "", only: str | None = None) -> None:
+def run_recipe(
+    recipe: Recipe,
+    *,
+    folder: str = "",
+    only: str | None = None,
+    stop_listener: StopListener | None = None,
+) -> None:
     """Train the stages that are not complete; call it on every rank the launcher started.
 
     Args:
@@ -38,11 +45,13 @@ def run_recipe(recipe: Recipe, *, folder: str = "", only: str | None = None) -> 
         folder: Where the stages' run directories go; empty for the recipe's own.
         only: The one stage to train. What the flags of this start say is not for the others: they
             are what their own run directories record.
+        stop_listener: Hears who asks the run to stop; None for nobody.
 
     Raises:
         UserError: One line naming stage, field, value and fix. Nothing has started then, unless a
             stage turns out to end before its last token: it is trained, and its children are not.
         NonFiniteError: Training stopped, see `titan_loop.training.stability`.
+        StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     rank, world_size = compat.start_runtime()
     init_logger()
@@ -65,7 +74,7 @@ def run_recipe(recipe: Recipe, *, folder: str = "", only: str | None = None) -> 
             if len(recipe.stages) > 1:
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             _require_complete_parent(recipe, stage)
-            run_training(stage.config)
+            run_training(stage.config, stop_listener=stop_listener)
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()

@@ -23,12 +23,18 @@ from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 T = TypeVar("T")
 
 
-def run_training(config: LoopTrainer.Config, command: Sequence[str] | None = None) -> int:
+def run_training(
+    config: LoopTrainer.Config,
+    command: Sequence[str] | None = None,
+    *,
+    stop_listener: StopListener | None = None,
+) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
 
     Continues from the newest good checkpoint of its run directory, if there is one. The process
@@ -37,6 +43,7 @@ def run_training(config: LoopTrainer.Config, command: Sequence[str] | None = Non
     Args:
         config: The run; changed in place by `resolve`.
         command: Recorded in `run.json`; None takes this process' command line.
+        stop_listener: Hears who asks the run to stop; None for nobody.
 
     Returns:
         `EXIT_OK`.
@@ -44,6 +51,7 @@ def run_training(config: LoopTrainer.Config, command: Sequence[str] | None = Non
     Raises:
         UserError: One line naming field, value and fix.
         NonFiniteError: Training stopped, see `titan_loop.training.stability`.
+        StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     _, world_size = compat.start_runtime()
     init_logger()
@@ -61,6 +69,8 @@ def run_training(config: LoopTrainer.Config, command: Sequence[str] | None = Non
     )
     resolved = config.to_dict()
     trainer = LoopTrainer(config)  # claims the run directory: from here on it is ours
+    if stop_listener is not None:
+        trainer.stop_listener = stop_listener
     try:
         started_by = sys.argv if command is None else command
         _agreed(lambda: run_directory.create_or_open(started_by, config=resolved))

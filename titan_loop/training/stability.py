@@ -1,7 +1,7 @@
 """Never step on a non-finite gradient, never save a non-finite weight.
 
-    loss, gradient norm ─► all_ranks_finite ─┬─► update
-                                             └─► skip, count ─► too many in a row: stop (exit 3)
+    loss, gradient norm ─► agree_on_step ─┬─► update
+                                          └─► skip, count ─► too many in a row: stop (exit 3)
 
 All ranks take the same decision, so no rank waits for a collective the others left.
 """
@@ -19,18 +19,40 @@ from titan_loop.errors import NonFiniteError, UserError
 logger = logging.getLogger(__name__)
 
 
-def all_ranks_finite(
-    loss: Tensor, grad_norm: Tensor, group: dist.ProcessGroup | None = None
-) -> bool:
-    """Return whether loss and gradient norm are finite on every rank; collective.
+def agree_on_step(
+    loss: Tensor, grad_norm: Tensor, *, stop: bool = False, group: dist.ProcessGroup | None = None
+) -> tuple[bool, bool]:
+    """Return what all ranks do with a step; collective.
 
     Args:
         loss: This rank's loss of the step, any shape.
         grad_norm: The gradient norm before clipping, any shape.
+        stop: Whether this rank was asked to stop.
         group: The ranks that must agree; None for all of them.
+
+    Returns:
+        Whether loss and gradient norm are finite on every rank, and whether any rank was asked to
+        stop.
     """
     finite = torch.isfinite(_local(loss)).all() & torch.isfinite(_local(grad_norm)).all()
-    return bool(_all_reduce_minimum(finite.to(torch.int32), group))
+    goes_on = torch.full_like(finite, not stop)
+    flags = _all_reduce_minimum(torch.stack([finite, goes_on]).to(torch.int32), group)
+    all_finite, all_go_on = flags.tolist()
+    return bool(all_finite), not all_go_on
+
+
+def agree_to_stop(
+    stop: bool, device: torch.device | None = None, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Return whether any rank was asked to stop; collective.
+
+    Args:
+        stop: Whether this rank was.
+        device: Where the ranks' collectives run.
+        group: The ranks that must agree; None for all of them.
+    """
+    goes_on = torch.tensor([not stop], dtype=torch.int32, device=device)
+    return not bool(_all_reduce_minimum(goes_on, group))
 
 
 class SkipCounter:
@@ -63,7 +85,7 @@ class SkipCounter:
         """Count one step and return whether to update the weights.
 
         Args:
-            finite: The agreed verdict of `all_ranks_finite`.
+            finite: The agreed verdict of `agree_on_step`.
             step: The training step.
             windows: The global window numbers the step read, to find the data again.
             loss: This rank's loss, for the log; read only if the step is skipped.

@@ -5,6 +5,7 @@ One training step:
     plan_step(tokens) ─► R, β, learning rate, windows
     loader.read_step ─► micro-batches ─► forward, backward (upstream) ─► gradient norm
     finite on every rank? ─► update, or skip and count ─► metrics, callbacks
+    any rank asked to stop? ─► save and leave
 
 Everything scheduled is a pure function of the global token count, an integer that does not depend
 on how many ranks there are. Meshes, model building, parallelisms, profiling and the outer loop are
@@ -33,6 +34,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config.configs import (
+    CommConfig,
     CompileConfig,
     DebugConfig,
     ParallelismConfig,
@@ -55,7 +57,7 @@ from titan_loop.distributed.activation_checkpointing import ActivationCheckpoint
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
-from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.json_files import finite_or_null
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, decoder_config
@@ -84,10 +86,12 @@ from titan_loop.training.run_directory import library_versions
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability import (
     SkipCounter,
-    all_ranks_finite,
+    agree_on_step,
+    agree_to_stop,
     first_non_finite_parameter,
 )
 from titan_loop.training.step_plan import StepPlan, plan_step
+from titan_loop.training.stop_request import StopListener
 
 DEFAULT_SEED = 0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
@@ -154,6 +158,16 @@ class LoopTrainer(Trainer):
         max_skipped_steps: int = 10
         """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 
+        hang_seconds: float = 1800.0
+        """A rank without progress for so long leaves its stacks and the flight recorder's trace and
+        ends with exit code 75. Longer than any step, save or evaluation takes; 0 is never."""
+
+        comm: CommConfig = field(
+            # Longer than `hang_seconds`, which leaves more to find the culprit with.
+            default_factory=lambda: CommConfig(
+                init_timeout_seconds=2400, train_timeout_seconds=2400
+            )
+        )
         training: TrainingConfig = field(default_factory=_default_training)
         """Upstream's; `steps` > 0 stops the run early, 0 trains on all of `total_tokens`."""
 
@@ -217,6 +231,16 @@ class LoopTrainer(Trainer):
             ):
                 if value < 1:
                     raise UserError(f"{name}={value} must be at least 1")
+            if not 0 <= self.hang_seconds < float("inf"):
+                raise UserError(f"hang_seconds={self.hang_seconds} must be 0 (never) or more")
+            shortest = min(self.comm.init_timeout_seconds, self.comm.train_timeout_seconds)
+            if self.hang_seconds >= shortest:
+                logger.warning(
+                    "hang_seconds=%g has no effect on a collective that hangs: it fails after %d "
+                    "seconds (comm.init_timeout_seconds, comm.train_timeout_seconds)",
+                    self.hang_seconds,
+                    shortest,
+                )
             if self.training.steps < 0:
                 raise UserError(f"training.steps={self.training.steps} is negative; 0 is no limit")
             if self.profiler.enable_memory_snapshot and compat.device_type() == "cpu":
@@ -388,6 +412,8 @@ class LoopTrainer(Trainer):
         self.skipped = SkipCounter(config.max_skipped_steps)
         self._microbatch_metrics: list[dict[str, Tensor]] = []
         self._collapse: str | None = None
+        self.stop_listener = StopListener()
+        self._stopped_at: str | None = None
         self.callbacks: list[Callback] = [*config.callbacks]
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
         if config.held_out.enabled:
@@ -418,8 +444,19 @@ class LoopTrainer(Trainer):
         config.training.steps = min(steps, self._step_limit) if self._step_limit else steps
 
     def train(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one."""
-        super().train()
+        """Train to the end, from the newest checkpoint if there is one.
+
+        Raises:
+            StoppedError: `stop_listener` heard a signal on some rank; what there was is saved.
+        """
+        try:
+            super().train()
+        finally:
+            self.stop_listener.unwatch()
+        if self._stopped_at is not None:
+            raise StoppedError(
+                f"asked to stop, stopped {self._stopped_at}; the same command goes on from there"
+            )
         for callback in self.callbacks:
             callback.on_train_end(self)
 
@@ -427,6 +464,10 @@ class LoopTrainer(Trainer):
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
         self._plan_to_the_end()
         self._apply_optimizer_settings()
+        if agree_to_stop(self.stop_listener.requested_by is not None, self.device):
+            self._stop_here("before its first step")
+            return iter(())
+        self.stop_listener.watch(self.config.hang_seconds, self._dump_flight_recorder)
         if self.step >= self.config.training.steps:
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
@@ -446,6 +487,7 @@ class LoopTrainer(Trainer):
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
+        self.stop_listener.progress()
         plan = plan_step(self.config, step=self.step, tokens=self.tokens, seed=self.seed)
         self.model.recurrent_steps = plan.recurrent_steps
         if isinstance(self.loss_fn, ExpectedExitLoss):
@@ -458,8 +500,11 @@ class LoopTrainer(Trainer):
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()), self.config.training.max_norm, foreach=True
         )
+        finite, stop = agree_on_step(
+            loss, grad_norm, stop=self.stop_listener.requested_by is not None
+        )
         if self.skipped.record(
-            all_ranks_finite(loss, grad_norm),
+            finite,
             step=plan.step,
             windows=range(first_window, first_window + plan.windows),
             loss=loss,
@@ -469,6 +514,21 @@ class LoopTrainer(Trainer):
             self.optimizers.step()
         self.tokens += plan.windows * self.config.training.seq_len
         self._finish_step(plan, loss, grad_norm, metrics)
+        if stop and self.step < self.config.training.steps:
+            self._stop_here(f"after step {self.step} of {self.config.training.steps}")
+
+    def _stop_here(self, where: str) -> None:
+        """Let upstream's loop save this step as its last; the plan to the end is made again."""
+        self._stopped_at = where
+        logger.info("Asked to stop: saving, and leaving %s", where)
+        self.config.training.steps = self.step
+
+    def _dump_flight_recorder(self) -> None:
+        """Write what this rank's process groups did last, for `torchfrtrace`."""
+        comm = self.config.comm
+        folder = Path(self.config.dump_folder) / comm.save_traces_folder
+        rank = torch.distributed.get_rank()
+        compat.dump_flight_recorder(folder / f"{comm.save_traces_file_prefix}{rank}")
 
     def _forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Accumulate the gradients of one global batch.
@@ -576,7 +636,9 @@ class LoopTrainer(Trainer):
         self._report_sources(plan.step)
         with self.metrics_processor.paused():
             for callback in self.callbacks:
+                self.stop_listener.progress()
                 callback.on_step_end(self, record)
+        self.stop_listener.progress()
 
     def _report_sources(self, step: int) -> None:
         """Say how far every source was read, when a checkpoint is due and at the end."""

@@ -1,0 +1,168 @@
+"""A signal ends a run at a step boundary with everything saved; what is stuck ends all the same."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_STOPPED, StoppedError, UserError
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
+from titan_loop.training.trainer import LoopTrainer
+
+STEPS = 6
+
+
+class SignalAt:
+    """A callback that sends this process a signal at one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.ended = False
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        pass
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+        if trainer.step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until_heard(trainer.stop_listener)
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        self.ended = True
+
+
+def wait_until_heard(listener: StopListener) -> None:
+    """The listening thread needs a moment; a test must not depend on which."""
+    waiting = threading.Event()
+    while listener.requested_by is None:
+        waiting.wait(0.01)
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in RunDirectory(run).read_metrics()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_saves_at_the_next_boundary_and_goes_on(source, tmp_path):
+    run_training(tiny_config(source, tmp_path / "whole", steps=STEPS))
+    config = tiny_config(source, tmp_path / "stopped", steps=STEPS)
+    config.checkpoint.interval = 100
+    config.held_out.interval = 1  # a signal may come in the middle of it
+    config.held_out.windows = 1
+    callback = SignalAt(2)
+    config.callbacks = (callback,)
+    with StopListener() as listener, pytest.raises(StoppedError, match="after step 3 of 6"):
+        run_training(config, stop_listener=listener)
+    assert listener.requested_by == "SIGUSR1"
+    assert not callback.ended
+    assert committed_steps(tmp_path / "stopped" / "checkpoints") == [3]
+    run_training(tiny_config(source, tmp_path / "stopped", steps=STEPS))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_signal_before_the_first_step_ends_the_recipe(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    with StopListener() as listener:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until_heard(listener)
+        with pytest.raises(StoppedError, match="before its first step"):
+            run_recipe(Recipe.of_one_run("run", config), stop_listener=listener)
+    assert committed_steps(tmp_path / "run" / "checkpoints") == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_signal_in_the_last_step_stops_nothing(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=2)
+    config.callbacks = (SignalAt(2),)
+    with StopListener() as listener:
+        run_training(config, stop_listener=listener)
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_the_command_ends_with_the_documented_code(tmp_path, monkeypatch, capsys):
+    (tmp_path / "stops_itself.py").write_text(
+        "import os, signal\n"
+        "from titan_loop.errors import StoppedError\n"
+        "def recipe():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"  # heard, so this process lives
+        "    raise StoppedError('stopped after step 1 of 2')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["train", "stops_itself:recipe"]) == EXIT_STOPPED
+    assert capsys.readouterr().err == "titan-loop: stopped after step 1 of 2\n"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+STUCK = """
+import os, signal, time
+from titan_loop.training.stop_request import StopListener
+
+def stuck_here():
+    for _ in range({signals}):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+    time.sleep(300)
+
+with StopListener(grace={grace}, echo={echo}) as listener:
+    listener.watch({hang}, lambda: print("dumped", flush=True))
+    stuck_here()
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"grace": 0.2, "signals": 1}, "0.2 s after SIGUSR1 it has not stopped"),
+        ({"hang": 0.2}, r"no progress for 0.2 s (hang_seconds)"),
+        ({"echo": 0.01, "signals": 2}, "a second signal, SIGUSR1"),
+    ],
+)
+def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason):
+    program = STUCK.format(**{"grace": 300, "echo": 5, "hang": 0, "signals": 0, **settings})
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == EXIT_STOPPED
+    assert f"rank 0: {reason}; ended without a new checkpoint" in ended.stderr
+    assert "in stuck_here" in ended.stderr
+    assert ended.stdout == "dumped\n"
+
+
+def test_a_request_that_comes_twice_at_once_is_one():
+    with StopListener(grace=300) as listener:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_until_heard(listener)
+    assert listener.requested_by == "SIGTERM"
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_grace_time_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):
+        grace_seconds({GRACE_VARIABLE: text})
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path, caplog):
+    config = tiny_config(source, tmp_path)
+    config.comm.train_timeout_seconds = 100
+    config.resolve(1)
+    assert "hang_seconds=1800 has no effect on a collective that hangs" in caplog.text
+    config.hang_seconds = -1
+    with pytest.raises(UserError, match="hang_seconds=-1"):
+        config.resolve(1)

@@ -1,0 +1,188 @@
+"""A signal asks a run to stop: it saves at the next step boundary, or ends in time without.
+
+    SIGUSR1 (time limit), SIGTERM (preemption, cancellation) ─► StopListener
+        trainer, after every step ─► do all ranks go on? ─► no: save, `StoppedError`, EXIT_STOPPED
+        a second signal, or no boundary within the grace time ─┐
+        no sign of progress for `hang_seconds` ────────────────┴► stacks, traces, EXIT_STOPPED
+
+The kernel's signal handler writes into a pipe that a thread reads, so a rank that waits inside a
+collective hears the signal, too. Nothing here imports torch: a process listens from its first
+moments on.
+"""
+
+import faulthandler
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+
+from titan_loop.errors import EXIT_STOPPED, UserError
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+GRACE_VARIABLE = "TITAN_LOOP_GRACE_SECONDS"
+"""Seconds from the first signal to the end of a rank that has not stopped by itself."""
+
+GRACE_SECONDS = 240.0
+ECHO_SECONDS = 5.0
+"""Signals this soon after the first are the same request: a cancelled job's tasks hear SIGTERM from
+their node and once more through srun."""
+
+_DUMP_SECONDS = 10.0
+_CLOSE = 0
+
+
+def grace_seconds(environment: Mapping[str, str]) -> float:
+    """Return what `GRACE_VARIABLE` says, or the default.
+
+    Raises:
+        UserError: It is not a positive number.
+    """
+    text = environment.get(GRACE_VARIABLE, str(GRACE_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UserError(f"{GRACE_VARIABLE}={text} is no number of seconds above 0")
+    return seconds
+
+
+class StopListener:
+    """Listens for `SIGNALS` inside its context; outside of one it hears nothing.
+
+    Enter it in the main thread; the handlers there were before come back at the end.
+
+    Args:
+        grace: Seconds from the first signal to the end of the process.
+        echo: Seconds in which a further signal belongs to the first.
+    """
+
+    def __init__(self, *, grace: float = GRACE_SECONDS, echo: float = ECHO_SECONDS) -> None:
+        self._grace, self._echo = grace, echo
+        self._heard: tuple[signal.Signals, float] | None = None
+        self._hang_seconds = 0.0
+        self._progress = time.monotonic()
+        self._dump: Callable[[], object] = lambda: None
+        self._reader = self._writer = -1
+        self._thread: threading.Thread | None = None
+        self._handlers: dict[signal.Signals, object] = {}
+        self._wakeup = -1
+
+    @property
+    def requested_by(self) -> str | None:
+        """Name of the signal that asked this rank to stop; None if there was none."""
+        return None if self._heard is None else self._heard[0].name
+
+    def watch(self, hang_seconds: float, dump: Callable[[], object]) -> None:
+        """From now on end this process when it makes no progress.
+
+        Args:
+            hang_seconds: The longest time between two calls of `progress`; 0 for any.
+            dump: Called before the process is ended, to leave traces of what it waited for.
+        """
+        self._dump = dump
+        self._hang_seconds = hang_seconds
+        self.progress()
+        self._wake()
+
+    def unwatch(self) -> None:
+        """Stop watching for progress; signals are still heard."""
+        self._hang_seconds = 0.0
+        self._dump = lambda: None
+        self._wake()
+
+    def progress(self) -> None:
+        """Tell that this rank is not stuck."""
+        self._progress = time.monotonic()
+
+    def __enter__(self) -> "StopListener":
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
+        self._thread.start()
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            self._handlers[number] = signal.signal(number, _leave_it_to_the_thread)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
+        signal.set_wakeup_fd(self._wakeup)
+        assert self._thread is not None
+        os.write(self._writer, bytes([_CLOSE]))
+        self._thread.join()
+        os.close(self._writer)
+        os.close(self._reader)
+        self._writer = -1
+
+    def _wake(self) -> None:
+        """Let the thread look at its deadline again."""
+        if self._writer >= 0:
+            os.write(self._writer, bytes([signal.SIGCONT]))
+
+    def _listen(self) -> None:
+        while True:
+            deadline, reason = self._deadline()
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([self._reader], [], [], left)[0]:
+                # A step may have ended since the wait began.
+                if (self._deadline()[0] or float("inf")) <= time.monotonic():
+                    self._give_up(reason)
+                continue
+            for number in os.read(self._reader, 64):
+                if number == _CLOSE:
+                    return
+                if number in SIGNALS:
+                    self._hear(signal.Signals(number))
+
+    def _deadline(self) -> tuple[float | None, str]:
+        """Return until when this process may live as things stand, and why not longer."""
+        limits: list[tuple[float, str]] = []
+        if self._heard is not None:
+            name, when = self._heard
+            reason = f"{self._grace:g} s after {name.name} it has not stopped"
+            limits.append((when + self._grace, reason))
+        if self._hang_seconds > 0:
+            limits.append(
+                (
+                    self._progress + self._hang_seconds,
+                    f"no progress for {self._hang_seconds:g} s (hang_seconds)",
+                )
+            )
+        return min(limits, default=(None, ""))
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._heard is None:
+            self._heard = number, now
+        elif now - self._heard[1] > self._echo:
+            self._give_up(f"a second signal, {number.name}")
+
+    def _give_up(self, reason: str) -> None:
+        """End this process without a save; every thread's stack goes to stderr."""
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"titan-loop: error: rank {rank}: {reason}; ended without a new checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        # The dump may need a lock that what hangs holds.
+        dumping = threading.Thread(target=self._dump, daemon=True)
+        dumping.start()
+        dumping.join(_DUMP_SECONDS)
+        os._exit(EXIT_STOPPED)
+
+
+def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the wake-up pipe has told the thread."""
