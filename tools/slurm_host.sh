@@ -54,7 +54,7 @@ PYTHON
 }
 
 write_config() {
-    local port host
+    local port host number
     port=$(free_ports $((nodes + 1)))
     host=$(hostname -s)
     mkdir -p "$folder"/{state,spool,log,faults}
@@ -93,14 +93,18 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
 ReturnToService=2
 JobRequeue=1
-KillWait=10
+KillWait=30
 MinJobAge=3600
 InactiveLimit=0
 Waittime=0
 SlurmdTimeout=300
-NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=4 State=UNKNOWN
 PartitionName=main Nodes=n[1-$nodes] Default=YES MaxTime=60 State=UP
 CONF
+    # Jobs get the nodes of the least weight first, so a test knows which ones it will get.
+    for ((number = 1; number <= nodes; number++)); do
+        echo "NodeName=n$number NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + number))" \
+            "CPUs=4 Weight=$number State=UNKNOWN"
+    done >>"$folder/slurm.conf"
 }
 
 start() {

@@ -43,6 +43,7 @@ VERBS = {
     "generate": "complete prompts or chat with a checkpoint in the terminal",
     "convert": "read and write Ouro and Hugging Face folders",
     "checkpoint": "list, verify, compare, name, delete and consolidate checkpoints",
+    "slurm": "run a recipe's stages as a chain of SLURM jobs",
     "status": "stages and forks of a recipe: how far, loss, what is next",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",

@@ -42,3 +42,11 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and flag not in flags:
                 raise UserError(f"{self._verb}: unknown flag {flag}{nearest(flag, flags)}")
         return self.parse_args(arguments)
+
+    def parse_some(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Parse the arguments known here; return the others as they are, for another parser.
+
+        Raises:
+            UserError: For a wrong value, or a word without a flag that is not known here.
+        """
+        return self.parse_known_args(arguments)

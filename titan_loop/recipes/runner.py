@@ -55,17 +55,9 @@ def run_recipe(
     """
     rank, world_size = compat.start_runtime()
     init_logger()
-    recipe.check()
-    root = recipe.place(folder)
-    stages = recipe.stages if only is None else [recipe.stage(only)]
-    for stage in recipe.stages:
-        if only not in (None, stage.name):
-            _adopt_recorded(stage.config)
-    if only is not None:
-        _require_complete_parent(recipe, stages[0])
-    for stage in stages:
-        _check(recipe, stage, world_size)
-        if rank == 0:
+    root, stages = check_recipe(recipe, world_size, folder=folder, only=only)
+    if rank == 0:
+        for stage in stages:
             _warn_of_repetition(recipe, stage)
     if rank == 0 and len(recipe.stages) > 1:
         write_plan(recipe, root)
@@ -78,6 +70,46 @@ def run_recipe(
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()
+
+
+def check_recipe(
+    recipe: Recipe, world_size: int, *, folder: str = "", only: str | None = None
+) -> tuple[Path, list[Stage]]:
+    """Refuse what cannot be trained; touches neither a process group nor a device.
+
+    Args:
+        recipe: The recipe; its configs are placed and resolved in place.
+        world_size: Ranks that will train.
+        folder: As for `run_recipe`.
+        only: As for `run_recipe`.
+
+    Returns:
+        The recipe's folder, and the stages to train.
+
+    Raises:
+        UserError: One line naming stage, field, value and fix.
+    """
+    recipe.check()
+    root = recipe.place(folder)
+    stages = recipe.stages if only is None else [recipe.stage(only)]
+    for stage in recipe.stages:
+        if only not in (None, stage.name):
+            _adopt_recorded(stage.config)
+    if only is not None:
+        _require_complete_parent(recipe, stages[0])
+    for stage in stages:
+        _check(recipe, stage, world_size)
+    return root, stages
+
+
+def is_complete(config: LoopTrainer.Config) -> bool:
+    """Return whether a checkpoint of a placed run holds its last token.
+
+    Raises:
+        UserError: It has checkpoints, and none is usable.
+    """
+    state = _saved_state(config)
+    return state is not None and state["tokens"] >= config.total_tokens
 
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:

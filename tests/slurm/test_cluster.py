@@ -1,0 +1,204 @@
+"""Real jobs on a real SLURM: what the manual promises of each event in a job's life.
+
+All runs of `one_run` must log bitwise the same losses, whatever happened to them on the way.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
+from tests.slurm.recipes import STEPS
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.cli.main import main
+from titan_loop.recipes.status import read_status
+from titan_loop.slurm.commands import show, slurm
+from titan_loop.slurm.record import read_restarts, slurm_folder
+from titan_loop.training.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def time_limited(slurm_environment, tmp_path_factory) -> tuple[str, Path]:
+    """A job that trains until its time is nearly up, while the other tests run."""
+    folder = tmp_path_factory.mktemp("time-limited")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setenv("TEST_HELD_STARTS", "1")
+        flags = ("--time=2", "--signal=B:USR1@70")  # 50 s after its start
+        job = Cluster(slurm_environment).batch("one_run", folder, *flags, nodes=2)
+    return job, folder
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def whole(slurm_environment, tmp_path_factory) -> list[float]:
+    """The losses of an uninterrupted job on two nodes, submitted and checked as users do."""
+    cluster, folder = Cluster(slurm_environment), tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        (job,) = cluster.submit("one_run", folder).values()
+    assert cluster.wait_until_it_ends(job, cluster.log(folder, "one_run")) == "COMPLETED"
+    return losses(folder)
+
+
+def test_a_job_on_two_nodes_trains(whole):
+    assert len(whole) == STEPS
+    assert len(set(whole)) == STEPS
+
+
+def test_the_template_works_by_itself(cluster, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "site.sh").write_text(cluster.site.read_text())
+    resources = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--time=10")
+    run = ("--total-tokens=2048", "--training.local-batch-size=8")
+    template = str(ROOT / "slurm" / "pretrain.sbatch")
+    job = slurm("sbatch", "--parsable", *resources, template, *run).strip()
+    log = tmp_path / f"pretrain-{job}.log"
+    assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    stages = read_status(tmp_path / "runs" / "depth_demo")
+    assert [stage.complete for stage in stages] == [True, True]
+
+
+def test_a_chain_of_two_stages(cluster, tmp_path, capsys):
+    jobs = cluster.submit("two_stages", tmp_path, "--no-node-check", nodes=1)
+    assert list(jobs) == ["first", "second"]
+    assert f"afterok:{jobs['first']}" in show("job", jobs["second"])["Dependency"]
+    assert main(["slurm", "submit", "tests.slurm.recipes:two_stages", "--nodes=1",
+                 "--gpus-per-node=0", "--ranks-per-node=1", "--time=10:00",
+                 f"--dump-folder={tmp_path}"]) == 2  # fmt: skip
+    assert "has jobs already" in capsys.readouterr().err
+    for stage, job in jobs.items():
+        assert cluster.wait_until_it_ends(job, cluster.log(tmp_path, stage)) == "COMPLETED"
+    (first,) = read_status(tmp_path)
+    assert first.complete
+    assert first.children[0].complete
+    assert main(["slurm", "status", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(rf"second +{jobs['second']} +COMPLETED +0 ", shown)
+    assert "everything is trained" in shown
+
+
+def test_requeued_by_hand_and_by_a_node_that_fails(cluster, tmp_path, monkeypatch, whole):
+    monkeypatch.setenv("TEST_HELD_STARTS", "2")
+    job = cluster.batch("one_run", tmp_path, nodes=2)
+    log = cluster.log(tmp_path, "job")
+    cluster.wait_for_step(tmp_path, 3, job)
+    slurm("scontrol", "requeue", job)
+    cluster.wait_for_step(tmp_path, 6, job)
+    # What the ranks saved before SLURM ended them.
+    assert committed_steps(RunDirectory(tmp_path).checkpoints) == [4]
+    node = show("job", job)["NodeList"].replace("n[", "n").partition("-")[0].partition(",")[0]
+    slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    try:
+        wait_for(lambda: show("job", job)["Restarts"] == "2", "the job is not requeued")
+    finally:
+        slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    assert losses(tmp_path) == whole
+    assert log.read_text().count("start 3, on") == 1  # one log for all starts
+
+
+def test_a_cancelled_job_saves_and_takes_its_dependents_along(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_HELD_STARTS", "1")
+    job = cluster.batch("one_run", tmp_path)
+    dependent = cluster.batch("one_run", tmp_path / "dependent", f"--dependency=afterok:{job}")
+    cluster.wait_for_step(tmp_path, 3, job)
+    slurm("scancel", job)
+    assert cluster.wait_until_it_ends(job, cluster.log(tmp_path, "job")) == "CANCELLED"
+    assert cluster.wait_until_it_ends(dependent) == "CANCELLED"
+    assert committed_steps(RunDirectory(tmp_path).checkpoints) == [4]
+    assert show("job", job)["Restarts"] == "0"
+
+
+def test_a_whole_chain_is_cancelled_at_once(cluster, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TEST_HELD_STARTS", "1")
+    jobs = cluster.submit("two_stages", tmp_path, "--no-node-check", nodes=1)
+    assert main(["slurm", "cancel", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert [f"{stage}: cancelled job {job}" in shown for stage, job in jobs.items()] == [True, True]
+    for job in jobs.values():
+        assert cluster.wait_until_it_ends(job) == "CANCELLED"
+
+
+def test_a_job_that_gets_nowhere_stops_after_three_restarts(cluster, tmp_path):
+    job = cluster.batch("gets_nowhere", tmp_path)
+    log = cluster.log(tmp_path, "job")
+    assert cluster.wait_until_it_ends(job, log) == "FAILED"
+    assert show("job", job)["Restarts"] == "3"
+    assert "3 restarts without a new checkpoint: not started again" in log.read_text()
+    assert read_restarts(tmp_path, "job").fruitless == 3
+
+
+def test_where_requeueing_is_refused_a_successor_takes_the_place(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("TEST_MARKER", str(tmp_path / "marker"))
+    job = cluster.batch("interrupted_once", tmp_path, "--no-requeue", "--hold")
+    dependent = cluster.batch("done_at_once", tmp_path / "next", f"--dependency=afterok:{job}")
+    slurm_folder(tmp_path).joinpath("jobs.json").write_text(
+        json.dumps({"format_version": 1, "jobs": {"job": job, "next": dependent}})
+    )
+    slurm("scontrol", "release", job)
+    log = cluster.log(tmp_path, "job")
+    assert cluster.wait_until_it_ends(job, log) == "FAILED"
+    found = re.search(rf"job (\d+) goes on in its place; {dependent} wait for it", log.read_text())
+    assert found is not None
+    successor = found.group(1)
+    assert cluster.wait_until_it_ends(successor, log) == "COMPLETED"
+    assert cluster.wait_until_it_ends(dependent) == "COMPLETED"
+    jobs = json.loads(slurm_folder(tmp_path).joinpath("jobs.json").read_text())["jobs"]
+    assert jobs == {"job": successor, "next": dependent}
+
+
+def test_a_crash_is_not_started_again(cluster, tmp_path):
+    job = cluster.batch("no_such_recipe", tmp_path)
+    log = cluster.log(tmp_path, "job")
+    assert cluster.wait_until_it_ends(job, log) == "FAILED"
+    assert show("job", job)["Restarts"] == "0"
+    assert "failed with code 2: not started again" in log.read_text()
+
+
+def test_a_bad_node_is_named_and_excluded(cluster, tmp_path):
+    faults = Path(os.environ["SLURM_CONF"]).parent / "faults"
+    (faults / "n1").write_text("export TMPDIR=/missing\n")
+    try:
+        job = cluster.batch("done_at_once", tmp_path, nodes=2, run=())
+        log = cluster.log(tmp_path, "job")
+        assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    finally:
+        (faults / "n1").unlink()
+    assert "bad node n1: /missing cannot be written (No such file or directory)" in log.read_text()
+    fields = show("job", job)
+    assert fields["Restarts"] == "1"
+    assert fields["ExcNodeList"] == "n1"
+    assert list(read_restarts(tmp_path, "job").bad_nodes) == ["n1"]
+
+
+def test_a_hung_rank_is_ended_and_the_job_goes_on(cluster, tmp_path, monkeypatch, whole):
+    monkeypatch.setenv("TEST_HANG", "1")
+    job = cluster.batch("one_run", tmp_path, nodes=2, run=("--no-node-check", "--hang-seconds=20"))
+    log = cluster.log(tmp_path, "job")
+    assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    assert "no progress for 20 s (hang_seconds); ended without a new checkpoint" in log.read_text()
+    assert "in on_step_end" in log.read_text()  # the stack says where
+    assert list((tmp_path / "comm_traces").iterdir())
+    assert show("job", job)["Restarts"] == "1"
+    assert losses(tmp_path) == whole
+
+
+def test_at_the_time_limit_a_job_saves_and_goes_on_bitwise(cluster, time_limited, whole):
+    job, folder = time_limited
+    log = cluster.log(folder, "job")
+    assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    assert show("job", job)["Restarts"] == "1"
+    assert "told to end: the ranks save now" in log.read_text()
+    assert committed_steps(RunDirectory(folder).checkpoints) == [4, STEPS]
+    assert losses(folder) == whole

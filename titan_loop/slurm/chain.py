@@ -1,0 +1,87 @@
+"""The jobs of a recipe together: what became of them, and how to cancel them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_loop.slurm.commands import CommandFailedError, show, slurm
+from titan_loop.slurm.record import read_jobs
+
+ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """One job of a chain.
+
+    Attributes:
+        stage: What it trains.
+        job: Its number.
+        state: SLURM's, or "GONE" once SLURM has forgotten it.
+        reason: Why it waits; empty if it does not.
+        restarts: How often it was started again.
+        elapsed: Of its present start, as SLURM writes it.
+        nodes: Where it runs.
+    """
+
+    stage: str
+    job: str
+    state: str
+    reason: str = ""
+    restarts: str = ""
+    elapsed: str = ""
+    nodes: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in ACTIVE
+
+
+def read_chain(folder: Path) -> list[JobStatus]:
+    """Return the jobs submitted for a recipe's folder, in their order.
+
+    Raises:
+        UserError: There are none, or this machine has no SLURM.
+    """
+    return [_status(stage, job) for stage, job in read_jobs(folder).items()]
+
+
+def _status(stage: str, job: str) -> JobStatus:
+    try:
+        fields = show("job", job)
+    except CommandFailedError:
+        return JobStatus(stage, job, "GONE")
+    reason, nodes = fields["Reason"], fields.get("NodeList", "")
+    return JobStatus(
+        stage,
+        job,
+        fields["JobState"],
+        reason="" if reason == "None" else reason,
+        restarts=fields.get("Restarts", "0"),
+        elapsed=fields["RunTime"],
+        nodes="" if nodes == "(null)" else nodes,
+    )
+
+
+def chain_lines(jobs: list[JobStatus]) -> list[str]:
+    """Return the jobs as the lines of a table."""
+    rows = [("stage", "job", "state", "restarts", "elapsed", "nodes", "reason")]
+    rows += [(j.stage, j.job, j.state, j.restarts, j.elapsed, j.nodes, j.reason) for j in jobs]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def cancel_chain(folder: Path) -> list[JobStatus]:
+    """Cancel what still waits or runs; return those jobs.
+
+    Raises:
+        UserError: Nothing was submitted for `folder`, or this machine has no SLURM.
+    """
+    active = [job for job in read_chain(folder) if job.active]
+    # The last first, so that none begins because another has ended.
+    for job in reversed(active):
+        slurm("scancel", job.job)
+    return active

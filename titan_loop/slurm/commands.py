@@ -1,0 +1,101 @@
+"""SLURM's commands: run, and what they answer as Python values."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+
+from titan_loop.errors import RunFailedError, UserError
+
+_FIELD = re.compile(r"(?:^|\s)([A-Za-z][\w:/]*)=")
+_SECONDS = 60.0
+
+
+class CommandFailedError(RunFailedError):
+    """A SLURM command answered with an error; the text is what it said."""
+
+
+def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run one of SLURM's commands and return what it prints.
+
+    Args:
+        *command: Program and arguments.
+        environment: Instead of this process' own.
+
+    Raises:
+        UserError: The program is not there.
+        CommandFailedError: It failed, or did not answer within a minute.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{command[0]} is not on PATH: run this on a node of the cluster, where SLURM's "
+            "commands are (or with --dry-run)"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandFailedError(f"{command[0]} did not answer within {_SECONDS:g} s") from error
+    if done.returncode:
+        said = " ".join((done.stderr or done.stdout).split())
+        raise CommandFailedError(f"{' '.join(command[:2])}: {said or f'code {done.returncode}'}")
+    return done.stdout
+
+
+def show(kind: str, name: str) -> dict[str, str]:
+    """Return the fields `scontrol show KIND NAME` prints.
+
+    Args:
+        kind: "job", "partition" or "node".
+        name: Which one.
+
+    Raises:
+        CommandFailedError: There is none.
+    """
+    line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
+    found = list(_FIELD.finditer(line))
+    ends = [field.start() for field in found[1:]] + [len(line)]
+    return {
+        field.group(1): line[field.end() : end].strip()
+        for field, end in zip(found, ends, strict=True)
+    }
+
+
+def host_names(node_list: str) -> list[str]:
+    """Return the nodes of a compressed list such as `n[1-4,7]`."""
+    return slurm("scontrol", "show", "hostnames", node_list).split() if node_list else []
+
+
+def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment without what SLURM set for the present job.
+
+    `sbatch` hands its environment on, and a new job must not take this one's for its own.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("SLURM_", "SLURMD_", "SRUN_")) or name == "SLURM_CONF"
+    }
+
+
+def parse_seconds(time: str) -> int:
+    """Return the seconds of a time limit as `sbatch --time` takes it.
+
+    Args:
+        time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises:
+        UserError: It is none of them.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if match is None:
+        raise UserError(f"--time={time} is no time limit; write H:M:S or D-H:M:S")
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return int(days) * 86_400 + hours * 3_600 + minutes * 60 + seconds
+    if len(numbers) == 3:
+        return numbers[0] * 3_600 + numbers[1] * 60 + numbers[2]
+    return numbers[0] * 60 + (numbers[1] if len(numbers) == 2 else 0)

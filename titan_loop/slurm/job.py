@@ -1,0 +1,229 @@
+"""What a training job does: check its nodes, train, and have itself started again.
+
+    SIGUSR1 from SLURM ─► srun ─► ranks: save, EXIT_STOPPED
+        no end in time ─► the ranks are killed
+    EXIT_STOPPED, or a bad node ─► started again, three times at most without a new checkpoint
+    0 ─► done: the next stage's job begins        anything else ─► failed: it never does
+
+It runs as the batch step, in place of the script's shell, so that `--signal=B:USR1@…` reaches it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED
+from titan_loop.slurm.allocation import Allocation
+from titan_loop.slurm.commands import CommandFailedError, show
+from titan_loop.slurm.health import NodeCheck, bad_nodes
+from titan_loop.slurm.record import (
+    Restarts,
+    is_newer,
+    newest_checkpoints,
+    read_restarts,
+    slurm_folder,
+    write_restarts,
+)
+from titan_loop.slurm.requeue import SUCCESSOR_VARIABLE, end_steps, start_again
+from titan_loop.slurm.site import Site
+from titan_loop.training.stop_request import GRACE_VARIABLE
+
+FRUITLESS_RESTARTS = 3
+RANKS_SHARE, STEP_SHARE = 0.8, 0.9
+"""Of `save_seconds`: when ranks give up by themselves, and when they are killed. The rest is for
+requeueing."""
+
+_CHECK_SECONDS = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to train, and how.
+
+    Attributes:
+        train: The arguments of `titan-loop train`, folder and stage left out.
+        folder: The recipe's.
+        stage: The one to train; None for all that is left.
+        save_seconds: How long before the time limit SLURM sends SIGUSR1.
+        check: What to require of the nodes; None checks nothing.
+    """
+
+    train: tuple[str, ...]
+    folder: Path
+    stage: str | None
+    save_seconds: int
+    check: NodeCheck | None
+
+    @property
+    def name(self) -> str:
+        """Names the job's files."""
+        return self.stage or "job"
+
+
+def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
+    """Run one start of a job; returns the exit code of its batch step.
+
+    Raises:
+        UserError: This is no job, or a setting of the site is wrong.
+    """
+    allocation, site = Allocation.current(environment), Site.of(environment)
+    restarts = read_restarts(job.folder, job.name)
+    is_restart = allocation.restarts > 0 or SUCCESSOR_VARIABLE in environment
+    restarts.begin(newest_checkpoints(job.folder, job.stage), is_restart=is_restart)
+    write_restarts(job.folder, job.name, restarts)
+    _say(f"job {allocation.job}, start {allocation.restarts + 1}, on {', '.join(allocation.nodes)}")
+    if restarts.fruitless > FRUITLESS_RESTARTS:  # SLURM's own requeues come here unasked
+        return _stop_restarting()
+    with _Steps(job, allocation) as steps:
+        if job.check is not None:
+            code = _check(job, job.check, allocation, site, steps, restarts)
+            if code != EXIT_OK:
+                return code
+        code = EXIT_STOPPED if steps.warned else steps.run(*_training(job, allocation, site))
+        if code == EXIT_OK or not steps.may_start_again(code):
+            _say("finished" if code == EXIT_OK else f"failed with code {code}: not started again")
+            return code
+        return _start_again(job, allocation, restarts, ())
+
+
+def _training(job: Job, allocation: Allocation, site: Site) -> tuple[list[str], dict[str, str]]:
+    stage = [] if job.stage is None else ["--stage", job.stage]
+    command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
+    variables = allocation.rank_environment(site, port=allocation.port())
+    variables[GRACE_VARIABLE] = str(RANKS_SHARE * job.save_seconds)
+    return allocation.srun(site, *command), variables
+
+
+def _check(
+    job: Job,
+    check: NodeCheck,
+    allocation: Allocation,
+    site: Site,
+    steps: "_Steps",
+    restarts: Restarts,
+) -> int:
+    """Check the nodes; `EXIT_OK` if all are good, else the job ends with what is returned."""
+    reports = slurm_folder(job.folder) / f"check-{allocation.job}-{allocation.restarts}"
+    command = allocation.srun(site, *check.command(reports, allocation, job.folder))
+    variables = allocation.rank_environment(site, port=allocation.port(1))
+    steps.run(command, variables, limit=_CHECK_SECONDS)
+    if steps.warned:
+        return EXIT_OK  # the time limit came first; nothing is known about the nodes
+    bad, others = bad_nodes(reports, allocation, check)
+    for node, reason in bad.items():
+        _say(f"bad node {node}: {reason}")
+    for reason in others:
+        _say(f"node check: {reason}")
+    if not bad and not others:
+        return EXIT_OK
+    if not bad or len(bad) == len(allocation.nodes):
+        _say("no single node is to blame: not started again")
+        return EXIT_CRASH
+    restarts.bad_nodes.update(bad)
+    write_restarts(job.folder, job.name, restarts)
+    return _start_again(job, allocation, restarts, tuple(bad))
+
+
+def _start_again(
+    job: Job, allocation: Allocation, restarts: Restarts, exclude: Sequence[str]
+) -> int:
+    """Have the job started again, unless it was cancelled or gets nowhere."""
+    state = show("job", allocation.job)["JobState"]
+    if state != "RUNNING":
+        _say(f"the job is {state.lower()}: not started again")
+        return EXIT_STOPPED
+    now = newest_checkpoints(job.folder, job.stage)
+    if restarts.fruitless >= FRUITLESS_RESTARTS and not is_newer(now, restarts.checkpoints):
+        return _stop_restarting()
+    # SLURM ends this process with SIGTERM as soon as it has requeued the job, commands included.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _say(start_again(allocation.job, exclude=exclude, folder=job.folder, name=job.name))
+    return EXIT_STOPPED
+
+
+def _stop_restarting() -> int:
+    _say(
+        f"{FRUITLESS_RESTARTS} restarts without a new checkpoint: not started again; find out why, "
+        "then submit it once more"
+    )
+    return EXIT_CRASH
+
+
+class _Steps:
+    """Runs steps one after another, and passes SLURM's warning on to the one that runs."""
+
+    def __init__(self, job: Job, allocation: Allocation) -> None:
+        self._limit = STEP_SHARE * job.save_seconds
+        self._job = allocation.job
+        self._step: subprocess.Popen[bytes] | None = None
+        self._killer: threading.Timer | None = None
+        self.warned = False
+        self._killed = False
+
+    def __enter__(self) -> "_Steps":
+        signal.signal(signal.SIGUSR1, self._warn)
+        # Cancelled: the ranks hear it from SLURM, and this process waits for them.
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._killer is not None:
+            self._killer.cancel()
+
+    def run(
+        self, command: Sequence[str], environment: Mapping[str, str], limit: float | None = None
+    ) -> int:
+        """Run one step to its end, or to `limit` seconds; return its exit code as a shell does."""
+        self._killed = False
+        with subprocess.Popen(command, env=dict(environment)) as step:
+            self._step = step
+            if self.warned:
+                step.send_signal(signal.SIGUSR1)
+            try:
+                code = step.wait(limit)
+            except subprocess.TimeoutExpired:
+                self._kill()
+                code = step.wait()
+            self._step = None
+        return 128 - code if code < 0 else code
+
+    def may_start_again(self, code: int) -> bool:
+        """Return whether a step that ended with `code` saved, or was told to and could not."""
+        # A rank may hear the signal before Python can: it dies of it then.
+        deaf = self.warned and code == 128 + signal.SIGUSR1
+        return code == EXIT_STOPPED or deaf or self._killed
+
+    def _warn(self, number: int, frame: FrameType | None) -> None:
+        if self._step is not None:
+            self._step.send_signal(signal.SIGUSR1)
+        if not self.warned:
+            _say("told to end: the ranks save now")
+            self.warned = True
+            self._killer = threading.Timer(self._limit, self._kill)
+            self._killer.daemon = True
+            self._killer.start()
+
+    def _kill(self) -> None:
+        step = self._step
+        if step is None:
+            return
+        _say("the ranks did not end in time: they are killed")
+        self._killed = True
+        try:
+            end_steps(self._job)
+        except CommandFailedError as error:
+            _say(str(error))
+        try:
+            step.wait(self._limit / 10)
+        except subprocess.TimeoutExpired:
+            step.kill()
+
+
+def _say(text: str) -> None:
+    print(f"titan-loop slurm: {text}", file=sys.stderr, flush=True)

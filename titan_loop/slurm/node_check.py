@@ -1,0 +1,157 @@
+"""The node check, on every rank: its GPU, disk, and an all-reduce on the node and across nodes.
+
+Each phase begins with a report on the shared disk, so that a rank that hangs or dies is told from
+one that was well. Exact sums are compared: a link that alters data fails, too.
+"""
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_loop.json_files import write_json
+
+_TIMEOUT = timedelta(seconds=60)
+_SENT_FLOATS = 2**20
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirements:
+    """What a rank checks its node for; see `titan_loop.slurm.health.NodeCheck`."""
+
+    reports: Path
+    folder: Path
+    gpus: int
+    node_port: int
+    free_disk_gigabytes: float
+    free_memory_share: float
+
+
+def check_node(wanted: Requirements, environment: Mapping[str, str] = os.environ) -> None:
+    """Check this rank's node and report; never raises for what it finds.
+
+    Args:
+        wanted: What to check for, and where to report.
+        environment: SLURM's variables of a task, MASTER_ADDR and MASTER_PORT.
+    """
+    rank, world_size = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
+    local_rank = int(environment["SLURM_LOCALID"])
+    local_world_size = int(environment["SLURM_NTASKS_PER_NODE"])
+    report: dict[str, Any] = {
+        "node": environment["SLURMD_NODENAME"],
+        "rank": rank,
+        "phase": "start",
+        "problems": [],
+        "failure": "",
+        "clock": None,
+    }
+
+    def begin(phase: str) -> None:
+        report["phase"] = phase
+        write_json(wanted.reports / f"rank-{rank}.json", report)
+
+    begin("start")
+    report["problems"] = [
+        *gpu_problems(wanted.gpus, local_rank, wanted.free_memory_share),
+        *disk_problems(wanted.folder, wanted.free_disk_gigabytes),
+        *disk_problems(Path(environment.get("TMPDIR", "/tmp")), wanted.free_disk_gigabytes),
+    ]
+    if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+    try:
+        begin("node")
+        # Ranks of a node meet by themselves, wherever rank 0 of the job is.
+        node = rank // local_world_size
+        with _Group("127.0.0.1", wanted.node_port + node, local_rank, local_world_size) as group:
+            group.all_reduce()
+        begin("meet")
+        address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+        with _Group(address, port, rank, world_size) as group:
+            begin("all")
+            group.all_reduce()
+            report["clock"] = time.time()  # all ranks are here at the same time
+    except Exception as error:  # whatever it is: it is what this rank has to report
+        report["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    begin(report["phase"])
+
+
+def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
+    """Return what is wrong with a node's GPUs.
+
+    Args:
+        wanted: How many the job asked for; 0 looks at none.
+        local_rank: Whose memory to look at.
+        free_share: Of its memory, what must be free.
+    """
+    if wanted == 0:
+        return []
+    count = torch.cuda.device_count()
+    if count != wanted:
+        return [f"{count} of {wanted} GPUs are there"]
+    try:
+        free, total = torch.cuda.mem_get_info(local_rank)
+    except RuntimeError as error:
+        return [f"GPU {local_rank} does not answer: {str(error).splitlines()[0]}"]
+    if free < free_share * total:
+        gib = 2**30
+        return [f"GPU {local_rank} has {free / gib:.1f} of {total / gib:.1f} GiB free"]
+    return []
+
+
+def disk_problems(folder: Path, gigabytes: float) -> list[str]:
+    """Return why a run could not write into `folder`."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"titan_loop")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return [f"{folder} cannot be written ({error.strerror})"]
+    if free < gigabytes * 1e9:
+        return [f"{folder} has {free / 1e9:.1f} GB free, {gigabytes:g} are needed"]
+    return []
+
+
+class _Group:
+    """A process group of some ranks, for one all-reduce."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
+        self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            address, port, world_size, rank == 0, _TIMEOUT
+        )
+        self._rank, self._world_size = rank, world_size
+
+    def __enter__(self) -> "_Group":
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            timeout=_TIMEOUT,
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        dist.destroy_process_group()
+
+    def all_reduce(self) -> None:
+        """Add up 4 MiB a few times and compare with the exact sum.
+
+        Raises:
+            RuntimeError: A sum is wrong, or ranks were missing.
+        """
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        expected = self._world_size * (self._world_size + 1) // 2
+        for _ in range(_ROUNDS):
+            values = torch.full((_SENT_FLOATS,), float(self._rank + 1), device=device)
+            dist.all_reduce(values)
+            if not bool((values == expected).all()):
+                raise RuntimeError("an all-reduce returned a wrong sum")

@@ -1,0 +1,132 @@
+"""What the jobs of a recipe leave in `FOLDER/slurm/`, for each other and for the user.
+
+STAGE.sbatch   the script that was submitted
+STAGE.log      what all starts of the stage's job printed
+jobs.json      stage → job, the latest one
+STAGE.json     restarts without a new checkpoint, nodes found bad
+check-JOB-K/   the reports of the node check before start K
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_loop.errors import UserError
+from titan_loop.json_files import write_json
+
+FORMAT_VERSION = 1
+
+
+def slurm_folder(folder: Path) -> Path:
+    """Return where the jobs of the recipe in `folder` leave their files."""
+    return folder / "slurm"
+
+
+def read_jobs(folder: Path) -> dict[str, str]:
+    """Return stage → job number, in the order of submission.
+
+    Raises:
+        UserError: No job was submitted for `folder`, or the record is damaged.
+    """
+    path = slurm_folder(folder) / "jobs.json"
+    try:
+        return dict(_read(path)["jobs"])
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{folder} has no jobs: titan-loop slurm submit records them there"
+        ) from error
+
+
+def write_jobs(folder: Path, jobs: Mapping[str, str]) -> None:
+    """Record stage → job number."""
+    record = {"format_version": FORMAT_VERSION, "jobs": dict(jobs)}
+    write_json(slurm_folder(folder) / "jobs.json", record)
+
+
+def replace_job(folder: Path, old: str, new: str) -> None:
+    """Record that a job's successor does its work now; nothing if the job is not recorded."""
+    try:
+        jobs = read_jobs(folder)
+    except UserError:
+        return  # submitted by hand
+    write_jobs(folder, {stage: new if job == old else job for stage, job in jobs.items()})
+
+
+@dataclass(slots=True)
+class Restarts:
+    """How the starts of one job went.
+
+    Attributes:
+        fruitless: Restarts in a row before which no new checkpoint was written.
+        checkpoints: Run → newest checkpointed step when the job last started.
+        bad_nodes: Node → what was wrong with it.
+    """
+
+    fruitless: int = 0
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    bad_nodes: dict[str, str] = field(default_factory=dict)
+
+    def begin(self, checkpoints: Mapping[str, int], *, is_restart: bool) -> None:
+        """Count a start.
+
+        Args:
+            checkpoints: Run → newest checkpointed step now.
+            is_restart: Whether the job, or the one it succeeds, has been started before.
+        """
+        if not is_restart:
+            self.fruitless, self.bad_nodes = 0, {}
+        elif is_newer(checkpoints, self.checkpoints):
+            self.fruitless = 0
+        else:
+            self.fruitless += 1
+        self.checkpoints = dict(checkpoints)
+
+
+def is_newer(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
+    """Return whether some run has a newer checkpoint than before."""
+    return any(step > before.get(run, -1) for run, step in now.items())
+
+
+def newest_checkpoints(folder: Path, stage: str | None) -> dict[str, int]:
+    """Return run → newest step with a manifest, for the recipe's folder or one stage of it."""
+    newest: dict[str, int] = {}
+    for pattern in ("checkpoints/step-*/manifest.json", "*/checkpoints/step-*/manifest.json"):
+        for manifest in folder.glob(pattern):
+            run = manifest.parents[2]
+            step = manifest.parent.name.removeprefix("step-")
+            if step.isdigit() and (stage is None or run in (folder, folder / stage)):
+                newest[run.name] = max(int(step), newest.get(run.name, -1))
+    return newest
+
+
+def read_restarts(folder: Path, name: str) -> Restarts:
+    """Return the record of the job called `name`; an empty one before its first start."""
+    try:
+        record = _read(slurm_folder(folder) / f"{name}.json")
+        record.pop("format_version")
+        return Restarts(**record)
+    except FileNotFoundError:
+        return Restarts()
+
+
+def write_restarts(folder: Path, name: str, restarts: Restarts) -> None:
+    """Record how the starts of a job went."""
+    record = {"format_version": FORMAT_VERSION, **asdict(restarts)}
+    write_json(slurm_folder(folder) / f"{name}.json", record)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    try:
+        record = json.loads(text)
+        version = int(record["format_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); move it away") from error
+    if version > FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format version {version}, this titan_loop reads up to {FORMAT_VERSION}; "
+            "upgrade it"
+        )
+    return record

@@ -1,0 +1,127 @@
+"""What differs from cluster to cluster: the variables of the user's site file.
+
+The file is a shell script (`slurm/site.sh.example`), since loading modules and activating an
+environment must come before any Python. Every job sources it; `submit` does, too, to know what the
+jobs will find.
+
+    SBATCH_PARTITION, SBATCH_ACCOUNT, …   read by sbatch itself
+    TITAN_LOOP_CONTAINER                  command in front of every rank
+    TITAN_LOOP_SRUN_FLAGS                 for every srun
+    TITAN_LOOP_NETWORK_INTERFACE          of NCCL and gloo
+    TITAN_LOOP_RENDEZVOUS_HOST            where rank 0 is reached; default its node's name
+"""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_loop.errors import UserError, nearest
+
+DEFAULT_SITE = Path("slurm/site.sh")
+
+_PREFIX = "TITAN_LOOP_"
+_VARIABLES = {
+    "TITAN_LOOP_CONTAINER",
+    "TITAN_LOOP_SRUN_FLAGS",
+    "TITAN_LOOP_NETWORK_INTERFACE",
+    "TITAN_LOOP_RENDEZVOUS_HOST",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """The settings of one cluster.
+
+    Attributes:
+        container: Words in front of a rank's command; empty for none.
+        srun_flags: For every srun.
+        network_interface: For NCCL and gloo; empty lets them choose.
+        rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
+        partition: Empty for the cluster's default.
+        account: Empty for the user's default.
+    """
+
+    container: tuple[str, ...] = ()
+    srun_flags: tuple[str, ...] = ()
+    network_interface: str = ""
+    rendezvous_host: str = ""
+    partition: str = ""
+    account: str = ""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> "Site":
+        """Return what an environment says, inside a job or after `source_site`."""
+
+        def words(name: str) -> tuple[str, ...]:
+            try:
+                return tuple(shlex.split(environment.get(name, "")))
+            except ValueError as error:
+                raise UserError(f"{name}={environment[name]!r}: {error}; fix the quotes") from error
+
+        return cls(
+            container=words("TITAN_LOOP_CONTAINER"),
+            srun_flags=words("TITAN_LOOP_SRUN_FLAGS"),
+            network_interface=environment.get("TITAN_LOOP_NETWORK_INTERFACE", ""),
+            rendezvous_host=environment.get("TITAN_LOOP_RENDEZVOUS_HOST", ""),
+            partition=environment.get("SBATCH_PARTITION", ""),
+            account=environment.get("SBATCH_ACCOUNT", ""),
+        )
+
+
+def find_site(given: str | None) -> Path | None:
+    """Return the site file: the one given, else `slurm/site.sh` if it is there.
+
+    Raises:
+        UserError: The one given is missing.
+    """
+    path = DEFAULT_SITE if given is None else Path(given)
+    if path.is_file():
+        return path.absolute()
+    if given is not None:
+        raise UserError(f"--site={given} is no file; copy slurm/site.sh.example and fill it in")
+    return None
+
+
+def source_site(
+    path: Path | None, environment: Mapping[str, str] = os.environ
+) -> Mapping[str, str]:
+    """Return the environment a job has after sourcing its site file.
+
+    Raises:
+        UserError: The file fails, or sets a `TITAN_LOOP_` variable that nobody reads.
+    """
+    if path is None:
+        return environment
+    # `env -0` at the end, on a channel of its own: modules print what they like.
+    program = 'set -e; source "$0" >/dev/null; env -0 >&3'
+    read, write = os.pipe()
+    with os.fdopen(read, "rb") as reader:
+        done = subprocess.Popen(
+            ["bash", "-c", f"exec 3>&{write}; {program}", str(path)],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(write,),
+        )
+        os.close(write)
+        content = reader.read()
+        _, complaint = done.communicate()
+    if done.returncode:
+        said = complaint.decode(errors="replace").strip().splitlines()
+        last = said[-1] if said else f"code {done.returncode}"
+        raise UserError(f"site file {path} fails ({last}); fix it")
+    sourced = dict(
+        entry.split("=", 1)
+        for entry in content.decode(errors="replace").split("\0")
+        if "=" in entry
+    )
+    for name in sourced:
+        known = name in _VARIABLES or name in environment
+        if name.startswith(_PREFIX) and not known:
+            raise UserError(
+                f"site file {path} sets {name}, which nobody reads{nearest(name, _VARIABLES)}"
+            )
+    return sourced

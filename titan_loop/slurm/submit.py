@@ -1,0 +1,204 @@
+"""Submits a recipe: one job a stage that is not complete, each after its parent's.
+
+Everything that can be known to be wrong is found before the first job is submitted.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan_loop.errors import RunFailedError, UserError, nearest
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.runner import check_recipe, is_complete
+from titan_loop.slurm.chain import read_chain
+from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
+from titan_loop.slurm.record import slurm_folder, write_jobs
+from titan_loop.slurm.script import Resources, render_script, stage_directives
+from titan_loop.slurm.site import Site
+
+EARLY_SECONDS = 60
+"""SLURM looks at time limits once in a while and warns up to a minute early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What to submit.
+
+    Attributes:
+        recipe: With the flags of the command line applied.
+        train: The arguments of `titan-loop train`: the recipe's name and those flags.
+        only: The one stage to submit; None for all that are not complete.
+        folder: Where the stages' run directories go; empty for the recipe's own.
+        resources: Of every job.
+        site: The cluster's settings.
+        site_file: Where they come from.
+        check_nodes: Whether jobs check their nodes first.
+        environment: What the jobs are submitted with.
+    """
+
+    recipe: Recipe
+    train: tuple[str, ...]
+    only: str | None = None
+    folder: str = ""
+    resources: Resources
+    site: Site
+    site_file: Path | None
+    check_nodes: bool = True
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One job before it is submitted: its stage, script and the stage whose job it follows."""
+
+    stage: str
+    parent: str | None
+    script: str
+
+
+def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
+    """Return the recipe's folder and the jobs that remain; nothing is written or submitted.
+
+    Raises:
+        UserError: One line naming field, value and fix.
+    """
+    resources = request.resources
+    _check_resources(resources)
+    world_size = resources.nodes * resources.ranks_per_node
+    root, stages = check_recipe(
+        request.recipe, world_size, folder=request.folder, only=request.only
+    )
+    root = root.absolute()
+    left = [stage for stage in stages if not is_complete(stage.config)]
+    if not left:
+        raise UserError(f"every stage in {root} is complete; there is nothing to submit")
+    names = {stage.name for stage in left}
+    alone = len(request.recipe.stages) == 1
+    return root, [
+        Planned(
+            stage.name,
+            stage.parent if stage.parent in names else None,
+            _script(request, stage, root, alone=alone),
+        )
+        for stage in left
+    ]
+
+
+def _script(request: Request, stage: Stage, root: Path, *, alone: bool) -> str:
+    command = [
+        "slurm",
+        "run",
+        *request.train,
+        f"--dump-folder={root}",
+        *([] if alone else [f"--stage={stage.name}"]),
+        f"--save-seconds={request.resources.save_seconds}",
+        *([] if request.check_nodes else ["--no-node-check"]),
+    ]
+    name = request.recipe.name if alone else f"{request.recipe.name}-{stage.name}"
+    return render_script(
+        name,
+        command,
+        resources=request.resources,
+        site=request.site,
+        site_file=request.site_file,
+        log=slurm_folder(root) / f"{stage.name}.log",
+        more=stage_directives(request.resources),
+    )
+
+
+def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, str]:
+    """Submit what `plan_jobs` returned; return stage → job number.
+
+    Raises:
+        UserError: SLURM is not there, the cluster has no such resources, or jobs of an earlier
+            submission still wait or run.
+        RunFailedError: SLURM refused a job; those before it are cancelled again.
+    """
+    _check_cluster(request)
+    _refuse_second_submission(root)
+    folder = slurm_folder(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers: dict[str, str] = {}
+    for job in jobs:
+        script = folder / f"{job.stage}.sbatch"
+        script.write_text(job.script, encoding="utf-8")
+        after = [] if job.parent is None else [f"--dependency=afterok:{numbers[job.parent]}"]
+        try:
+            answer = slurm(
+                "sbatch", "--parsable", *after, str(script), environment=request.environment
+            )
+        except CommandFailedError as error:
+            for number in reversed(numbers.values()):
+                slurm("scancel", number)
+            raise RunFailedError(
+                f"stage {job.stage} was refused ({error}); nothing is queued"
+            ) from error
+        numbers[job.stage] = answer.strip().partition(";")[0]
+    write_jobs(root, numbers)
+    return numbers
+
+
+def _check_resources(resources: Resources) -> None:
+    for name, value, smallest in (
+        ("--nodes", resources.nodes, 1),
+        ("--ranks-per-node", resources.ranks_per_node, 1),
+        ("--gpus-per-node", resources.gpus_per_node, 0),
+        ("--save-seconds", resources.save_seconds, 1),
+    ):
+        if value < smallest:
+            raise UserError(f"{name}={value} must be at least {smallest}")
+    if resources.gpus_per_node and resources.ranks_per_node > resources.gpus_per_node:
+        raise UserError(
+            f"--ranks-per-node={resources.ranks_per_node} is more than the "
+            f"{resources.gpus_per_node} GPUs of a node; a rank needs one of its own"
+        )
+    needed = resources.save_seconds + EARLY_SECONDS
+    if parse_seconds(resources.time) <= needed:
+        raise UserError(
+            f"--time={resources.time} leaves nothing to train in: saving may take "
+            f"--save-seconds={resources.save_seconds}, and SLURM warns up to {EARLY_SECONDS} s "
+            f"early; give it more than {needed} s"
+        )
+
+
+def _check_cluster(request: Request) -> None:
+    """Refuse what the partition cannot ever give."""
+    resources, wanted = request.resources, request.site.partition
+    partitions = slurm("sinfo", "--noheader", "--format=%P").split()
+    default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")
+    known = [name.rstrip("*") for name in partitions]
+    if wanted and wanted not in known:
+        raise UserError(f"SBATCH_PARTITION={wanted} does not exist{nearest(wanted, known)}")
+    if not wanted and not default:
+        raise UserError(
+            f"the cluster has no default partition; set SBATCH_PARTITION in the site file to one "
+            f"of {', '.join(sorted(set(known)))}"
+        )
+    fields = show("partition", wanted or default)
+    most = min(_limit(fields["TotalNodes"]), _limit(fields["MaxNodes"]))
+    if resources.nodes > most:
+        raise UserError(
+            f"--nodes={resources.nodes} is more than the {most:g} that partition "
+            f"{fields['PartitionName']} gives a job; ask for fewer, or name another partition"
+        )
+    longest = fields["MaxTime"]
+    if longest != "UNLIMITED" and parse_seconds(resources.time) > parse_seconds(longest):
+        raise UserError(
+            f"--time={resources.time} is more than partition {fields['PartitionName']} allows "
+            f"({longest}); ask for less: a job is started again until its stage is done"
+        )
+
+
+def _limit(text: str) -> float:
+    return float(text) if text.isdigit() else float("inf")
+
+
+def _refuse_second_submission(root: Path) -> None:
+    if not (slurm_folder(root) / "jobs.json").exists():
+        return
+    active = [job for job in read_chain(root) if job.active]
+    if active:
+        raise UserError(
+            f"{root} has jobs already ({', '.join(f'{j.stage}: {j.job}' for j in active)}); wait "
+            f"for them, or titan-loop slurm cancel {root}"
+        )
