@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests, on a fresh machine with only Python 3.11 or later.
+# All tests, on a fresh machine with only Python 3.11 or later; those on a real SLURM are in
+# tools/test_slurm.sh.
 #
 #   bash tools/test.sh [--durations] [PYTEST ARGUMENTS]
 #
@@ -26,7 +27,7 @@ echo "set-up: $setup_seconds s of $SETUP_BUDGET_SECONDS s"
 # Threads of ranks that share cores spin on each other: one each (a pool's ranks set the same).
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
-"$VENV/bin/python" -m pytest "$@" || status=$?
+"$VENV/bin/python" -m pytest -m "not slurm" "$@" || status=$?
 if [ $enforce = 1 ] && [ "$setup_seconds" -gt $SETUP_BUDGET_SECONDS ]; then
     echo "tools/test.sh: set-up took $setup_seconds s, its budget is $SETUP_BUDGET_SECONDS s" >&2
     status=1

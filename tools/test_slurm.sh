@@ -18,7 +18,7 @@ if [ $status = 77 ] && [[ ,${TITAN_LOOP_REQUIRE:-}, != *,slurm,* ]]; then
     exit 0
 fi
 [ $status = 0 ] || exit $status
-echo "set-up: SLURM $(sinfo --version | cut -d' ' -f2) in $SECONDS s"
+echo "set-up: SLURM in $SECONDS s"
 
 export SLURM_CONF=$folder/slurm.conf OMP_NUM_THREADS=1
 TITAN_LOOP_REQUIRE=slurm "$VENV/bin/python" -m pytest -m slurm tests/slurm "$@" || status=$?

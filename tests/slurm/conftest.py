@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from titan_loop.slurm.site import Site
 from titan_loop.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
-RECIPES = "tests.slurm.recipes"
+RECIPES, ENDINGS = "tests.slurm.recipes", "tests.slurm.endings"
 TEST_CLUSTER = "titan-loop-test"
 PATIENCE_SECONDS = 240
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
@@ -72,13 +73,14 @@ class Cluster:
         save_seconds: int = SAVE_SECONDS,
     ) -> str:
         """Submit the script of one job with flags of sbatch; return its number."""
+        module = RECIPES if recipe == "one_run" else ENDINGS
         resources = Resources(
             nodes=nodes, ranks_per_node=1, gpus_per_node=0, time="10", save_seconds=save_seconds
         )
         script = render_script(
             recipe,
             [
-                *("slurm", "run", f"{RECIPES}:{recipe}", f"--dump-folder={folder}"),
+                *("slurm", "run", f"{module}:{recipe}", f"--dump-folder={folder}"),
                 *(f"--save-seconds={save_seconds}", *run),
             ],
             resources=resources,
@@ -101,10 +103,14 @@ class Cluster:
         return show("job", job)["JobState"]
 
     def hurry(self, job: str) -> None:
-        """Spare a requeued job the two minutes SLURM lets it wait."""
+        """Spare a requeued job most of the two minutes SLURM lets it wait."""
         fields = show("job", job)
-        if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
-            slurm("scontrol", "update", f"JobId={job}", "StartTime=now")
+        if fields["JobState"] != "PENDING" or fields["Reason"] != "BeginTime":
+            return
+        waits = datetime.fromisoformat(fields["EligibleTime"]) - datetime.now()
+        if waits.total_seconds() > 30:
+            # Its nodes refuse a job within a second of its last start.
+            slurm("scontrol", "update", f"JobId={job}", "StartTime=now+3")
 
     def wait_until_it_ends(self, job: str, log: Path | None = None) -> str:
         """Return the final state of a job, through all of its restarts."""

@@ -5,10 +5,8 @@ losses, serves all tests.
 """
 
 import os
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from titan_loop.data.synthetic.mano_loader import ManoLoader
@@ -98,22 +96,3 @@ def two_stages() -> Recipe:
             Stage(name="second", parent="first", config=tiny(3)),
         ],
     )
-
-
-def done_at_once() -> LoopTrainer.Config:
-    """End as a run that is complete."""
-    sys.exit(0)
-
-
-def gets_nowhere() -> LoopTrainer.Config:
-    """Ends as an interrupted run does, before anything is trained."""
-    sys.exit(75)
-
-
-def interrupted_once() -> LoopTrainer.Config:
-    """End as an interrupted run does, and the second time as one that is done."""
-    marker = Path(os.environ["TEST_MARKER"])
-    if marker.exists():
-        sys.exit(0)
-    marker.touch()
-    sys.exit(75)

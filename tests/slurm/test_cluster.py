@@ -168,14 +168,17 @@ def test_a_crash_is_not_started_again(cluster, tmp_path):
 
 def test_a_bad_node_is_named_and_excluded(cluster, tmp_path):
     faults = Path(os.environ["SLURM_CONF"]).parent / "faults"
-    (faults / "n1").write_text("export TMPDIR=/missing\n")
+    (faults / "n1").write_text("export TMPDIR=/proc/missing\n")
     try:
         job = cluster.batch("done_at_once", tmp_path, nodes=2, run=())
         log = cluster.log(tmp_path, "job")
         assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
     finally:
         (faults / "n1").unlink()
-    assert "bad node n1: /missing cannot be written (No such file or directory)" in log.read_text()
+    assert (
+        "bad node n1: /proc/missing cannot be written (No such file or directory)"
+        in log.read_text()
+    )
     fields = show("job", job)
     assert fields["Restarts"] == "1"
     assert fields["ExcNodeList"] == "n1"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,23 @@ def test_wandb_offline_writes_into_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     processor.log_step(RECORD)
     processor.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    for run in ("first", "first", "second"):
+        build(tmp_path / run, enable_wandb=True).close()
+    first, second = (RunDirectory(tmp_path / run) for run in ("first", "second"))
+    ids = [run.wandb_run_id.read_text().strip() for run in (first, second)]
+    assert ids[0] != ids[1]
+    for run, run_id in zip((first, second), ids, strict=True):
+        assert list((run.path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert "WANDB_RUN_ID" not in os.environ
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    build(tmp_path / "third", enable_wandb=True).close()
+    assert list((tmp_path / "third" / "wandb").glob("offline-run-*-mine"))
 
 
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -13,7 +13,8 @@ WAIT_SECONDS = 120
 """After its first task has ended, a step's others are killed: a rank that died leaves the rest
 waiting. Longer than ranks differ at a regular end."""
 
-_FIRST_PORT, _PORTS, _PORTS_A_JOB = 20_000, 30_000, 50
+_FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
+"""Below what Linux gives to outgoing connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +65,7 @@ class Allocation:
     def port(self, offset: int = 0) -> int:
         """Return a port that jobs on the same node do not share, nor a job with its last start."""
         block = int(self.job) * 7 + self.restarts
-        return _FIRST_PORT + (block * _PORTS_A_JOB) % _PORTS + offset
+        return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
     def srun(self, site: Site, *command: str) -> list[str]:
         """Return the command that starts `titan-loop` on every rank.

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.json_files import write_json
+from titan_loop.slurm.allocation import PORTS_A_JOB
 
 _TIMEOUT = timedelta(seconds=60)
 _SENT_FLOATS = 2**20
@@ -69,9 +70,9 @@ def check_node(wanted: Requirements, environment: Mapping[str, str] = os.environ
         torch.cuda.set_device(local_rank)
     try:
         begin("node")
-        # Ranks of a node meet by themselves, wherever rank 0 of the job is.
-        node = rank // local_world_size
-        with _Group("127.0.0.1", wanted.node_port + node, local_rank, local_world_size) as group:
+        # Ranks of a node meet by themselves; nodes may be one host's, in tests at least.
+        port = wanted.node_port + rank // local_world_size % (PORTS_A_JOB - 2)
+        with _Group("127.0.0.1", port, local_rank, local_world_size) as group:
             group.all_reduce()
         begin("meet")
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])

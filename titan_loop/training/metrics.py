@@ -13,6 +13,7 @@ since the start. Numbers that are not finite are null.
 
 import math
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,7 +132,8 @@ class LoopMetricsProcessor(MetricsProcessor):
         if config.enable_wandb:
             os.environ.setdefault("WANDB_PROJECT", "titan_loop")
             try:
-                loggers.add_logger(WandBLogger(dump_folder, config_dict=config_dict, tag=tag))
+                with _one_wandb_run(self.run_directory):
+                    loggers.add_logger(WandBLogger(dump_folder, config_dict=config_dict, tag=tag))
             except Exception as error:  # a tracking service must never stop a training run
                 logger.error("metrics.enable_wandb: W&B is off for this run (%s)", error)
         if config.enable_tensorboard:
@@ -251,6 +253,30 @@ class LoopMetricsProcessor(MetricsProcessor):
     def _peak_memory_bytes(self) -> int:
         stats = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
         return stats["reserved_bytes.all.peak"]
+
+
+@contextmanager
+def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
+    """Let W&B continue the run that earlier starts of this run directory logged to.
+
+    Its id is drawn at the first start and kept in `wandb/run_id`. WANDB_RUN_ID, if set, decides.
+    """
+    if "WANDB_RUN_ID" in os.environ:
+        yield
+        return
+    path = run_directory.wandb_run_id
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+    resume = os.environ.get("WANDB_RESUME")
+    os.environ["WANDB_RUN_ID"] = path.read_text(encoding="utf-8").strip()
+    os.environ["WANDB_RESUME"] = resume or "allow"
+    try:
+        yield
+    finally:  # the next stage in this process is another run
+        del os.environ["WANDB_RUN_ID"]
+        if resume is None:
+            del os.environ["WANDB_RESUME"]
 
 
 def known_peak_flops(device_name: str) -> float | None:

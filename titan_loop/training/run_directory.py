@@ -9,6 +9,7 @@ Format version 1:
     held_out.jsonl   held-out losses
     evals.jsonl      what `titan-loop eval watch` found for each checkpoint
     run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
+    wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
     profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
 
@@ -81,6 +82,11 @@ class RunDirectory:
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.path / "tb"
+
+    @property
+    def wandb_run_id(self) -> Path:
+        """The id under which all starts of the run log to W&B."""
+        return self.path / "wandb" / "run_id"
 
     @property
     def plots(self) -> Path:

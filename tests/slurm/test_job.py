@@ -1,0 +1,157 @@
+"""What a job decides from records, variables and reports; needs no SLURM."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.slurm.allocation import Allocation
+from titan_loop.slurm.health import NodeCheck, bad_nodes
+from titan_loop.slurm.node_check import disk_problems, gpu_problems
+from titan_loop.slurm.record import (
+    Restarts,
+    newest_checkpoints,
+    read_jobs,
+    read_restarts,
+    replace_job,
+    write_jobs,
+    write_restarts,
+)
+from titan_loop.slurm.site import Site
+
+ALLOCATION = Allocation(
+    job="123", restarts=1, nodes=("n1", "n2", "n3"), ranks_per_node=2, gpus_per_node=0
+)
+
+
+def report(folder: Path, node: str, rank: int, **changes: object) -> None:
+    content = {
+        "node": node, "rank": rank, "phase": "all", "problems": [], "failure": "", "clock": 100.0,
+        **changes,
+    }  # fmt: skip
+    (folder / f"rank-{rank}.json").write_text(json.dumps(content))
+
+
+def all_good(folder: Path) -> None:
+    for number, node in enumerate(ALLOCATION.nodes):
+        for local in range(2):
+            report(folder, node, 2 * number + local)
+
+
+def test_good_nodes(tmp_path):
+    all_good(tmp_path)
+    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck()) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"problems": ["1 of 8 GPUs are there"]}, "1 of 8 GPUs are there"),
+        ({"phase": "start"}, "rank 3 hung in its own checks"),
+        ({"phase": "node", "failure": "E: x"}, "rank 3 failed at the all-reduce on its node: E: x"),
+        ({"phase": "meet"}, "rank 3 failed at reaching rank 0: it hung"),
+        ({"clock": 107.5}, None),  # the other rank of the node disagrees
+    ],
+)
+def test_one_bad_rank_makes_its_node_bad(tmp_path, changes, reason):
+    all_good(tmp_path)
+    # The others miss it, which says nothing about them.
+    report(tmp_path, "n1", 0, failure="E: connection closed")
+    report(tmp_path, "n2", 3, **changes)
+    bad, others = bad_nodes(tmp_path, ALLOCATION, NodeCheck())
+    assert bad == ({} if reason is None else {"n2": reason})
+    assert others == (["E: connection closed"] if reason is None else [])
+
+
+def test_a_node_without_reports_and_one_with_another_clock(tmp_path):
+    all_good(tmp_path)
+    report(tmp_path, "n3", 4, clock=93.0)
+    report(tmp_path, "n3", 5, clock=93.1)
+    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck())[0] == {"n3": "its clock is -7.0 s off"}
+    (tmp_path / "rank-3.json").unlink()
+    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck())[0] == {"n2": "1 of 2 ranks started"}
+
+
+def test_disk_and_gpu_problems(tmp_path):
+    assert disk_problems(tmp_path, 0) == []
+    (problem,) = disk_problems(tmp_path, 1e12)
+    assert problem.endswith("GB free, 1e+12 are needed")
+    assert "cannot be written (No such file" in disk_problems(tmp_path / "gone", 0)[0]
+    assert gpu_problems(0, 0, 0.9) == []
+    assert "of 99 GPUs are there" in gpu_problems(99, 0, 0.9)[0]
+
+
+def test_restarts_count_while_no_checkpoint_comes(tmp_path):
+    restarts = Restarts(bad_nodes={"n1": "gone"})
+    restarts.begin({}, is_restart=True)
+    restarts.begin({}, is_restart=True)
+    assert restarts.fruitless == 2
+    restarts.begin({"1a": 5}, is_restart=True)
+    assert restarts.fruitless == 0
+    restarts.begin({"1a": 5}, is_restart=True)
+    write_restarts(tmp_path, "1a", restarts)
+    read = read_restarts(tmp_path, "1a")
+    assert (read.fruitless, read.bad_nodes) == (1, {"n1": "gone"})
+    read.begin({"1a": 5}, is_restart=False)  # submitted anew
+    assert read == Restarts(checkpoints={"1a": 5})
+    assert read_restarts(tmp_path, "1b") == Restarts()
+
+
+def test_newest_checkpoints_of_a_recipe_or_a_stage(tmp_path):
+    for run, step in (("1a", 9), ("1a", 10), ("1b", 3)):
+        manifest = tmp_path / run / "checkpoints" / f"step-{step}" / "manifest.json"
+        manifest.parent.mkdir(parents=True)
+        manifest.touch()
+    (tmp_path / "1b" / "checkpoints" / "step-4").mkdir()  # never finished
+    assert newest_checkpoints(tmp_path, None) == {"1a": 10, "1b": 3}
+    assert newest_checkpoints(tmp_path, "1b") == {"1b": 3}
+
+
+def test_a_successor_takes_the_place_in_the_record(tmp_path):
+    write_jobs(tmp_path, {"1a": "7", "1b": "8"})
+    replace_job(tmp_path, "7", "9")
+    assert read_jobs(tmp_path) == {"1a": "9", "1b": "8"}
+    replace_job(tmp_path / "by-hand", "7", "9")
+    (tmp_path / "slurm" / "jobs.json").write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match="format version 99"):
+        read_jobs(tmp_path)
+
+
+def test_the_command_and_environment_of_a_step():
+    site = Site(container=("apptainer", "exec", "i.sif"), srun_flags=("--mpi=none",))
+    command = ALLOCATION.srun(site, "train", "quickstart")
+    assert command[0] == "srun"
+    assert "--ntasks=6" in command
+    assert command[-7:] == [
+        *("--mpi=none", "apptainer", "exec", "i.sif", "titan-loop", "train", "quickstart"),
+    ]
+    site = Site(network_interface="ib0", rendezvous_host="10.0.0.1")
+    variables = ALLOCATION.rank_environment(site, port=5, environment={"SLURM_CPUS_PER_TASK": "4"})
+    assert variables == {
+        "SLURM_CPUS_PER_TASK": "4",
+        "SRUN_CPUS_PER_TASK": "4",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "5",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "GLOO_SOCKET_IFNAME": "ib0",
+    }
+    assert ALLOCATION.rank_environment(Site(), port=5, environment={})["MASTER_ADDR"] == "n1"
+
+
+def test_ports_of_jobs_and_starts_differ():
+    ports = {
+        Allocation(job=str(job), restarts=restarts, nodes=(), ranks_per_node=1, gpus_per_node=0)
+        .port()
+        for job in range(1000, 1020)
+        for restarts in range(4)
+    }  # fmt: skip
+    assert len(ports) == 80
+    assert min(ports) >= 20_000
+    assert max(ports) + 50 <= 32_768
+
+
+@pytest.mark.parametrize("tasks", ["", "two"])
+def test_a_batch_script_must_say_how_many_ranks(tasks):
+    with pytest.raises(UserError, match="--ntasks-per-node"):
+        Allocation.current({"SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": tasks})

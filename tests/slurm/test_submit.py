@@ -1,0 +1,140 @@
+"""What `slurm submit` prints, and refuses before anything is submitted; needs no SLURM."""
+
+import shlex
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.slurm.commands import outside_of_a_job, parse_seconds
+from titan_loop.slurm.site import Site, find_site, source_site
+
+RECIPE = "tests.slurm.recipes:two_stages"
+FLAGS = ("--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--time=1:00:00")
+
+
+@pytest.fixture(autouse=True)
+def a_users_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "TITAN_LOOP_NETWORK_INTERFACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys, *arguments: str) -> str:
+    assert main(["slurm", "submit", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
+    site = tmp_path / "site.sh"
+    site.write_text(
+        "echo loading modules\nexport SBATCH_PARTITION=gpu SBATCH_ACCOUNT='my project'\n"
+    )
+    flags = (*FLAGS, "--site", str(site), "--dump-folder", "runs", "--total-tokens", "1K")
+    assert main(["slurm", "submit", RECIPE, *flags, "--dry-run"]) == 0
+    first, second = capsys.readouterr().out.split("# stage ")[1:]
+    assert second.startswith("second, after first\n")
+    lines = first.splitlines()
+    for directive in (
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--time=1:00:00",
+        "--partition=gpu",
+        "--account='my project'",
+        "--signal=B:USR1@300",
+        f"--output={tmp_path}/runs/slurm/first.log",
+        "--open-mode=append",
+        "--kill-on-invalid-dep=yes",
+    ):
+        assert f"#SBATCH {directive}" in lines
+    # Two commands and nothing else: whatever is decided, the command line decides.
+    commands = [line for line in lines[1:] if line and not line.startswith("#")]
+    assert commands[0] == f"source {site}"
+    assert shlex.split(commands[1])[2:] == [
+        *("-m", "titan_loop", "slurm", "run", RECIPE, "--total-tokens", "1K"),
+        *(f"--dump-folder={tmp_path}/runs", "--stage=first", "--save-seconds=300"),
+    ]
+    assert len(commands) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--nodes=0",), "--nodes=0 must be at least 1"),
+        (("--time=soon",), "--time=soon is no time limit"),
+        (("--time=6:00",), "--time=6:00 leaves nothing to train in"),
+        (("--save-seconds=0",), "--save-seconds=0 must be at least 1"),
+        (("--gpus-per-node=4", "--ranks-per-node=8"), "--ranks-per-node=8 is more than the 4 GPUs"),
+        (("--nodes=3",), "stage first: a global batch of 4 windows does not divide"),
+        (("--stage=third",), "recipe two_stages has no stage 'third'"),
+        (("--stage=second",), "stage second starts from first, which has 0 of"),
+        (("--site=nowhere.sh",), "--site=nowhere.sh is no file"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(capsys, flags, complaint):
+    assert complaint in refused(capsys, RECIPE, *FLAGS, "--dry-run", *flags)
+
+
+def test_what_is_missing_is_said(capsys, monkeypatch):
+    assert "unknown recipe 'nonesuch'" in refused(capsys, "nonesuch", *FLAGS, "--dry-run")
+    assert "add --ranks-per-node" in refused(
+        capsys, RECIPE, "--nodes=1", "--gpus-per-node=0", "--time=1:00:00"
+    )
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "sbatch is not on PATH" in refused(capsys, RECIPE, *FLAGS)
+
+
+def test_outside_of_a_cluster_verbs_say_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert main(["slurm", "run", RECIPE, "--dump-folder", str(tmp_path)]) == 2
+    assert "slurm run is what a batch script calls" in capsys.readouterr().err
+    for verb in ("status", "cancel"):
+        assert main(["slurm", verb, str(tmp_path)]) == 2
+        assert f"{tmp_path} has no jobs" in capsys.readouterr().err
+
+
+def test_a_site_file(tmp_path, capsys):
+    site = tmp_path / "site.sh"
+    site.write_text(
+        "export TITAN_LOOP_CONTAINER='apptainer exec \"my image.sif\"'\n"
+        "export TITAN_LOOP_NETWORK_INTERFACE=ib0\n"
+    )
+    found = Site.of(source_site(site, {"PATH": "/usr/bin:/bin"}))
+    assert found == Site(container=("apptainer", "exec", "my image.sif"), network_interface="ib0")
+    site.write_text("export TITAN_LOOP_CONTAINR=x\n")
+    flags = (*FLAGS, "--dry-run", "--site", str(site))
+    assert "TITAN_LOOP_CONTAINR, which nobody reads; nearest" in refused(capsys, RECIPE, *flags)
+    site.write_text("echo no such module >&2; false\n")
+    assert "fails (no such module); fix it" in refused(capsys, RECIPE, *flags)
+    site.write_text("export TITAN_LOOP_SRUN_FLAGS='\"half'\n")
+    assert "No closing quotation" in refused(capsys, RECIPE, *flags)
+
+
+def test_the_default_site_file_is_optional(tmp_path):
+    assert find_site(None) is None
+    assert source_site(None, {"A": "b"}) == {"A": "b"}
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "site.sh").touch()
+    assert find_site(None) == tmp_path / "slurm" / "site.sh"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("1:30", 90),
+        ("2:00:01", 7201),
+        ("1-0", 86_400),
+        ("1-2:30", 95_400),
+        ("1-02:30:05", 95_405),
+    ],
+)
+def test_time_limits_as_sbatch_reads_them(text, seconds):
+    assert parse_seconds(text) == seconds
+
+
+def test_a_new_job_is_not_told_it_is_this_one():
+    environment = {"SLURM_JOB_ID": "1", "SLURM_RESTART_COUNT": "2", "SLURM_CONF": "c", "HOME": "h"}
+    assert outside_of_a_job(environment) == {"SLURM_CONF": "c", "HOME": "h"}
