@@ -91,7 +91,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 SlurmdParameters=config_overrides
-ReturnToService=2
+ReturnToService=1
 JobRequeue=1
 KillWait=30
 MinJobAge=3600

@@ -15,7 +15,7 @@ from tests.slurm.recipes import STEPS
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.recipes.status import read_status
-from titan_loop.slurm.commands import show, slurm
+from titan_loop.slurm.commands import host_names, show, slurm
 from titan_loop.slurm.record import read_restarts, slurm_folder
 from titan_loop.training.run_directory import RunDirectory
 
@@ -69,6 +69,29 @@ def test_the_template_works_by_itself(cluster, tmp_path, monkeypatch):
     assert [stage.complete for stage in stages] == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("flags", "site", "complaint"),
+    [
+        (("--nodes=5",), "", "--nodes=5 is more than the 4 that partition main gives a job"),
+        (("--time=2:00:00",), "", "--time=2:00:00 is more than partition main allows (01:00:00)"),
+        ((), "export SBATCH_PARTITION=mainn", "SBATCH_PARTITION=mainn does not exist; nearest: main"),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_refused(cluster, tmp_path, capsys, flags, site, complaint):
+    (tmp_path / "site.sh").write_text(site)
+    before = slurm("squeue", "--noheader", "--format=%i")
+    code = main(
+        ["slurm", "submit", "tests.slurm.recipes:one_run", "--nodes=2", "--gpus-per-node=0",
+         "--ranks-per-node=1", "--time=10:00", "--batch.global-batch-tokens=640",
+         f"--site={tmp_path / 'site.sh'}", f"--dump-folder={tmp_path}", *flags]
+    )  # fmt: skip
+    assert code == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert error.count("\n") == 1
+    assert slurm("squeue", "--noheader", "--format=%i") == before
+
+
 def test_a_chain_of_two_stages(cluster, tmp_path, capsys):
     jobs = cluster.submit("two_stages", tmp_path, "--no-node-check", nodes=1)
     assert list(jobs) == ["first", "second"]
@@ -97,7 +120,7 @@ def test_requeued_by_hand_and_by_a_node_that_fails(cluster, tmp_path, monkeypatc
     cluster.wait_for_step(tmp_path, 6, job)
     # What the ranks saved before SLURM ended them.
     assert committed_steps(RunDirectory(tmp_path).checkpoints) == [4]
-    node = show("job", job)["NodeList"].replace("n[", "n").partition("-")[0].partition(",")[0]
+    node = host_names(show("job", job)["NodeList"])[-1]
     slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
     try:
         wait_for(lambda: show("job", job)["Restarts"] == "2", "the job is not requeued")
