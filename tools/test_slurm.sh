@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need SLURM, on a cluster of four nodes that this machine pretends to be.
+# The tests that need SLURM, on a cluster of five nodes that this machine pretends to be.
 #
 #   bash tools/test_slurm.sh [PYTEST ARGUMENTS]
 #
@@ -12,7 +12,7 @@ folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-slurm.XXXXXX")
 trap 'bash tools/slurm_host.sh stop "$folder"; rm -rf "$folder"' EXIT
 SECONDS=0
 status=0
-bash tools/slurm_host.sh start "$folder" || status=$?
+bash tools/slurm_host.sh start "$folder" 5 || status=$?
 if [ $status = 77 ] && [[ ,${TITAN_LOOP_REQUIRE:-}, != *,slurm,* ]]; then
     echo "tools/test_slurm.sh: skipped" >&2
     exit 0

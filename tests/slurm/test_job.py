@@ -7,7 +7,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.slurm.allocation import Allocation
-from titan_loop.slurm.health import NodeCheck, bad_nodes
+from titan_loop.slurm.health import bad_nodes
 from titan_loop.slurm.node_check import disk_problems, gpu_problems
 from titan_loop.slurm.record import (
     Restarts,
@@ -41,7 +41,7 @@ def all_good(folder: Path) -> None:
 
 def test_good_nodes(tmp_path):
     all_good(tmp_path)
-    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck()) == ({}, [])
+    assert bad_nodes(tmp_path, ALLOCATION) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_good_nodes(tmp_path):
         ({"problems": ["1 of 8 GPUs are there"]}, "1 of 8 GPUs are there"),
         ({"phase": "start"}, "rank 3 hung in its own checks"),
         ({"phase": "node", "failure": "E: x"}, "rank 3 failed at the all-reduce on its node: E: x"),
-        ({"phase": "meet"}, "rank 3 failed at reaching rank 0: it hung"),
+        ({"phase": "meet"}, "rank 3 did not reach rank 0: it hung"),
         ({"clock": 107.5}, None),  # the other rank of the node disagrees
     ],
 )
@@ -59,7 +59,7 @@ def test_one_bad_rank_makes_its_node_bad(tmp_path, changes, reason):
     # The others miss it, which says nothing about them.
     report(tmp_path, "n1", 0, failure="E: connection closed")
     report(tmp_path, "n2", 3, **changes)
-    bad, others = bad_nodes(tmp_path, ALLOCATION, NodeCheck())
+    bad, others = bad_nodes(tmp_path, ALLOCATION)
     assert bad == ({} if reason is None else {"n2": reason})
     assert others == (["E: connection closed"] if reason is None else [])
 
@@ -68,9 +68,9 @@ def test_a_node_without_reports_and_one_with_another_clock(tmp_path):
     all_good(tmp_path)
     report(tmp_path, "n3", 4, clock=93.0)
     report(tmp_path, "n3", 5, clock=93.1)
-    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck())[0] == {"n3": "its clock is -7.0 s off"}
+    assert bad_nodes(tmp_path, ALLOCATION)[0] == {"n3": "its clock is -7.0 s off"}
     (tmp_path / "rank-3.json").unlink()
-    assert bad_nodes(tmp_path, ALLOCATION, NodeCheck())[0] == {"n2": "1 of 2 ranks started"}
+    assert bad_nodes(tmp_path, ALLOCATION)[0] == {"n2": "1 of 2 ranks started"}
 
 
 def test_disk_and_gpu_problems(tmp_path):

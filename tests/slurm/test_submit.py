@@ -32,9 +32,11 @@ def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
         "echo loading modules\nexport SBATCH_PARTITION=gpu SBATCH_ACCOUNT='my project'\n"
     )
     flags = (*FLAGS, "--site", str(site), "--dump-folder", "runs", "--total-tokens", "1K")
+    flags = (*flags, "--stages.second.max-skipped-steps", "3")
     assert main(["slurm", "submit", RECIPE, *flags, "--dry-run"]) == 0
     first, second = capsys.readouterr().out.split("# stage ")[1:]
     assert second.startswith("second, after first\n")
+    assert "--total-tokens 1K --max-skipped-steps 3" in second
     lines = first.splitlines()
     for directive in (
         "--nodes=2",

@@ -74,14 +74,18 @@ def submit(arguments: Sequence[str]) -> int:
     )
     recipe = load_recipe(given.recipe)
 
-    from titan_loop.cli.overrides import apply_overrides
+    from titan_loop.cli.stage_flags import apply_to_stages, split_by_stage
     from titan_loop.slurm.submit import Request, plan_jobs, submit_jobs
 
-    for stage in recipe.stages if given.stage is None else [recipe.stage(given.stage)]:
-        stage.config = apply_overrides(stage.config, flags, f"titan-loop train {given.recipe}")
+    apply_to_stages(recipe, flags, f"titan-loop train {given.recipe}", only=given.stage)
+    if given.stage is not None and recipe.stage(given.stage).config.checkpoint.carry.parent:
+        recipe.stage(given.stage).parent = None  # a fork
+    common, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
     request = Request(
         recipe=recipe,
-        train=(given.recipe, *flags),
+        train={
+            stage.name: (given.recipe, *common, *own.get(stage.name, ())) for stage in recipe.stages
+        },
         only=given.stage,
         folder=given.dump_folder,
         resources=resources,

@@ -67,12 +67,13 @@ class Allocation:
         block = int(self.job) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
-    def srun(self, site: Site, *command: str) -> list[str]:
+    def srun(self, site: Site, *command: str, wait: int = WAIT_SECONDS) -> list[str]:
         """Return the command that starts `titan-loop` on every rank.
 
         Args:
             site: Flags and container.
             *command: What follows `titan-loop`.
+            wait: Seconds from the end of the first rank to that of the others.
         """
         program = (
             [*site.container, "titan-loop"]
@@ -86,7 +87,7 @@ class Allocation:
             f"--ntasks-per-node={self.ranks_per_node}",
             # A rank that leaves with code 75 must not have the others killed while they leave.
             "--kill-on-bad-exit=0",
-            f"--wait={WAIT_SECONDS}",
+            f"--wait={wait}",
             *site.srun_flags,
             *program,
             *command,

@@ -6,6 +6,7 @@ dies leaves how far it came.
 
 import json
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ PHASES = ("start", "node", "meet", "all")
 all-reduce of all."""
 
 _CLOCK_SKEW_SECONDS = 5.0
+
+_Reports = dict[str, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,45 +48,56 @@ class NodeCheck:
         ]
 
 
-def bad_nodes(
-    reports: Path, allocation: Allocation, check: NodeCheck
-) -> tuple[dict[str, str], list[str]]:
+def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
     """Return node → what is wrong with it, and what is wrong with no node in particular.
 
     Args:
         reports: The folder the ranks reported to.
         allocation: Which nodes and how many ranks there should be.
-        check: What was required.
     """
     found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         found.setdefault(report["node"], []).append(report)
-    bad = {node: reason for node in found if (reason := _reason(found[node], allocation))}
-    if not bad:
-        bad = _skewed(found)
-    failures = {report["failure"] for node in found for report in found[node] if report["failure"]}
-    # What ranks of good nodes complain about is the absence of the bad ones.
-    return bad, [] if bad else sorted(failures)
+    # What ranks of good nodes complain about is the absence of the bad ones: in this order.
+    for blame in (_alone(allocation), _apart, _skewed):
+        if bad := blame(found):
+            return bad, []
+    failures = {report["failure"] for part in found.values() for report in part}
+    return {}, sorted(failures - {""})
 
 
-def _reason(reports: list[dict[str, Any]], allocation: Allocation) -> str:
-    """Return why a node's own reports make it bad; empty if they do not."""
-    problems = sorted({problem for report in reports for problem in report["problems"]})
-    if problems:
-        return "; ".join(problems)
-    if len(reports) < allocation.ranks_per_node:
-        return f"{len(reports)} of {allocation.ranks_per_node} ranks started"
-    for report in reports:
-        if report["phase"] == "start":
-            return f"rank {report['rank']} hung in its own checks"
-        if report["phase"] in ("node", "meet"):
-            what = "the all-reduce on its node" if report["phase"] == "node" else "reaching rank 0"
-            return f"rank {report['rank']} failed at {what}: {report['failure'] or 'it hung'}"
-    return ""
+def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
+    """Return what finds the nodes that fail by themselves."""
+
+    def reason(reports: list[dict[str, Any]]) -> str:
+        problems = sorted({problem for report in reports for problem in report["problems"]})
+        if problems:
+            return "; ".join(problems)
+        if len(reports) < allocation.ranks_per_node:
+            return f"{len(reports)} of {allocation.ranks_per_node} ranks started"
+        for report in reports:
+            if report["phase"] == "start":
+                return f"rank {report['rank']} hung in its own checks"
+            if report["phase"] == "node":
+                why = report["failure"] or "it hung"
+                return f"rank {report['rank']} failed at the all-reduce on its node: {why}"
+        return ""
+
+    return lambda found: {node: why for node, part in found.items() if (why := reason(part))}
 
 
-def _skewed(found: dict[str, list[dict[str, Any]]]) -> dict[str, str]:
+def _apart(found: _Reports) -> dict[str, str]:
+    """Return the nodes that did not reach rank 0, which others did."""
+    return {
+        node: f"rank {report['rank']} did not reach rank 0: {report['failure'] or 'it hung'}"
+        for node, reports in found.items()
+        for report in reports
+        if report["phase"] == "meet"
+    }
+
+
+def _skewed(found: _Reports) -> dict[str, str]:
     """Return the nodes whose clock is off; of two nodes that differ, the second."""
     clocks = {
         node: min(report["clock"] for report in reports)

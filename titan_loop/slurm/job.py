@@ -40,6 +40,8 @@ RANKS_SHARE, STEP_SHARE = 0.8, 0.9
 requeueing."""
 
 _CHECK_SECONDS = 300
+_CHECK_WAIT_SECONDS = 60
+"""From the report of the first rank that is done, or fails, to the end of the check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,12 +112,13 @@ def _check(
 ) -> int:
     """Check the nodes; `EXIT_OK` if all are good, else the job ends with what is returned."""
     reports = slurm_folder(job.folder) / f"check-{allocation.job}-{allocation.restarts}"
-    command = allocation.srun(site, *check.command(reports, allocation, job.folder))
+    arguments = check.command(reports, allocation, job.folder)
+    command = allocation.srun(site, *arguments, wait=_CHECK_WAIT_SECONDS)
     variables = allocation.rank_environment(site, port=allocation.port(1))
     steps.run(command, variables, limit=_CHECK_SECONDS)
     if steps.warned:
         return EXIT_OK  # the time limit came first; nothing is known about the nodes
-    bad, others = bad_nodes(reports, allocation, check)
+    bad, others = bad_nodes(reports, allocation)
     for node, reason in bad.items():
         _say(f"bad node {node}: {reason}")
     for reason in others:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from titan_loop.json_files import write_json
 from titan_loop.slurm.allocation import PORTS_A_JOB
 
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=120)  # imports from a cold network disk take their time
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
 

@@ -26,7 +26,7 @@ class Request:
 
     Attributes:
         recipe: With the flags of the command line applied.
-        train: The arguments of `titan-loop train`: the recipe's name and those flags.
+        train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
         folder: Where the stages' run directories go; empty for the recipe's own.
         resources: Of every job.
@@ -37,7 +37,7 @@ class Request:
     """
 
     recipe: Recipe
-    train: tuple[str, ...]
+    train: Mapping[str, tuple[str, ...]]
     only: str | None = None
     folder: str = ""
     resources: Resources
@@ -88,7 +88,7 @@ def _script(request: Request, stage: Stage, root: Path, *, alone: bool) -> str:
     command = [
         "slurm",
         "run",
-        *request.train,
+        *request.train[stage.name],
         f"--dump-folder={root}",
         *([] if alone else [f"--stage={stage.name}"]),
         f"--save-seconds={request.resources.save_seconds}",
