@@ -14,9 +14,12 @@ from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
 from tests.slurm.recipes import STEPS
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
+from titan_loop.json_files import read_jsonl
 from titan_loop.recipes.status import read_status
 from titan_loop.slurm.commands import host_names, show, slurm
 from titan_loop.slurm.record import read_restarts, slurm_folder
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
 from titan_loop.training.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -222,6 +225,22 @@ def test_a_hung_rank_is_ended_and_the_job_goes_on(cluster, tmp_path, monkeypatch
     assert list((tmp_path / "comm_traces").iterdir())
     assert show("job", job)["Restarts"] == "1"
     assert losses(tmp_path) == whole
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_array_evaluates_every_checkpoint_once(cluster, source, tmp_path, monkeypatch):
+    run_training(tiny_config(source, tmp_path / "run", steps=4))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "site.sh").write_text(cluster.site.read_text())
+    flags = ("--array=0-1", "--gpus-per-node=0", "--time=10")
+    template = str(ROOT / "slurm" / "eval.sbatch")
+    job = slurm("sbatch", "--parsable", *flags, template, "run", "--windows=2").strip()
+    for task in ("0", "1"):
+        log = tmp_path / f"eval-{job}-{task}.log"
+        assert cluster.wait_until_it_ends(f"{job}_{task}", log) == "COMPLETED"
+    evaluated = read_jsonl(RunDirectory(tmp_path / "run").evals_jsonl)
+    assert sorted(record["step"] for record in evaluated) == [2, 4]
 
 
 def test_at_the_time_limit_a_job_saves_and_goes_on_bitwise(cluster, time_limited, whole):
