@@ -19,7 +19,7 @@ def trained(
     monkeypatch.chdir(tmp_path)  # a recipe's folder gets its plan
     configs: list[LoopTrainer.Config] = []
 
-    def record(config: LoopTrainer.Config) -> None:
+    def record(config: LoopTrainer.Config, **_: object) -> None:
         configs.append(config)
         if config.total_tokens == 3:
             raise NonFiniteError("10 steps")

@@ -343,10 +343,10 @@ def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monke
     resident: list[int] = []
     groups: set[Any] = set()
 
-    def watched(config: LoopTrainer.Config) -> None:
+    def watched(config: LoopTrainer.Config, **how: Any) -> None:
         resident.append(resident_bytes())
         assert not [thing for thing in gc.get_objects() if type(thing) is LoopTrainer]
-        run_training(config)
+        run_training(config, **how)
         groups.add(dist.group.WORLD)
 
     monkeypatch.setattr("titan_loop.recipes.runner.run_training", watched)

@@ -44,8 +44,8 @@ def train_chain(source: Path, folder: Path, world: int, tensor_parallel: tuple[i
     stages[1].config.checkpoint.carry.upcycle = "stacked"
     groups: set[Any] = set()
 
-    def watched(config: LoopTrainer.Config) -> None:
-        train(config)
+    def watched(config: LoopTrainer.Config, **how: Any) -> None:
+        train(config, **how)
         groups.add(dist.group.WORLD)
 
     train, leave = runner.run_training, runner.shutdown

@@ -64,6 +64,16 @@ def test_one_bad_rank_makes_its_node_bad(tmp_path, changes, reason):
     assert others == (["E: connection closed"] if reason is None else [])
 
 
+def test_what_no_node_is_to_blame_for(tmp_path):
+    all_good(tmp_path)
+    report(tmp_path, "n2", 3, clock=None)
+    report(tmp_path, "n3", 4, failure="RuntimeError: an all-reduce returned a wrong sum")
+    assert bad_nodes(tmp_path, ALLOCATION) == (
+        {},
+        ["RuntimeError: an all-reduce returned a wrong sum", "the all-reduce of all nodes hung"],
+    )
+
+
 def test_a_node_without_reports_and_one_with_another_clock(tmp_path):
     all_good(tmp_path)
     report(tmp_path, "n3", 4, clock=93.0)

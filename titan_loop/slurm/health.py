@@ -63,8 +63,8 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
     for blame in (_alone(allocation), _apart, _skewed):
         if bad := blame(found):
             return bad, []
-    failures = {report["failure"] for part in found.values() for report in part}
-    return {}, sorted(failures - {""})
+    unfinished = [r for part in found.values() for r in part if r["clock"] is None or r["failure"]]
+    return {}, sorted({r["failure"] or "the all-reduce of all nodes hung" for r in unfinished})
 
 
 def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
