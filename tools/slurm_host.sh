@@ -132,11 +132,18 @@ start() {
 }
 
 stop() {
-    local file
+    local file pid tenths
     # Steps and their tasks first: without slurmd nobody ends them.
     [ ! -S "$folder/munge.socket" ] || SLURM_CONF=$folder/slurm.conf timeout 10 scancel --signal=KILL --full -u root || true
     for file in "$folder"/slurmctld.pid "$folder"/slurmd-*.pid "$folder"/munged.pid; do
-        [ ! -f "$file" ] || kill "$(cat "$file")" 2>/dev/null || true
+        [ -f "$file" ] || continue
+        pid=$(cat "$file")
+        kill "$pid" 2>/dev/null || continue
+        # They write into the folder until they are gone; a zombie is.
+        for ((tenths = 0; tenths < 100; tenths++)); do
+            grep -qs '^State:.[^Z]' "/proc/$pid/status" || break
+            sleep 0.1
+        done
     done
 }
 
