@@ -55,10 +55,7 @@ def run_recipe(
     """
     rank, world_size = compat.start_runtime()
     init_logger()
-    root, stages = check_recipe(recipe, world_size, folder=folder, only=only)
-    if rank == 0:
-        for stage in stages:
-            _warn_of_repetition(recipe, stage)
+    root, stages = check_recipe(recipe, world_size, folder=folder, only=only, warn=rank == 0)
     if rank == 0 and len(recipe.stages) > 1:
         write_plan(recipe, root)
     try:
@@ -73,7 +70,12 @@ def run_recipe(
 
 
 def check_recipe(
-    recipe: Recipe, world_size: int, *, folder: str = "", only: str | None = None
+    recipe: Recipe,
+    world_size: int,
+    *,
+    folder: str = "",
+    only: str | None = None,
+    warn: bool = True,
 ) -> tuple[Path, list[Stage]]:
     """Refuse what cannot be trained; touches neither a process group nor a device.
 
@@ -82,6 +84,7 @@ def check_recipe(
         world_size: Ranks that will train.
         folder: As for `run_recipe`.
         only: As for `run_recipe`.
+        warn: Whether to say what can be trained, but is hardly meant.
 
     Returns:
         The recipe's folder, and the stages to train.
@@ -99,6 +102,8 @@ def check_recipe(
         _require_complete_parent(recipe, stages[0])
     for stage in stages:
         _check(recipe, stage, world_size)
+        if warn:
+            _warn_of_repetition(recipe, stage)
     return root, stages
 
 
