@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Ouro's whole recipe in miniature: data, all stages and the fork, what came out, plots. On a fresh
-# machine with only Python 3.11 or later.
+# Ouro's whole recipe in miniature: data, all stages and the fork, plots, depths, exit policies and a
+# report. On a fresh machine with only Python 3.11 or later.
 #
 #   bash tools/miniature.sh          18 minutes of CPU time for training, see train_configs/LOG.md
 #   bash tools/miniature.sh --short  1/32 of the tokens, to see that all of it works
@@ -79,7 +79,9 @@ titan_loop upcycle "$run/1a" --output "$run-upcycled" --layers 8 --report --wind
 stage "5/6 stages"
 titan_loop status "$run"
 
-stage "6/6 plots"
+stage "6/6 plots; depths, exit policies and the report of the gate stage"
 titan_loop plot "$run"
+titan_loop eval "$run/gate" --frontier --windows $windows
+titan_loop report "$run/gate"
 
 printf '\nminiature: %d s. Data: %s, runs: %s\n' $SECONDS "$corpus" "$run"

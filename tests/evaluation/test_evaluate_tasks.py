@@ -68,6 +68,12 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     assert "no_such_task" in merged.failures
     assert merged.flat()["mano/acc,none/static:4"] == report.flat()["mano/acc,none/static:4"]
 
+    # Other questions: what they gave does not stand beside the earlier answers.
+    evaluate_tasks(own_run, TaskOptions(tasks=expand_tasks(["mano"]), exit="q:0.5", limit=5))
+    (merged,) = TaskReport.all_of(run)
+    assert list(merged.tasks["mano"]) == ["q:0.5"]
+    assert list(merged.tasks["multi_hop"]) == ["static:1", "static:4"]
+
 
 def _nobody_knows(self: HarnessTasks, name: str):
     raise UserError(f"task {name!r} is unknown")

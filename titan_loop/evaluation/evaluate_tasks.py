@@ -142,6 +142,7 @@ class _Evaluation:
             try:
                 for name, results in self._choose(task)().items():
                     self._report.tasks[name] = results
+                    self._report.settings[name] = self._settings(task)
                 logger.info("%s: done", task.name)
             except Exception as error:  # its neighbours' results are worth keeping, whatever it is
                 reason = str(error) if isinstance(error, UserError) else _described(error)
@@ -150,6 +151,15 @@ class _Evaluation:
             if join_ranks()[0] == 0:
                 self._report.save(self._run)
         return self._report
+
+    def _settings(self, task: SuiteTask) -> str:
+        """Return what decides a task's questions, and how the model sees them."""
+        options = self._options
+        shots = "own" if task.num_fewshot is None else task.num_fewshot
+        return (
+            f"windows={options.windows} limit={options.limit} num_fewshot={shots} "
+            f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"
+        )
 
     def _choose(self, task: SuiteTask) -> Callable[[], dict[str, dict[str, ReadingResult]]]:
         if task.name == HELD_OUT:

@@ -4,12 +4,14 @@
 
     step, tokens, trained_recurrent_steps, manifest_sha256, kv_cache
     tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
+    settings   name -> windows, documents, shots, context and dtype it was asked with
     failures   name -> why it has no result
 
 Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
 `m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
 (nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the scored
-tokens. Writing again adds tasks and readings to what is there.
+tokens. Writing again adds tasks and readings to what is there; a task that was asked with other
+settings is replaced, since its readings could not be compared.
 """
 
 import json
@@ -61,6 +63,7 @@ class TaskReport:
         manifest_sha256: Which checkpoint it was.
         kv_cache: What generated tokens kept.
         tasks: Task → reading → result.
+        settings: Task → what it was asked with.
         failures: Task → why it has no result.
     """
 
@@ -70,6 +73,7 @@ class TaskReport:
     manifest_sha256: str
     kv_cache: str = "full"
     tasks: dict[str, dict[str, ReadingResult]] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def path(self, run_directory: RunDirectory) -> Path:
@@ -89,8 +93,11 @@ class TaskReport:
 
     def _with(self, newer: "TaskReport") -> "TaskReport":
         for name, readings in newer.tasks.items():
+            if self.settings.get(name) != newer.settings.get(name):
+                self.tasks[name] = {}
             self.tasks.setdefault(name, {}).update(readings)
             self.failures.pop(name, None)
+        self.settings.update(newer.settings)
         for name, reason in newer.failures.items():
             self.failures[name] = reason
         return self
