@@ -99,7 +99,7 @@ def test_quality_filters_come_before_deduplication(small_tokenizer: Path, tmp_pa
     }
     assert stored(tmp_path / "out") == sorted(good)
     assert card == SourceCard.read(tmp_path / "out")
-    assert card.versions.keys() == {"datatrove", "tokenizers", "numpy", "spacy"}
+    assert card.versions.keys() == {"titan_loop", "datatrove", "tokenizers", "numpy", "spacy"}
 
 
 @needs_spacy

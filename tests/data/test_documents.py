@@ -165,6 +165,7 @@ def test_which_files(tmp_path: Path) -> None:
         ([tmp_path / "x"], {"dataset_split": "test"}, "have no effect on files"),
         (["a", "b"], {"format": "huggingface"}, "reads one dataset, not 2"),
         (["a"], {"format": "huggingface", "patterns": ["*"]}, "no effect on a Hugging Face"),
+        (["s3://bucket/x"], {}, r"input s3://bucket/x is in an object store"),
         ([], {}, "no input"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -182,3 +183,31 @@ def test_a_dataset_that_cannot_be_had(
     with pytest.raises(UserError, match=r"dataset 'nobody/nothing' cannot be loaded .*network"):
         prepare("nobody/nothing", small_tokenizer, tmp_path / "out", format="huggingface")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_split_that_a_dataset_lacks(small_tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": TEXTS}), folder / "train.parquet")
+    with pytest.raises(
+        UserError, match=r"has no split 'training': give --dataset-split one of train"
+    ):
+        prepare(
+            folder,
+            small_tokenizer,
+            tmp_path / "out",
+            format="huggingface",
+            dataset_split="training",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["s3://bucket/out", Path("s3://bucket/out")])
+def test_an_output_in_an_object_store_is_refused(
+    small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
+        tokenize_source(tmp_path / "a.jsonl", output, tokenizer_path=small_tokenizer)
+    assert not (tmp_path / "s3:").exists()

@@ -14,7 +14,7 @@ from titan_loop.data.loader import WindowLoader, held_out_windows
 from titan_loop.data.packed_windows import PackedWindows
 from titan_loop.data.packing import pack_source
 from titan_loop.data.shards import LOSS_SUFFIX, TokenShards
-from titan_loop.data.source_card import CARD_NAME
+from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.data.windows import IGNORED, CutWindows
 from titan_loop.errors import UserError
 
@@ -127,6 +127,18 @@ def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, 
     assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
 
 
+def test_a_plan_counts_no_padding(source: Path) -> None:
+    pack_source(source, 3 * L, long_documents="split")
+    loader = WindowLoader.Config(mixture=[f"{source}:packed"]).build(
+        dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
+    )
+    (packed,) = SourceCard.read(source).splits["train"].packed
+    (row,) = loader.plan(2 * packed.windows)
+    text = packed.tokens * 3 * L / (3 * L + 1)  # a window of L + 1 tokens predicts L
+    assert packed.tokens < packed.windows * (3 * L + 1)
+    assert (row.available_tokens, row.needed_tokens) == (round(text), round(2 * text))
+
+
 def test_packed_for_another_length_is_refused(source: Path) -> None:
     pack_source(source, L)
     config = WindowLoader.Config(mixture=[f"{source}:packed"])
@@ -158,6 +170,15 @@ def test_a_missing_or_truncated_mask_is_refused(source: Path) -> None:
     mask.unlink()
     with pytest.raises(UserError, match=r"00000\.ds\.loss is missing"):
         TokenShards(source)
+
+
+def test_a_mask_truncated_while_training_is_named(source: Path) -> None:
+    add_masks(source)
+    windows = CutWindows(TokenShards(source), L, key=2)
+    for mask in (source / "train").glob(f"*{LOSS_SUFFIX}"):
+        os.truncate(mask, 1)
+    with pytest.raises(UserError, match=rf"0000\d\.ds\{LOSS_SUFFIX} ends before its value \d+"):
+        windows.read(0, 1)
 
 
 def test_held_out_windows_honour_masks(source: Path) -> None:

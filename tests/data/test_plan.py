@@ -7,6 +7,8 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.data.loader import WindowLoader
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.testing.tiny import tiny_config
 
 WriteSource = Callable[..., Path]
 
@@ -48,6 +50,31 @@ def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     (line,) = printed.err.splitlines()
     assert "quickstart: total_tokens needs 2736 windows of 256, the mixture has" in line
     assert "max_epochs=2 times (when_exhausted=stop)" in line
+
+
+def test_every_stage_is_planned_and_the_short_ones_are_named(
+    mixture: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, *_ = mixture.split("=")
+    stages = []
+    for name, epochs in {"first": 1, "second": None, "third": 2}.items():
+        config = tiny_config(Path(source), tmp_path / name, steps=100)
+        assert isinstance(config.dataloader, WindowLoader.Config)
+        config.dataloader.max_epochs = epochs
+        stages.append(Stage(name=name, config=config))
+    recipe = Recipe(name="three", stages=stages)
+    monkeypatch.setattr("titan_loop.cli.data_plan.load_recipe", lambda name: recipe)
+    assert main(["data", "plan", "three"]) == 2
+    printed = capsys.readouterr()
+    for name in ("first", "second", "third"):
+        assert f"{name}: 25,600 tokens in 800 windows of 32" in printed.out
+    (line,) = printed.err.splitlines()
+    assert "first: total_tokens needs 800 windows of 32, the mixture has" in line
+    assert "; third: total_tokens needs 800 windows" in line
+    assert "second" not in line
 
 
 def test_a_recipe_of_generated_data_and_a_missing_recipe(

@@ -268,7 +268,7 @@ def test_a_card_says_what_was_done(texts: list[str], small_tokenizer: Path, tmp_
     card = json.loads((out / CARD_NAME).read_text())
     assert card["tokenizer_sha256"] == hashlib.sha256(small_tokenizer.read_bytes()).hexdigest()
     assert (card["licence"], card["command"]) == ("CC0", "tokenize it")
-    assert card["versions"].keys() == {"datatrove", "tokenizers", "numpy"}
+    assert card["versions"].keys() == {"titan_loop", "datatrove", "tokenizers", "numpy"}
     (shard,) = card["splits"]["train"]["shards"]
     for suffix, key in {"": "sha256", ".index": "index_sha256"}.items():
         content = (out / "train" / (shard["file"] + suffix)).read_bytes()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from titan_loop.data.changes import data_changes, match_sources
 from titan_loop.data.loader import WindowLoader
+from titan_loop.data.packing import pack_source
 from titan_loop.data.synthetic.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 
@@ -148,6 +150,39 @@ def test_a_source_continues_in_its_own_order_beside_others(
     numbers_after = {int(n) for source, _, n in read_after if source == 1}
     assert len(numbers_before) == len(numbers_after) == 10
     assert not numbers_before & numbers_after
+
+
+@pytest.mark.parametrize("change", ["seed", "seq_len", "contents", "packed", "weights"])
+def test_a_source_in_another_order_is_said(
+    sources: list[Path],
+    write_source: WriteSource,
+    documents: DocumentMaker,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+) -> None:
+    a, b, _ = sources
+    loader = load(f"{a}=0.75", f"{b}=0.25", seq_len=24)
+    loader.read_step(READ)
+    state = json.loads(json.dumps(loader.state_dict()))
+    if change == "contents":
+        a.rename(a.with_name("old"))
+        write_source("a", [documents(7, 80, 20)])
+    pack_source(a, 24)
+    resumed = load(
+        f"{a}={0.5 if change == 'weights' else 0.75}{':packed' if change == 'packed' else ''}",
+        f"{b}=0.25",
+        seq_len=12 if change == "seq_len" else 24,
+        accept_change=True,
+        **({"seed": 3} if change == "seed" else {}),
+    )
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(state)
+    said = {
+        name: re.search(rf"source {name} continues .*, in another order", caplog.text) is not None
+        for name in ("a", "b")
+    }
+    both = change in ("seed", "seq_len")
+    assert said == {"a": change != "weights", "b": both}
 
 
 def test_another_window_length_keeps_the_tokens_of_every_source(

@@ -77,3 +77,30 @@ def test_vocabulary_and_mistakes(config: TextStreamLoader.Config, small_tokenize
     for path in ("s3://bucket/text", None):
         with pytest.raises(UserError, match=r"dataset_path=.* must be a local folder"):
             build(TextStreamLoader.Config(dataset_path=path))
+    with pytest.raises(UserError, match=r"dataset_path=/missing is not a folder"):
+        build(TextStreamLoader.Config(dataset_path="/missing"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"body": "x"}', r"^\S+/text: a record has no text in its field 'text', only body: set"),
+        ('{"text": null}', r"^\S+/text: a record has no text in its field 'text', only text: set"),
+        ('{"text": "cut', r"dataset_path=.*/text cannot be read \(.+\): mend its files"),
+        (None, r"dataset_path=.*/text cannot be read \(.+\): mend its files"),
+    ],
+)
+def test_text_that_cannot_be_read_is_named(
+    config: TextStreamLoader.Config, line: str | None, message: str
+) -> None:
+    assert config.dataset_path is not None
+    part = Path(config.dataset_path) / "part.jsonl"
+    if line is None:
+        part.unlink()
+    else:
+        part.write_text(f"{line}\n")
+    loader = build(config)
+    with pytest.raises(UserError, match=message) as refused:
+        loader.read_step(2)
+    assert "\n" not in str(refused.value)
+    assert loader.windows_consumed == 0

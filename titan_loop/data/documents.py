@@ -5,6 +5,7 @@ restart reads the same files in the same order.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ _SUFFIXES = {
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
     "parquet": (".parquet",),
 }
+_URL = re.compile(r"[A-Za-z][\w.+-]+:/")  # `Path` makes "s3:/" of "s3://"
 _HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
 
 
@@ -66,8 +68,8 @@ def find_documents(
         dataset_split: The split of it that is read.
 
     Raises:
-        UserError: For an unknown format, a missing or empty input, files of several formats, or
-            options that have no effect.
+        UserError: For an unknown format, a missing or empty input, one in an object store, files of
+            several formats, or options that have no effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
@@ -97,6 +99,15 @@ def find_documents(
     return Documents(format=kinds.pop(), files=files, held_out_files=held_out_files)
 
 
+def require_local(path: str | Path, name: str) -> None:
+    """Raise `UserError` if `path`, the `name` of something, is a URL and no local path."""
+    if _URL.match(str(path)):
+        raise UserError(
+            f"{name} {path} is in an object store or on a server, which is neither read nor "
+            "written: use a local or mounted folder, and copy"
+        )
+
+
 def _dataset(
     inputs: str | Path | Sequence[str | Path],
     held_out_inputs: object,
@@ -118,7 +129,10 @@ def _dataset(
 
 
 def _as_list(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
-    return [Path(path) for path in ([inputs] if isinstance(inputs, str | Path) else inputs)]
+    paths = [inputs] if isinstance(inputs, str | Path) else inputs
+    for path in paths:
+        require_local(path, "input")
+    return [Path(path) for path in paths]
 
 
 def _expand(

@@ -70,7 +70,7 @@ class SourcePlan(NamedTuple):
 
     Attributes:
         name: As in `SourceProgress`.
-        needed_tokens: windows x window length.
+        needed_tokens: windows x window length, without the padding of packed windows.
         available_tokens: The same for one epoch.
         max_epochs: How often it may be read; None for any number.
         disk_bytes: Of its training split: tokens, document ends and loss masks.
@@ -245,8 +245,8 @@ class WindowLoader(GlobalWindowLoader):
         return [
             SourcePlan(
                 name,
-                count * self._seq_len,
-                source.windows_per_epoch * self._seq_len,
+                round(count * self._seq_len * source.fill),
+                round(source.windows_per_epoch * self._seq_len * source.fill),
                 epochs,
                 source.shards.disk_bytes,
             )
@@ -300,7 +300,7 @@ class WindowLoader(GlobalWindowLoader):
             )
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Let every source that was read before continue where it was, in whole windows."""
+        """Let every source that was read before continue at its count of tokens, rounded up."""
         saved, windows = state_dict["data"], state_dict["read"]["windows"]
         matches = match_sources(saved[SOURCES], self._description[SOURCES])
         counts: list[int] = []
@@ -308,10 +308,27 @@ class WindowLoader(GlobalWindowLoader):
             # A window of another length covers as many tokens as several of the old ones.
             count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
             epoch, number = divmod(count, source.windows_per_epoch)
-            logger.warning("source %s continues at window %d of epoch %d", name, number, epoch)
+            reordered = match is not None and self._reordered(saved, match, len(counts))
+            logger.warning(
+                "source %s continues at window %d of epoch %d%s",
+                name,
+                number,
+                epoch,
+                ", in another order: until that epoch ends, tokens read in it before may be read "
+                "again and others never"
+                if reordered
+                else "",
+            )
             counts.append(count)
         self._place(self.windows_consumed, counts)
         return {"windows": counts}
+
+    def _reordered(self, saved: dict[str, Any], match: int, here: int) -> bool:
+        """Return whether a source's windows, or their order, are others than in the checkpoint."""
+        old, new = saved[SOURCES][match], self._description[SOURCES][here]
+        return any(saved[key] != self._description[key] for key in ("seed", "seq_len")) or any(
+            old.get(key) != new.get(key) for key in ("contents", "packed")
+        )
 
     def _describe(self, seed: int, seq_len: int, tokenizer_sha256: str) -> dict[str, Any]:
         shares = weight_shares(self.mixture)

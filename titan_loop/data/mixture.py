@@ -43,7 +43,7 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
 
     Raises:
         UserError: For no entry, an unreadable, negative or non-finite weight, an unknown option,
-            weights that sum to zero, a path given twice, or one in an object store.
+            weights that sum to zero or overflow, a path given twice, or one in an object store.
     """
     if not entries:
         raise UserError("dataloader.mixture is empty: give at least one source, as PATH=WEIGHT")
@@ -57,6 +57,10 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
         mixture.append(entry)
     if not any(entry.weight for entry in mixture):
         raise UserError("dataloader.mixture: all weights are 0: give one source a positive weight")
+    if math.isinf(sum(entry.weight for entry in mixture)):
+        raise UserError(
+            "dataloader.mixture: the sum of the weights overflows: give smaller weights"
+        )
     return tuple(mixture)
 
 

@@ -31,6 +31,7 @@ class PackedWindows(SourceWindows):
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
         self._index = PackedIndex.open(shards.folder, shards.name, seq_len, files=shards.files)
         super().__init__(shards, seq_len, self._index.windows, key)
+        self.fill = self._index.fill
 
     def contents(self) -> str:
         """Return a digest of the stream and of the index (see the base class)."""
@@ -57,6 +58,6 @@ class PackedWindows(SourceWindows):
     def describe_epoch(self) -> str:
         """Return the windows of an epoch and how full they are."""
         return (
-            f"{self.windows_per_epoch} packed windows an epoch; {1 - self._index.fill:.1%} of "
+            f"{self.windows_per_epoch} packed windows an epoch; {1 - self.fill:.1%} of "
             "their tokens are padding"
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from titan_loop import __version__
 from titan_loop.data.documents import Documents
 from titan_loop.data.prepare_config import PrepareConfig
 from titan_loop.errors import UserError
@@ -60,7 +61,7 @@ class Preparation:
         names += ["spacy"] if self.config.cleaning() else []
         names += ["lm_eval"] if self.config.decontaminate else []
         try:
-            return {name: version(name) for name in names}
+            return {"titan_loop": __version__, **{name: version(name) for name in names}}
         except PackageNotFoundError as error:
             raise UserError(
                 f"cleaning needs {error.name}, which is not installed: "

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.data.chatml import control_tokens
-from titan_loop.data.documents import Documents, Format, find_documents
+from titan_loop.data.documents import Documents, Format, find_documents, require_local
 from titan_loop.data.preparation import SPLITS, Preparation
 from titan_loop.data.prepare_config import read_prepare_config
 from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256
@@ -106,6 +106,7 @@ def tokenize_source(
     from titan_loop.data.finish import write_card
     from titan_loop.data.stages import build_stages
 
+    require_local(output, "output")
     output = Path(output).absolute()
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
@@ -179,16 +180,21 @@ def _finish(preparation: Preparation, data: object, rank: int, world_size: int) 
 
 def _require_dataset(documents: Documents) -> None:
     """Fail before any task starts if a Hugging Face dataset cannot be had."""
-    from datasets import load_dataset_builder
+    from datasets import get_dataset_split_names
 
     try:
-        load_dataset_builder(documents.dataset, documents.dataset_config)
+        splits = get_dataset_split_names(documents.dataset, documents.dataset_config)
     except Exception as error:  # the library and the hub client raise many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
             f"dataset {documents.dataset!r} cannot be loaded ({reason}): check its name and the "
             "network, or download it and give its files"
         ) from error
+    if documents.dataset_split not in splits:  # slices cannot be streamed
+        raise UserError(
+            f"dataset {documents.dataset!r} has no split {documents.dataset_split!r}: give "
+            f"--dataset-split one of {', '.join(splits)}"
+        )
 
 
 def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:

@@ -7,8 +7,9 @@ repetition caps, loss masks, packing, held-out text of the same data. The log sa
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,8 @@ class TextStreamLoader(GlobalWindowLoader):
     """Reads and tokenises text while training; see the module for what it cannot guarantee.
 
     Raises:
-        UserError: For a missing path or tokenizer.
+        UserError: For a missing folder or tokenizer; later, from reading, for a file that cannot be
+            read or parsed, or a record without text.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -115,6 +117,11 @@ class TextStreamLoader(GlobalWindowLoader):
                 f"dataloader.dataset_path={config.dataset_path} must be a local folder of text, "
                 "and dataloader.dataset stays empty"
             )
+        if not Path(config.dataset_path).is_dir():
+            raise UserError(
+                f"dataloader.dataset_path={config.dataset_path} is not a folder: give one with "
+                "JSONL or Parquet files"
+            )
         super().__init__(
             config,
             {"streamed text": config.dataset_path, "seq_len": seq_len},
@@ -141,11 +148,32 @@ class TextStreamLoader(GlobalWindowLoader):
 
     def read_position(self, position: Position) -> BatchesRead:
         """Read on, wherever the stream is."""
-        if self._stream is None:
-            self._stream = self._open()
         per_micro_batch = self._dp_world_size * self._local_batch_size
-        batches = [next(self._stream) for _ in range(position.windows // per_micro_batch)]
+        try:
+            if self._stream is None:
+                self._stream = self._open()
+            batches = [next(self._stream) for _ in range(position.windows // per_micro_batch)]
+        except UserError:  # a record without text
+            raise
+        except (OSError, ValueError) as error:  # what `datasets` raises for files and their lines
+            self._stream = None
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(
+                f"dataloader.dataset_path={self._config.dataset_path} cannot be read ({reason}): "
+                "mend its files, or prepare them with titan-loop data tokenize, which counts bad "
+                "records"
+            ) from error
         return BatchesRead(batches, position.data_hash)
+
+    def _text_of(self, record: Mapping[str, Any]) -> str:
+        text = record.get(self._config.text_key)
+        if not isinstance(text, str):
+            raise UserError(
+                f"dataloader.dataset_path={self._config.dataset_path}: a record has no text in its "
+                f"field {self._config.text_key!r}, only {', '.join(record)}: set "
+                "dataloader.text_key, or drop the record"
+            )
+        return text
 
     def _open(self) -> Iterator[Batch]:
         # Slow to import, and needed here only.
@@ -157,7 +185,7 @@ class TextStreamLoader(GlobalWindowLoader):
         DATASETS[_DATASET_NAME] = DatasetConfig(
             path="",
             loader=lambda path: load_dataset(path, split="train", streaming=True),
-            sample_processor=lambda record: record[config.text_key],
+            sample_processor=self._text_of,
         )
         loader = HuggingFaceTextDataLoader.Config(
             dataset=_DATASET_NAME, dataset_path=config.dataset_path

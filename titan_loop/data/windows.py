@@ -77,7 +77,12 @@ class SourceWindows(ABC):
         seq_len: L, the number of predicted tokens of a window.
         windows_per_epoch: n.
         key: Chooses order and offsets.
+
+    Attributes:
+        fill: Share of an epoch's tokens that are text and no padding, in (0, 1].
     """
+
+    fill = 1.0
 
     def __init__(self, shards: TokenShards, seq_len: int, windows_per_epoch: int, key: int) -> None:
         self.shards = shards
@@ -165,8 +170,9 @@ class CutWindows(SourceWindows):
         """Read the cut `number` of `epoch` (see the base class)."""
         start = self.offset(epoch) + number * self.seq_len
         ids, ends = self.shards.read(start, self.seq_len + 1)
+        mask = self.shards.read_mask(start, self.seq_len + 1)
         try:
-            window.fill(ids, ends, self.shards.read_mask(start, self.seq_len + 1))
+            window.fill(ids, ends, mask)
         except ValueError:
             raise UserError(
                 f"source {self.shards.folder}: the document index near token {start} is damaged: "
