@@ -15,6 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+# The same tests on every machine, on its CPU; TITAN_LOOP_REQUIRE=gpu shows them a GPU. It has to be
+# said before torch looks.
+if "gpu" not in os.environ.get("TITAN_LOOP_REQUIRE", "").split(","):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool

@@ -101,7 +101,7 @@ def test_threads_that_share_cores_are_a_warning(monkeypatch):
 def test_no_compiler_is_a_warning(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (finding,) = doctor.check_compiler()
-    assert "no C++ compiler (no-such-compiler)" in finding.text
+    assert "no C++ compiler (CXX=no-such-compiler)" in finding.text
     assert "--compile.no-enable" in (finding.fix or "")
 
 

@@ -7,6 +7,7 @@ import pytest
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,6 +76,25 @@ def test_a_mistake_is_one_line(arguments, expected):
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "│" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["activation-checkpoint:full", "--total-tokens", "5"],
+            "--total-tokens stands after a choice such as activation-checkpoint:full; put",
+        ),
+        (
+            ["activation-checkpoint:ful"],
+            "unknown argument activation-checkpoint:ful; nearest: activation-checkpoint:full",
+        ),
+    ],
+)
+def test_a_misplaced_flag_and_a_misspelt_choice_of_a_trainer(arguments, expected):
+    with pytest.raises(UserError) as caught:
+        apply_overrides(LoopTrainer.Config(), arguments, "titan-loop train sample")
+    assert str(caught.value).startswith(expected)
 
 
 def test_help_lists_the_fields(capsys):

@@ -1,6 +1,6 @@
 """Per-layer compilation on CPU: the same numbers, and no recompilation when R changes."""
 
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 
-from titan_loop.distributed import parallelize
+from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
@@ -38,7 +38,7 @@ def _model() -> LoopDecoder:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPU")
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")
 def test_compiled_layers_give_the_same_numbers_at_every_r_without_recompiling():
     eager, compiled = _model(), _parallelized(_model(), enable=True)
     tokens = torch.randint(128, (2, SEQ_LEN))
@@ -50,11 +50,51 @@ def test_compiled_layers_give_the_same_numbers_at_every_r_without_recompiling():
         got = compiled(tokens, positions, recurrent_steps=steps).hidden_RBLD[-1]
         torch.testing.assert_close(got, want, atol=COMPILED_TOLERANCE, rtol=0)
         graphs.append(counters["stats"]["unique_graphs"])
-    got.sum().backward()
     assert graphs[0] == graphs[1] == graphs[2]
+    direction = torch.randn_like(want)  # not along the state: the final norm takes that out
+    (want * direction).mean().backward()
+    (got * direction).mean().backward()
+    expected = {name: p.grad for name, p in eager.named_parameters()}
+    trained = 0
+    for name, parameter in compiled.named_parameters():
+        gradient = expected[name.replace("_orig_mod.", "")]
+        if gradient is not None:
+            scale = float(gradient.abs().max())
+            atol = COMPILED_TOLERANCE * scale
+            torch.testing.assert_close(parameter.grad, gradient, atol=atol, rtol=0)
+            trained += 1
+    assert trained > len(eager.layers) * 5
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(parallelize, "_compiler_found", lambda: False)
-    _parallelized(_model(), enable=True)
-    assert "no C++ compiler" in caplog.text
+def test_without_a_compiler_one_line_says_so_and_layers_run_eagerly(monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model = _parallelized(_model(), enable=True)
+    assert "no C++ compiler (CXX=no-such-compiler) found; running eagerly" in caplog.text
+    tokens = torch.randint(128, (1, SEQ_LEN))
+    positions = torch.arange(SEQ_LEN).expand(1, -1).contiguous()
+    assert model(tokens, positions, recurrent_steps=1).hidden_RBLD[-1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("device", "present", "environment", "missing"),
+    [
+        ("cpu", ["g++"], {}, None),
+        ("cpu", ["clang++", "c++"], {}, "no C++ compiler (g++)"),  # inductor tries g++ only
+        ("cpu", ["mine++"], {"CXX": "mine++"}, None),
+        ("cpu", ["g++"], {"CXX": "absent"}, "no C++ compiler (CXX=absent)"),
+        ("cuda", ["clang"], {}, None),
+        ("cuda", ["g++"], {}, "no C compiler (gcc or clang)"),
+    ],
+)
+def test_compilers_are_looked_for_where_torch_does(
+    monkeypatch, tmp_path: Path, device, present, environment, missing
+):
+    for name in present:
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert missing_compiler(device) == missing

@@ -14,6 +14,7 @@ from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.synthetic.mano_loader import ManoLoader
 from titan_loop.errors import UserError
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.run import check_resumable
 from titan_loop.training.schedule import Schedule
@@ -128,6 +129,38 @@ CASES: dict[str, tuple[Change, int, str]] = {
         _set("profiler.enable_memory_snapshot", True),
         1,
         "enable_memory_snapshot=True records CUDA allocations",
+    ),
+    "no logging": (_set("metrics.log_freq", 0), 1, r"metrics\.log_freq=0 must be at least 1"),
+    "no garbage collection": (_set("training.gc_freq", 0), 1, r"training\.gc_freq=0 must be"),
+    "beta": (_set("adamw.beta2", 1.5), 1, r"adamw\.beta2=1\.5 must be at least 0 and below 1"),
+    "weight decay": (_set("adamw.weight_decay", -0.1), 1, r"adamw\.weight_decay=-0\.1 must be 0"),
+    "eps": (_set("adamw.eps", 0.0), 1, r"adamw\.eps=0\.0 must be above 0"),
+    "gradient norm": (
+        _set("training.max_norm", -1.0),
+        1,
+        r"training\.max_norm=-1\.0 must be above",
+    ),
+    "seed": (_set("debug.seed", -1), 1, r"debug\.seed=-1 must be from 0"),
+    "not a real job": (_set("comm.mode", "fake_backend"), 1, r"comm\.mode=fake_backend"),
+    "negative rate": (
+        _set("learning_rate", Schedule.constant(-1.0)),
+        1,
+        r"learning_rate='.*-1.*' falls below 0",
+    ),
+    "negative entropy weight": (
+        _set("entropy_weight", Schedule.steps([(0, 0.1), (64, -0.1)])),
+        1,
+        r"entropy_weight='.*' falls below 0",
+    ),
+    "prior": (
+        _set("loss", ExpectedExitLoss.Config(prior="geometric", geometric_eta=1.5)),
+        1,
+        r"geometric_eta=1\.5",
+    ),
+    "readout chunk": (
+        _set("model.readout_chunk_tokens", 0),
+        1,
+        r"model\.readout_chunk_tokens=0 must be at least 1",
     ),
     "negative step limit": (_set("training.steps", -1), 1, r"training\.steps=-1 is negative"),
     "R of the schedule below 1": (

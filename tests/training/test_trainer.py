@@ -297,6 +297,31 @@ def test_non_finite_weights_are_never_saved(source, tmp_path):
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
+def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, monkeypatch):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.checkpoint.enable = False
+    trainer = _trainer(config)
+    warnings: list[tuple] = []
+    monkeypatch.setattr(
+        "titan_loop.training.trainer.logger.warning", lambda *arguments: warnings.append(arguments)
+    )
+
+    class Gate:
+        def on_train_start(self, trainer): ...
+
+        def on_step_end(self, trainer, metrics):
+            """Leave always after the first step, but for steps 3 and 4."""
+            with torch.no_grad():
+                trainer.model.exit_gate.bias.fill_(0.0 if trainer.step in (2, 3) else 50.0)
+
+        def on_train_end(self, trainer): ...
+
+    trainer.callbacks.append(Gate())
+    trainer.train()
+    trainer.close()
+    assert [step for text, step, *_ in warnings if text == "step %d: %s"] == [2, 5]
+
+
 def _recipe_sha256(config: LoopTrainer.Config) -> str:
     config.resolve(1)
     return config.recipe_sha256()

@@ -200,6 +200,33 @@ def test_a_nan_on_one_rank_is_skipped_by_all(gloo_pool, source, tmp_path):
         assert (updates, error, finite, step) == ([1, 2, 4, 5, 6], "", True, 6)
 
 
+def poison_a_weight_of_rank_one(source: Path, run: Path, world: int) -> str:
+    """Put a NaN into rank 1's shard of a weight after step 4; return what the run ended with."""
+    trainer = make_trainer(source, run, world)
+    real_step = trainer.optimizers.step
+
+    def step() -> None:
+        real_step()
+        if dist.get_rank() == 1 and trainer.step == 4:
+            trainer.model.norm.weight.detach().to_local().fill_(float("nan"))
+
+    trainer.optimizers.step = step
+    try:
+        trainer.train()
+    except NonFiniteError as caught:
+        return str(caught)
+    finally:
+        trainer.close()
+    return "nothing"
+
+
+def test_weights_that_are_not_finite_on_one_rank_are_saved_by_none(gloo_pool, source, tmp_path):
+    errors = gloo_pool(2).run(poison_a_weight_of_rank_one, source, tmp_path / "run", 2, timeout=90)
+    for error in errors:
+        assert "norm.weight is not finite at step 4" in error
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
 def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
     gloo_pool, source, tmp_path
 ):

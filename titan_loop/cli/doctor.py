@@ -176,17 +176,18 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def check_compiler() -> Iterator[Finding]:
     """Look for what `torch.compile` needs on this device."""
-    compiler = os.environ.get("CXX") or next(
-        (name for name in ("g++", "clang++", "c++") if shutil.which(name)), None
-    )
-    if compiler is None or shutil.which(compiler) is None:
+    from titan_loop import compat
+    from titan_loop.distributed.compiler import missing_compiler
+
+    missing = missing_compiler(compat.device_type())
+    if missing is None:
+        yield Finding("compiler", "found: torch.compile can run")
+    else:
         yield Finding(
             "compiler",
-            f"no C++ compiler ({compiler or 'g++, clang++, c++'}): torch.compile cannot run",
-            fix="install g++, or train with --compile.no-enable",
+            f"{missing}: torch.compile cannot run",
+            fix="install gcc and g++, or train with --compile.no-enable",
         )
-    else:
-        yield Finding("compiler", f"{shutil.which(compiler)}: torch.compile can run")
 
 
 def check_folders(run_directory: Path) -> Iterator[Finding]:

@@ -124,12 +124,17 @@ def _one_line(page: str, config: Any) -> str:
     framed = (_FRAME.sub("", line) for line in page[max(page.find("╭"), 0) :].splitlines())
     lines = [line for line in framed if line]
     sentence = lines[min(1, len(lines) - 1)] if lines else "the command line is not understood"
+    if re.match(r"Unrecognized or misplaced options", sentence):
+        # Below stand the flags that would fit earlier, as "--total-tokens (applied to …)".
+        flag = next((line.split()[0] for line in lines if line.startswith("--")), "the flag")
+        return f"{flag} stands after a choice such as activation-checkpoint:full; put it before"
     unknown = re.match(r"Unrecognized options: (.*)", sentence)
     if unknown:
         words = unknown[1].split(", ")
         flag = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         if not flag.startswith("-"):
-            choices = [word.strip() for line in lines for word in _CHOICES.findall(line)]
+            words = {word.strip() for line in lines for word in _CHOICES.findall(line)}
+            choices = sorted(words - {flag})
             return f"unknown argument {flag}{nearest(flag, choices)}"
         return f"unknown flag {flag}{nearest(flag.replace('_', '-'), _flags(config))}"
     expected = next((line for line in lines if line.startswith("--")), "")

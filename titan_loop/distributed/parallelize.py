@@ -9,7 +9,6 @@ it, so that nothing of it is ever reduced.
 """
 
 import os
-import shutil
 from dataclasses import replace
 
 import torch
@@ -24,6 +23,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop import compat
 from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
     check_context_parallelism,
     gather_keys_and_values,
@@ -155,12 +155,11 @@ def parallelize_loop_decoder(
     elif ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
-        if _compiler_found():
+        missing = missing_compiler(compat.device_type())
+        if missing is None or compile_config.backend != "inductor":
             apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
         else:
-            logger.warning(
-                "compile.enable: no C++ compiler (g++ or clang++) found; running eagerly"
-            )
+            logger.warning("compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     if fsdp.fp32_visit_sum and param_dtype == torch.float32:
@@ -241,10 +240,3 @@ def _policy_that_fits(model: LoopDecoder, shape: StepShape) -> FSDPPolicy:
         policy,
     )
     return policy
-
-
-def _compiler_found() -> bool:
-    """On CPU inductor needs a C++ compiler; on CUDA it brings Triton's own."""
-    if compat.device_type() == "cuda":
-        return True
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))

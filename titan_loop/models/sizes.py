@@ -130,7 +130,12 @@ def _resolved(options: ModelOptions) -> ModelSize:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size")
     }
     steps = size.recurrent_steps if options.recurrent_steps is None else options.recurrent_steps
-    for name, value in (*fields.items(), ("recurrent_steps", steps)):
+    counts = {
+        **fields,
+        "recurrent_steps": steps,
+        "readout_chunk_tokens": options.readout_chunk_tokens,
+    }
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise UserError(f"model.{name}={value} must be at least 1")
     shape = ModelSize(**fields, recurrent_steps=steps)

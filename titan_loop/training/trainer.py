@@ -92,6 +92,7 @@ from titan_loop.training.stability import (
 )
 from titan_loop.training.step_plan import StepPlan, plan_step
 from titan_loop.training.stop_request import StopListener
+from titan_loop.training.value_checks import check_values
 
 DEFAULT_SEED = 0
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
@@ -223,14 +224,8 @@ class LoopTrainer(Trainer):
             Raises:
                 UserError: One line naming field, value and fix.
             """
-            for name, value in (
-                ("total_tokens", self.total_tokens),
-                ("training.seq_len", self.training.seq_len),
-                ("training.local_batch_size", self.training.local_batch_size),
-                ("max_skipped_steps", self.max_skipped_steps),
-            ):
-                if value < 1:
-                    raise UserError(f"{name}={value} must be at least 1")
+            check_values(self)
+            self.loss.build(compile_config=None)  # checks itself
             if not 0 <= self.hang_seconds < float("inf"):
                 raise UserError(f"hang_seconds={self.hang_seconds} must be 0 (never) or more")
             shortest = min(self.comm.init_timeout_seconds, self.comm.train_timeout_seconds)
@@ -241,8 +236,6 @@ class LoopTrainer(Trainer):
                     self.hang_seconds,
                     shortest,
                 )
-            if self.training.steps < 0:
-                raise UserError(f"training.steps={self.training.steps} is negative; 0 is no limit")
             if self.profiler.enable_memory_snapshot and compat.device_type() == "cpu":
                 raise UserError(
                     "profiler.enable_memory_snapshot=True records CUDA allocations, and there is "
@@ -649,7 +642,7 @@ class LoopTrainer(Trainer):
             logger.info("tokens read by step %d: %s", step, sources)
 
     def _warn_of_collapse(self, objective: Mapping[str, float]) -> None:
-        """Warn once each time the exit distribution collapses in another way."""
+        """Warn when the exit distribution collapses, and not again until it has recovered."""
         if not isinstance(self.loss_fn, ExpectedExitLoss):
             return  # a frozen model cannot collapse: a gate that always exits late may be right
         warning = collapse_warning(objective)
