@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args
 
 from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.keys import KeyPolicy
+from titan_loop.checkpoint.keys import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling
 from titan_loop.errors import UserError, nearest
 
@@ -82,6 +83,24 @@ class Carry:
                 "has one; train the parent first, or give another path"
             )
         return folder / f"step-{newest[0]}"
+
+
+def check_moments(parent: Path, carry: Carry) -> None:
+    """Raise `UserError` if a parent's moments are wanted and it has none, as after an import.
+
+    Args:
+        parent: The folder of its checkpoint.
+        carry: What is wanted of it.
+    """
+    if not carry.optimizer:
+        return
+    if not any(
+        key.startswith(OPTIMIZER_PREFIX) for key in read_metadata(parent).state_dict_metadata
+    ):
+        raise UserError(
+            f"checkpoint.carry.parent={parent} has weights, but no optimizer's moments; start "
+            "without them: --checkpoint.carry.no-optimizer"
+        )
 
 
 def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Carry) -> None:

@@ -1,18 +1,24 @@
 """`titan-loop convert import|export`: Ouro and Hugging Face folders, both ways."""
 
+import argparse
+import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_loop.cli.parser import Parser
 from titan_loop.cli.verbs import Verb, run_verb
 from titan_loop.errors import UserError
 
+if TYPE_CHECKING:
+    from titan_loop.checkpoint.hugging_face.tokenizer_files import TextFormat
+
 DTYPES = ("float32", "bfloat16")
 SHARD_GIGABYTES = 5.0
-END_OF_TEXT = "<|endoftext|>"
+
+logger = logging.getLogger(__name__)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,10 +53,12 @@ def import_(arguments: Sequence[str]) -> None:
 
     folder = OuroFolder(Path(given.folder))
     config = {
+        "total_tokens": 0,  # none are trained on here
         "model": asdict(model_options(folder.shape)),
         "training": {"seq_len": folder.shape.max_positions},
         "dataloader": {"mixture": []},
         "checkpoint": {"folder": "checkpoints"},
+        "text": None if folder.text is None else asdict(folder.text),
     }
     with staged_folder(Path(given.output)) as staged:
         new = RunDirectory(staged)
@@ -79,8 +87,9 @@ def export(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--chatml",
-        action="store_true",
-        help="the model was trained on ChatML: write a chat template and stop after a turn",
+        action=argparse.BooleanOptionalAction,
+        help="write a ChatML template and stop after a turn; default if the run's data is prepared "
+        "conversations; an imported run keeps what its folder had",
     )
     parser.add_argument("--tokenizer", help="a tokenizer.json; default that of the run's data")
     parser.add_argument("--eos-token", help="ends every document; default that of the run's data")
@@ -107,12 +116,13 @@ def export(arguments: Sequence[str]) -> None:
     reader = CheckpointReader(checkpoint)
     shape = checkpoint_shape(reader, max_positions=config["training"]["seq_len"])
     known = _find_tokenizer(run, config, given.tokenizer)
+    text = known.text
+    if given.chatml is not None:
+        text = text.with_chatml() if given.chatml else text.without_chat()
+    if given.eos_token is not None:
+        text = replace(text, end_of_text=given.eos_token)
     tokenizer = open_tokenizer(
-        known.path,
-        vocab_size=shape.vocab_size,
-        end_of_text=given.eos_token or known.end_of_text,
-        chatml=given.chatml,
-        is_known=known.is_known,
+        known.path, vocab_size=shape.vocab_size, text=text, is_known=known.is_known
     )
     export_folder(
         reader,
@@ -122,15 +132,21 @@ def export(arguments: Sequence[str]) -> None:
         dtype=getattr(torch, given.dtype),
         max_shard_bytes=int(given.max_shard_gigabytes * 1e9),
     )
+    if given.chatml is None and not known.is_known:
+        logger.warning(
+            "%s has no chat template: whether the model was trained on conversations is not known "
+            "without its data; if it was, export again with --chatml",
+            given.output,
+        )
     print(given.output)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """A tokenizer, the token that ends a document, and whether the model is known to be its own."""
+    """A tokenizer, how text ends in it, and whether the model is known to be its own."""
 
     path: Path
-    end_of_text: str
+    text: "TextFormat"
     is_known: bool
 
 
@@ -140,22 +156,31 @@ def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> 
     Raises:
         UserError: It is another one, or there is none to take.
     """
-    from titan_loop.checkpoint.hugging_face.tokenizer_files import TOKENIZER, load_tokenizer
+    from titan_loop.checkpoint.hugging_face.tokenizer_files import (
+        END_OF_TEXT,
+        TOKENIZER,
+        TextFormat,
+        load_tokenizer,
+    )
     from titan_loop.data.mixture import parse_mixture
     from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256
 
     imported = run / TOKENIZER
     mixture = config["dataloader"].get("mixture")
     sources = [Path(entry.path) for entry in parse_mixture(mixture)] if mixture else []
-    source = next((path for path in sources if (path / CARD_NAME).is_file()), None)
+    sources = [path for path in sources if (path / CARD_NAME).is_file()]
     if imported.is_file():
-        own, sha256, end_of_text = imported, file_sha256(imported), END_OF_TEXT
-    elif source is not None:
-        card = SourceCard.read(source)
-        own, sha256 = source / TOKENIZER, card.tokenizer_sha256
-        end_of_text = load_tokenizer(own).id_to_token(card.eos_id) or END_OF_TEXT
+        own, sha256 = imported, file_sha256(imported)
+        text = TextFormat(**(config.get("text") or {}))  # runs of earlier imports have none
+    elif sources:
+        cards = [SourceCard.read(path) for path in sources]
+        own, sha256 = sources[0] / TOKENIZER, cards[0].tokenizer_sha256
+        token = load_tokenizer(own).id_to_token(cards[0].eos_id)
+        text = TextFormat(end_of_text=token or END_OF_TEXT)
+        if any(card.has_loss_mask for card in cards):
+            text = text.with_chatml()
     elif given is not None:
-        return _Tokenizer(Path(given), END_OF_TEXT, is_known=False)
+        return _Tokenizer(Path(given), TextFormat(), is_known=False)
     else:
         raise UserError(
             f"the data that {run} was trained on is not here; give its tokenizer with --tokenizer"
@@ -164,7 +189,7 @@ def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> 
     load_tokenizer(path)
     if file_sha256(path) != sha256:
         raise UserError(f"tokenizer {path} is not the one {run} was trained with; use {own}")
-    return _Tokenizer(path, end_of_text, is_known=True)
+    return _Tokenizer(path, text, is_known=True)
 
 
 VERBS: dict[str, Verb] = {"import": import_, "export": export}

@@ -46,7 +46,8 @@ def evaluate_run(
         The report, also saved in the run's `evals/`.
 
     Raises:
-        UserError: No run, config or checkpoint there, depths below 1, or a run on generated data.
+        UserError: No run, config or checkpoint there, depths below 1, or a run without prepared
+            sources.
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
@@ -54,7 +55,10 @@ def evaluate_run(
     config = run_directory.read_config()
     mixture = config["dataloader"].get("mixture")
     if not mixture:
-        raise UserError(f"{run_directory.path} trained on generated data: no held-out text exists")
+        raise UserError(
+            f"{run_directory.path} was imported or trained on generated data: it has no held-out "
+            "text; score it with --tasks"
+        )
     checkpoints = run_directory.path / config["checkpoint"]["folder"]
     newest = newest_good(checkpoints)
     if newest is None:

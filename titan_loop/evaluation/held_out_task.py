@@ -37,7 +37,9 @@ def load_windows(config: Mapping[str, Any], count: int) -> dict[str, HeldOutWind
     """
     mixture = config["dataloader"].get("mixture")
     if not mixture:
-        raise UserError("held_out: the run trained on generated data, no held-out text exists")
+        raise UserError(
+            "held_out: the run was imported or trained on generated data, it has no held-out text"
+        )
     sources = named_sources(WindowLoader.Config(mixture=mixture).source_paths())
     seq_len = config["training"]["seq_len"]
     return {

@@ -143,14 +143,15 @@ def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWind
         windows: Per source.
 
     Raises:
-        UserError: The run trained on generated data, a source is gone, or `windows` is below 1.
+        UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.
     """
     path, run = find_checkpoint(checkpoint)
     config = RunDirectory(run).read_config()
     mixture = config["dataloader"].get("mixture")
     if not mixture:
         raise UserError(
-            f"{path} trained on generated data: no held-out text exists, leave the report out"
+            f"{path} was imported or trained on generated data: it has no held-out text, leave the "
+            "report out"
         )
     paths = WindowLoader.Config(mixture=mixture).source_paths()
     return {

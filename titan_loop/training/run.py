@@ -16,7 +16,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.architecture import architecture, check_architecture
-from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.carry import check_moments, check_parent
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
@@ -161,11 +161,13 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
 
 
 def _check_start(config: LoopTrainer.Config) -> None:
-    """Refuse a parent that is not there, or whose weights this model cannot take."""
+    """Refuse a parent that is not there, or whose weights or moments this model cannot take."""
     carry = config.checkpoint.carry
     if carry.parent:
-        state = read_manifest(carry.find_parent())["trainer"]
+        parent = carry.find_parent()
+        state = read_manifest(parent)["trainer"]
         check_parent(state["architecture"], architecture_of(config), carry)
+        check_moments(parent, carry)
 
 
 def architecture_of(config: LoopTrainer.Config) -> dict[str, Any]:

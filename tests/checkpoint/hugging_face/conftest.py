@@ -42,7 +42,7 @@ def random_model(options: ModelOptions) -> LoopDecoder:
     return model
 
 
-def write_source(source: Path, tokenizer_file: Path, *, eos_id: int) -> None:
+def write_source(source: Path, tokenizer_file: Path, *, eos_id: int, chat: bool = False) -> None:
     """Write what a conversion looks at in a prepared source: its card and its tokenizer."""
     source.mkdir(parents=True)
     shutil.copyfile(tokenizer_file, source / "tokenizer.json")
@@ -56,6 +56,7 @@ def write_source(source: Path, tokenizer_file: Path, *, eos_id: int) -> None:
         licence="test",
         versions={},
         command="test",
+        has_loss_mask=chat,
     ).write(source)
 
 

@@ -193,6 +193,36 @@ def test_the_tokenizer_is_that_of_the_training_data(
         Path("sources/my/tokenizer.json").write_text(Path("mine.json").read_text())
 
 
+def test_a_model_trained_on_conversations_gets_a_chat_template(
+    tmp_path, tokenizer_file, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_source(Path("prose"), tokenizer_file, eos_id=0)
+    write_source(Path("chats"), tokenizer_file, eos_id=0, chat=True)
+    options = ModelOptions(vocab_size=VOCABULARY)
+    write_run(Path("run"), options, random_model(options), mixture=["prose=1", "chats=1"])
+
+    def ends(output: str) -> tuple:
+        generation = json.loads(Path(output, "generation_config.json").read_text())
+        config = json.loads(Path(output, "config.json").read_text())
+        has_template = Path(output, "chat_template.jinja").exists()
+        return has_template, config["eos_token_id"], generation["eos_token_id"]
+
+    convert("export", "run", "--output", "chat")
+    assert ends("chat") == (True, 2, [2, 0])
+    convert("export", "run", "--output", "plain", "--no-chatml")
+    assert ends("plain") == (False, 0, 0)
+
+
+def test_a_tokenizer_alone_does_not_say_whether_there_is_a_chat(plain, tmp_path, caplog):
+    arguments = ("export", plain.run, "--tokenizer", plain.folder / "tokenizer.json", "--output")
+    convert(*arguments, tmp_path / "unsaid")
+    assert "export again with --chatml" in caplog.text
+    caplog.clear()
+    convert(*arguments, tmp_path / "said", "--no-chatml")
+    assert not caplog.text
+
+
 def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
     def error(*flags: object, run: Path = plain.run, output: Path = tmp_path / "out") -> str:
         tokenizer = () if "--tokenizer" in flags else ("--tokenizer", tokenizer_file)
@@ -212,7 +242,7 @@ def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
     text["added_tokens"] = [t for t in text["added_tokens"] if t["content"] != "<|im_end|>"]
     (tmp_path / "base.json").write_text(json.dumps(text).replace("<|im_end|>", "<|else|>"))
     without = ("--tokenizer", tmp_path / "base.json", "--chatml")
-    assert "has no token '<|im_end|>'; leave --chatml out" in error(*without)
+    assert "has no token '<|im_end|>'; use --no-chatml" in error(*without)
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
 

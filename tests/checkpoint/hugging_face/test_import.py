@@ -81,6 +81,31 @@ def test_a_run_says_where_it_comes_from_and_keeps_the_tokenizer(plain, tmp_path)
     ).read_bytes()
 
 
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+
+
+def test_a_chat_stays_one(grouped, tmp_path):
+    convert("import", grouped.folder, "--output", tmp_path / "run")
+    convert("export", tmp_path / "run", "--output", tmp_path / "again")
+    for name in (*TEXT_FILES, "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (grouped.folder / name).read_bytes()
+    convert("export", tmp_path / "run", "--output", tmp_path / "prose", "--no-chatml")
+    assert not (tmp_path / "prose" / "chat_template.jinja").exists()
+    assert json.loads((tmp_path / "prose" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(edited, tmp_path):
+    folder = edited()  # whose config.json names the end of a document, as released ones do
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": "{{ messages }}\r\n", "eos_token": {"content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert("import", folder, "--output", tmp_path / "run")
+    convert("export", tmp_path / "run", "--output", tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
+    assert (tmp_path / "again" / "chat_template.jinja").read_bytes() == b"{{ messages }}\r\n"
+
+
 def test_the_released_shapes_have_their_names():
     assert model_options(OURO_1_4B).size == "1.4b"
     assert OuroShape.from_config(OURO_1_4B.to_config(dtype="bfloat16", bos_id=0, eos_id=0)) == (
@@ -169,6 +194,8 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"intermediate_size": 200}, "has shape (192, 64), config.json says (200, 64)"),
         ({"vocab_size": 299}, "embed_tokens.weight has shape (300, 64), config.json says (299"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
+        ({"eos_token_id": 300}, "eos_token_id=300 is no token of the folder's tokenizer.json"),
+        ({"bos_token_id": "0"}, "bos_token_id='0' is no token of the folder's tokenizer.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

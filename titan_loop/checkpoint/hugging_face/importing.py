@@ -9,7 +9,7 @@ import json
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,13 +18,20 @@ from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.hugging_face.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.hugging_face.tokenizer_files import (
+    END_OF_TEXT,
+    TEMPLATE,
     TOKENIZER,
+    TOKENIZER_CONFIG,
+    TextFormat,
     check_vocabulary,
     load_tokenizer,
 )
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CONFIG = "config.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -44,22 +51,22 @@ class OuroFolder:
     Attributes:
         shape: Of its model.
         tokenizer: Its tokenizer.json; None without one.
+        text: How text ends and conversations are rendered; None without a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.shape = OuroShape.from_config(_read_config(path))
+        config = _read_config(path)
+        self.shape = OuroShape.from_config(config)
         self._files = SafetensorsFolder(path)
         self._check_tensors()
         tokenizer = path / TOKENIZER
         self.tokenizer = tokenizer if tokenizer.exists() else None
+        self.text: TextFormat | None = None
         if self.tokenizer is not None:
-            check_vocabulary(
-                tokenizer,
-                load_tokenizer(tokenizer),
-                vocab_size=self.shape.vocab_size,
-                is_known=False,
-            )
+            loaded = load_tokenizer(tokenizer)
+            check_vocabulary(tokenizer, loaded, vocab_size=self.shape.vocab_size, is_known=False)
+            self.text = _text_format(path, config, loaded)
 
     @property
     def names(self) -> list[str]:
@@ -171,12 +178,57 @@ def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -
 
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not file.exists():
         raise UserError(
             f"{path} has no {CONFIG}: it is not a model, or its export or download never finished"
-        ) from error
+        )
+    return _read_json(file)
+
+
+def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
+    """Return how text ends: with the tokens of config.json, a turn in a chat with the tokenizer's.
+
+    The two differ in released folders, whose config.json names the end of a document.
+    """
+    settings = _read_json(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).exists() else {}
+    template = settings.get("chat_template")
+    if (path / TEMPLATE).exists():
+        template = (path / TEMPLATE).read_bytes().decode()
+    template = template if isinstance(template, str) else None
+    begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
+    known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
+    end_of_text = begin or known or end or END_OF_TEXT
+    if template is not None:
+        token = settings.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token  # with its options
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
+            end = token
+    return TextFormat(
+        end_of_text=end_of_text,
+        turn_end=None if end == end_of_text else end,
+        chat_template=template,
+    )
+
+
+def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:
+    """Return the token that a field, or the first of its list, names; None if there is none."""
+    value = config.get(name)
+    index = value[0] if isinstance(value, list) and value else value
+    if index is None:
+        return None
+    is_id = type(index) is int and index >= 0
+    token = tokenizer.id_to_token(index) if is_id else None
+    if token is None:
+        raise UserError(
+            f"config.json: {name}={value!r} is no token of the folder's {TOKENIZER}; name one, or "
+            "leave the field out"
+        )
+    return token
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as JSON ({error}); download it again") from error
     if not isinstance(config, dict):

@@ -6,7 +6,7 @@ splitting of digits would be lost.
 """
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TEMPLATE = "chat_template.jinja"
+END_OF_TEXT = "<|endoftext|>"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 
 # What training renders conversations as, with the header of the answer that is asked for.
@@ -34,18 +37,41 @@ PADDING_ROWS = 127
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextFormat:
+    """How text ends and conversations are rendered.
+
+    Attributes:
+        end_of_text: The token between documents.
+        turn_end: The token that ends a turn; None where only documents end.
+        chat_template: Jinja text; None for a model that knows no conversations.
+    """
+
+    end_of_text: str = END_OF_TEXT
+    turn_end: str | None = None
+    chat_template: str | None = None
+
+    def with_chatml(self) -> "TextFormat":
+        """Return the same documents, with ChatML conversations."""
+        return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE)
+
+    def without_chat(self) -> "TextFormat":
+        """Return the same documents alone."""
+        return replace(self, turn_end=None, chat_template=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
     """A checked tokenizer and how text ends in it.
 
     Attributes:
         path: Its `tokenizer.json`.
-        end_of_text: The token between documents.
-        end_of_text_id: Its id.
-        turn_end_id: Id of the token that ends a turn; None for a model without a chat template.
+        text: How text ends.
+        end_of_text_id: Id of the token between documents.
+        turn_end_id: Id of the token that ends a turn; None where only documents end.
     """
 
     path: Path
-    end_of_text: str
+    text: TextFormat
     end_of_text_id: int
     turn_end_id: int | None
 
@@ -57,7 +83,7 @@ class TokenizerExport:
     @property
     def has_chat(self) -> bool:
         """Whether the folder gets a chat template."""
-        return self.turn_end_id is not None
+        return self.text.chat_template is not None
 
     def write(self, folder: Path, *, max_positions: int) -> None:
         """Write the tokenizer's files and `generation_config.json`."""
@@ -68,14 +94,15 @@ class TokenizerExport:
             "model_input_names": ["input_ids", "attention_mask"],
             "padding_side": "left",
             "clean_up_tokenization_spaces": False,
-            "bos_token": self.end_of_text,
-            "eos_token": TURN_END if self.has_chat else self.end_of_text,
-            "pad_token": self.end_of_text,
+            "bos_token": self.text.end_of_text,
+            "eos_token": self.text.turn_end or self.text.end_of_text,
+            "pad_token": self.text.end_of_text,
         }
-        write_json(folder / "tokenizer_config.json", config)
-        if self.has_chat:
-            (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-        stop = [self.eos_id, self.end_of_text_id] if self.has_chat else self.end_of_text_id
+        write_json(folder / TOKENIZER_CONFIG, config)
+        if self.text.chat_template is not None:
+            (folder / TEMPLATE).write_bytes(self.text.chat_template.encode())
+        end = self.end_of_text_id
+        stop = end if self.turn_end_id is None else [self.turn_end_id, end]
         write_json(
             folder / "generation_config.json",
             {
@@ -88,15 +115,14 @@ class TokenizerExport:
 
 
 def open_tokenizer(
-    path: Path, *, vocab_size: int, end_of_text: str, chatml: bool, is_known: bool
+    path: Path, *, vocab_size: int, text: TextFormat, is_known: bool
 ) -> TokenizerExport:
     """Check that a tokenizer belongs to a model.
 
     Args:
         path: A `tokenizer.json`.
         vocab_size: Rows of the model's embedding.
-        end_of_text: The token between documents.
-        chatml: Whether the model was trained on ChatML conversations.
+        text: How text ends.
         is_known: Whether this is known to be the tokenizer of the training data; otherwise the size
             of its vocabulary must speak for it.
 
@@ -105,11 +131,17 @@ def open_tokenizer(
     """
     tokenizer = load_tokenizer(path)
     check_vocabulary(path, tokenizer, vocab_size=vocab_size, is_known=is_known)
+    turn_end_id = None
+    if text.turn_end is not None:
+        hint = "use --no-chatml, or give the tokenizer of the chat stage"
+        if text.chat_template == CHAT_TEMPLATE:
+            _require(tokenizer, path, TURN_START, hint)
+        turn_end_id = _require(tokenizer, path, text.turn_end, hint)
     return TokenizerExport(
         path=path,
-        end_of_text=end_of_text,
-        end_of_text_id=_require(tokenizer, path, end_of_text, "say which with --eos-token"),
-        turn_end_id=_turn_end(tokenizer, path) if chatml else None,
+        text=text,
+        end_of_text_id=_require(tokenizer, path, text.end_of_text, "say which with --eos-token"),
+        turn_end_id=turn_end_id,
     )
 
 
@@ -142,12 +174,6 @@ def check_vocabulary(
             f"tokenizer {path} has {ids} tokens, the model {vocab_size}: it is of another "
             "vocabulary; give the one the model was trained with"
         )
-
-
-def _turn_end(tokenizer: "Tokenizer", path: Path) -> int:
-    hint = "leave --chatml out, or give the tokenizer of the chat stage"
-    _require(tokenizer, path, TURN_START, hint)
-    return _require(tokenizer, path, TURN_END, hint)
 
 
 def _require(tokenizer: "Tokenizer", path: Path, token: str, hint: str) -> int:
