@@ -1,4 +1,4 @@
-"""A run that came from a Hugging Face folder: what it can be used for, and what it says it lacks."""
+"""A run that came from a Hugging Face folder: what it is good for, and what it says it lacks."""
 
 from pathlib import Path
 

@@ -1,11 +1,12 @@
 """Exported folders, read by a strict reader that knows the released format and nothing of ours."""
 
 import json
-import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -310,13 +311,22 @@ def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, cap
     read_strictly(output)
 
 
-def test_a_failed_export_leaves_nothing(plain, tmp_path, monkeypatch):
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 50 kB: writing fails as on a full disk, for root, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    monkeypatch.setattr(os, "rename", full)
-    tokenizer = plain.folder / "tokenizer.json"
-    arguments = ["export", plain.run, "--output", tmp_path / "out", "--tokenizer", tokenizer]
-    with pytest.raises(OSError, match="No space"):
-        cli.main(["convert", *map(str, arguments)])
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, small_files, direction):
+    output = ("--output", tmp_path / "out")
+    if direction == "export":
+        message = error_of(capsys, "export", plain.run, *output, "--chatml", "--tokenizer",
+                           plain.folder / "tokenizer.json")  # fmt: skip
+    else:
+        message = error_of(capsys, "import", plain.folder, *output)
+    assert "could not be finished, and nothing is left of it" in message
     assert not list(tmp_path.iterdir())

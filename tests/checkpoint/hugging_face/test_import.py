@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from tests.checkpoint.hugging_face.conftest import VOCABULARY, Exported, convert
 from tests.checkpoint.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.hugging_face.importing import model_options
-from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape
+from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.cli import main as cli
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
@@ -61,6 +64,53 @@ def test_bf16_weights_come_back_bit_by_bit(plain, tmp_path, dtype):
     before, after = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_fp16_weights_are_kept_exactly(plain, edited, tmp_path):
+    def narrow(weights: dict[str, Any]) -> None:
+        weights.update({name: tensor.half() for name, tensor in weights.items()})
+        # Subnormal and largest values, which bf16 could not hold.
+        weights["model.norm.weight"][:3] = torch.tensor([2.0**-24, 65504.0, 1 + 2.0**-10])
+
+    folder = edited(tensors=narrow)
+    convert("import", folder, "--output", tmp_path / "run")
+    state = load_run(tmp_path / "run").state_dict()
+    for name, tensor in tensors_of(folder).items():
+        assert tensor.dtype == torch.float16
+        ours = state[parameter_name(name)]
+        assert torch.equal(ours.double(), tensor.double()), name
+    assert state["norm.weight"][0] == 2.0**-24
+
+
+KILLED = """
+import os, signal, sys
+from titan_loop.checkpoint import tensors
+from titan_loop.cli.main import main
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+tensors.write_manifest = kill  # all tensors are there, and are not committed
+main(sys.argv[1:])
+"""
+
+
+def test_a_killed_import_leaves_no_run(plain, tmp_path, capsys):
+    arguments = ["import", plain.folder, "--output", tmp_path / "run"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, "convert", *map(str, arguments)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".run.unfinished"
+    message = error_of(capsys, "export", left, "--output", tmp_path / "out")
+    assert "has no manifest.json" in message
+    convert(*arguments)  # the next attempt clears it away
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert_same(load_run(tmp_path / "run"), plain.model)
 
 
 def test_a_run_says_where_it_comes_from_and_keeps_the_tokenizer(plain, tmp_path):
@@ -194,6 +244,17 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"intermediate_size": 200}, "has shape (192, 64), config.json says (200, 64)"),
         ({"vocab_size": 299}, "embed_tokens.weight has shape (300, 64), config.json says (299"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not what"),
+        ({"head_dim": [16]}, "head_dim=[16] must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size=True must be a positive integer"),
+        ({"rope_theta": "abc"}, "rope_theta='abc' must be a positive number"),
+        ({"rope_theta": -1}, "rope_theta=-1 must be a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
+        ({"rope_theta": True}, "rope_theta=True must be a positive number"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object or null"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' must be an object or null"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({"eos_token_id": 300}, "eos_token_id=300 is no token of the folder's tokenizer.json"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is no token of the folder's tokenizer.json"),
     ],

@@ -65,7 +65,7 @@ def export_folder(
         max_shard_bytes: Most tensor bytes in one safetensors file.
 
     Raises:
-        UserError: The output is not empty, or cannot be written.
+        UserError: The output is not empty, or cannot be written to its end.
     """
 
     def read(name: str) -> Tensor:

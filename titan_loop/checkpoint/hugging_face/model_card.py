@@ -30,7 +30,7 @@ exit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741). Exported by titan_loop {v
 | feed-forward width, vocabulary | {hidden_dim}, {vocab_size} |
 | recurrent steps | {recurrent_steps} |
 | weights | {dtype} |
-| window | {max_positions} |
+| window of the last stage | {max_positions} |
 | trained for | {tokens:,} tokens, {step:,} steps in this stage |
 
 ## Use

@@ -5,6 +5,7 @@ value that titan_loop computes, or the folder is refused. On export every field 
 the defaults of the released configuration class are those of another model.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _FIXED: Mapping[str, Any] = {
     "mlp_bias": False,
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
+    "quantization_config": None,
 }
 
 
@@ -41,7 +43,7 @@ class OuroShape:
         tie_weights: Whether embedding and head are one matrix.
         rope_theta: Base of the rotary embedding.
         recurrent_steps: R.
-        max_positions: Longest window the model was trained on.
+        max_positions: Window of the last stage, or what an imported folder said.
     """
 
     dim: int
@@ -64,7 +66,7 @@ class OuroShape:
         Args:
             architecture: As in the manifest.
             recurrent_steps: R of its last training step.
-            max_positions: The window it was trained with.
+            max_positions: The window of its last stage.
 
         Raises:
             UserError: The model has no exit gate, for which the format has no place to say so.
@@ -97,11 +99,14 @@ class OuroShape:
         if layer_types != ["full_attention"] * n_layers:
             raise _unsupported("layer_types", layer_types, '"full_attention" for every layer')
         dim = _integer(config, "hidden_size")
-        head_dim = config.get("head_dim") or dim // n_heads
+        head_dim = _integer(config, "head_dim", dim // n_heads)
         if head_dim * n_heads != dim:
             raise _unsupported(
                 "head_dim", head_dim, f"hidden_size / num_attention_heads = {dim / n_heads:g}"
             )
+        tied = config.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise UserError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
         return cls(
             dim=dim,
             n_layers=n_layers,
@@ -109,7 +114,7 @@ class OuroShape:
             n_kv_heads=_integer(config, "num_key_value_heads", n_heads),
             hidden_dim=_integer(config, "intermediate_size"),
             vocab_size=_integer(config, "vocab_size"),
-            tie_weights=bool(config.get("tie_word_embeddings", False)),
+            tie_weights=tied,
             rope_theta=_rope_theta(config),
             recurrent_steps=_integer(config, "total_ut_steps"),
             max_positions=_integer(config, "max_position_embeddings"),
@@ -226,12 +231,21 @@ def parameter_name(tensor: str) -> str:
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """Return the base: beside the other fields, or inside `rope_parameters` (transformers 5)."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        part = config.get(name)
+        if part is not None and not isinstance(part, dict):
+            raise UserError(f"config.json: {name}={part!r} must be an object or null")
+        rope |= part or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise _unsupported("rope_type", kind, "default")
+    for name, value, wanted in (
+        ("rope_type", kind, "default"),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+    ):
+        if value != wanted:
+            raise _unsupported(name, value, wanted)
     found = {
-        float(value)
+        _positive("rope_theta", value)
         for value in (config.get("rope_theta"), rope.get("rope_theta"))
         if value is not None
     }
@@ -244,10 +258,17 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
     return found.pop()
 
 
+def _positive(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value <= 0:
+        raise UserError(f"config.json: {name}={value!r} must be a positive number")
+    return float(value)
+
+
 def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise UserError(f"config.json: {name}={value!r} must be a positive integer")
     return value
 

@@ -22,7 +22,7 @@ def staged_folder(output: Path) -> Iterator[Path]:
         output: Must not exist, or be an empty folder.
 
     Raises:
-        UserError: There is something already, or the folder cannot be written.
+        UserError: There is something already, or the folder cannot be written, as on a full disk.
     """
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"output={output} is not empty; choose a new folder, or delete that one")
@@ -41,6 +41,12 @@ def staged_folder(output: Path) -> Iterator[Path]:
         yield staging
         _sync(staging)
         os.rename(staging, output)
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise UserError(
+            f"output={output} could not be finished, and nothing is left of it ({error}); make "
+            "room, or choose another folder"
+        ) from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
