@@ -216,8 +216,7 @@ def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | N
     index = value[0] if isinstance(value, list) and value else value
     if index is None:
         return None
-    is_id = type(index) is int and index >= 0
-    token = tokenizer.id_to_token(index) if is_id else None
+    token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
     if token is None:
         raise UserError(
             f"config.json: {name}={value!r} is no token of the folder's {TOKENIZER}; name one, or "
