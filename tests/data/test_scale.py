@@ -4,6 +4,7 @@ The files are sparse: their sizes and indices are valid, their tokens are holes.
 """
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -67,12 +68,19 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return folders
 
 
+def resident_bytes() -> int | None:
+    """Return what this process has in memory, or None where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
+
+
 def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
     config = WindowLoader.Config(mixture=[f"{source}=1" for source in sources], prefetch=False)
 
     def build() -> WindowLoader:
         return config.build(dp_world_size=1, dp_rank=0, seq_len=4096, local_batch_size=1)
 
+    resident_before = resident_bytes()
     tracemalloc.start()
     began = time.process_time()
     loader = build()
@@ -89,6 +97,9 @@ def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
     assert len(files) == 0
     resumed.read_step(1)
     assert len(files) <= 4  # tokens and index, of two shards where the window spans both
+    if resident_before is not None:  # counts mapped pages, which `tracemalloc` does not see
+        grown = (resident_bytes() or 0) - resident_before
+        assert grown < 200e6
 
 
 def test_document_ends_are_found_anywhere(sources: list[Path]) -> None:
