@@ -36,6 +36,12 @@ def test_training_starts_from_its_weights(imported, source, tmp_path):
     with pytest.raises(UserError, match=r"no optimizer's moments; .*--checkpoint\.carry\.no-opt"):
         run_recipe(Recipe.of_one_run("trained", config))
     assert not (tmp_path / "trained").exists()
+    inside = tiny_config(source, imported, steps=2)
+    with pytest.raises(
+        UserError, match="no optimizer's moments, as after an import; train another"
+    ):
+        run_recipe(Recipe.of_one_run("imported", inside))
+    assert not (imported / "metrics.jsonl").exists()
     config.checkpoint.carry.optimizer = False
     run_recipe(Recipe.of_one_run("trained", config))
     last = CheckpointReader(RunDirectory(tmp_path / "trained").checkpoint(2))

@@ -85,6 +85,12 @@ class Carry:
         return folder / f"step-{newest[0]}"
 
 
+def has_moments(checkpoint: Path) -> bool:
+    """Return whether a checkpoint holds the optimiser's state; an imported one does not."""
+    keys = read_metadata(checkpoint).state_dict_metadata
+    return any(key.startswith(OPTIMIZER_PREFIX) for key in keys)
+
+
 def check_moments(parent: Path, carry: Carry) -> None:
     """Raise `UserError` if a parent's moments are wanted and it has none, as after an import.
 
@@ -92,11 +98,7 @@ def check_moments(parent: Path, carry: Carry) -> None:
         parent: The folder of its checkpoint.
         carry: What is wanted of it.
     """
-    if not carry.optimizer:
-        return
-    if not any(
-        key.startswith(OPTIMIZER_PREFIX) for key in read_metadata(parent).state_dict_metadata
-    ):
+    if carry.optimizer and not has_moments(parent):
         raise UserError(
             f"checkpoint.carry.parent={parent} has weights, but no optimizer's moments; start "
             "without them: --checkpoint.carry.no-optimizer"

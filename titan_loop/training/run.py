@@ -16,7 +16,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.architecture import architecture, check_architecture
-from titan_loop.checkpoint.carry import check_moments, check_parent
+from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
@@ -123,8 +123,8 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
         config: Resolved.
 
     Raises:
-        UserError: Checkpoints of another architecture, of other data, or none that is usable; or a
-            step asked for that does not exist or is not the newest.
+        UserError: Checkpoints of another architecture, of other data, without moments, or none
+            that is usable; or a step asked for that does not exist or is not the newest.
     """
     if not config.checkpoint.enable:
         return True
@@ -153,6 +153,12 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
     state = manifest["trainer"]
     check_architecture(state["architecture"], architecture_of(config))
     config.open_data().check_state(manifest["data"])
+    if state["tokens"] == 0 and not has_moments(folder / f"step-{step}"):
+        raise UserError(
+            f"{config.dump_folder} starts with weights that have no optimizer's moments, as after "
+            "an import; train another run from it: --dump-folder NEW --checkpoint.carry.parent "
+            f"{config.dump_folder} --checkpoint.carry.no-optimizer"
+        )
     limit = config.training.steps
     if state["tokens"] < config.total_tokens and not 0 < limit <= state["step"]:
         return True
