@@ -3,8 +3,9 @@
 `TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
 is a failure, and so is a session that ran none of them.
 
-`TITAN_LOOP_TEST_BUDGETS=unit=480,multiprocess=420` are seconds; the time of each part is printed
-against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer is a failure.
+`TITAN_LOOP_TEST_BUDGETS=unit=480,evaluation=300,multiprocess=420` are seconds; the time of each
+part is printed against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer
+is a failure.
 """
 
 import os
@@ -34,6 +35,8 @@ BUDGETS = {
         item.split("=") for item in os.environ.get("TITAN_LOOP_TEST_BUDGETS", "").split(",") if item
     )
 }
+
+EVALUATION = frozenset(("analysis", "evaluation", "inference"))  # folders with their own budget
 
 outcomes: dict[str, Counter[str]] = {}
 seconds: Counter[str] = Counter()
@@ -100,12 +103,19 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid}: {reason}, but {', '.join(required)} is required here"
-    part = "multiprocess" if "multiprocess" in names else "unit"
-    seconds[part] += report.duration
+    seconds[_part(item, names)] += report.duration
     if report.when == "call" or report.outcome != "passed":
         for name in names or ["unmarked"]:
             outcomes.setdefault(name, Counter())[report.outcome] += 1
     return report
+
+
+def _part(item: pytest.Item, markers: list[str]) -> str:
+    """Return whose budget a test counts against."""
+    if "multiprocess" in markers:
+        return "multiprocess"
+    folders = Path(item.nodeid.partition("::")[0]).parts[1:-1]
+    return "evaluation" if EVALUATION.intersection(folders) else "unit"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
