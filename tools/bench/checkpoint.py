@@ -128,6 +128,8 @@ class _Training:
 class _NothingElse:
     """A trainer and a loader without state."""
 
+    at_stage_end = False
+
     def before_save(self) -> None:
         pass
 
