@@ -25,7 +25,6 @@ from titan_loop.distributed.memory import (
     estimate_memory,
     unit_parameters,
 )
-from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import decoder_config, get_size
@@ -222,17 +221,8 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
 def _layout_refusals(
     config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
 ) -> list[str]:
-    attention = model.layers[0].attention
     try:
-        config.fsdp.check(config.parallelism)
-        check_parallelism(
-            config.parallelism,
-            world_size=ranks,
-            n_heads=attention.n_heads,
-            n_kv_heads=attention.n_kv_heads or attention.n_heads,
-            seq_len=config.training.seq_len,
-            attention=config.model.attention,
-        )
+        config.check_layout(model, ranks)
     except UserError as error:
         return [str(error)]
     return []

@@ -226,8 +226,6 @@ class LoopTrainer(Trainer):
             """
             check_values(self)
             self.loss.build(compile_config=None)  # checks itself
-            if not 0 <= self.hang_seconds < float("inf"):
-                raise UserError(f"hang_seconds={self.hang_seconds} must be 0 (never) or more")
             shortest = min(self.comm.init_timeout_seconds, self.comm.train_timeout_seconds)
             if self.hang_seconds >= shortest:
                 logger.warning(
@@ -255,16 +253,7 @@ class LoopTrainer(Trainer):
                     "recurrent steps; leave it True"
                 )
             model = self._resolve_model()
-            attention = model.layers[0].attention
-            check_parallelism(
-                self.parallelism,
-                world_size=world_size,
-                n_heads=attention.n_heads,
-                n_kv_heads=attention.n_kv_heads or attention.n_heads,
-                seq_len=self.training.seq_len,
-                attention=self.model.attention,
-            )
-            self.fsdp.check(self.parallelism)
+            self.check_layout(model, world_size)
             self.batch.check(self.training.seq_len)
             model_parallel = (
                 self.parallelism.tensor_parallel_degree * self.parallelism.context_parallel_degree
@@ -276,6 +265,27 @@ class LoopTrainer(Trainer):
                 exit_gate=self.model.exit_gate, trainable=self.trainable
             )
             self.lr_scheduler = TokenLearningRate.Config(schedule=self.learning_rate)
+
+        def check_layout(self, model: LoopDecoder.Config, world_size: int) -> None:
+            """Refuse degrees of parallelism that do not fit the model, the window or the ranks.
+
+            Args:
+                model: What is trained.
+                world_size: Ranks that will train.
+
+            Raises:
+                UserError: One line naming field, value and fix.
+            """
+            attention = model.layers[0].attention
+            check_parallelism(
+                self.parallelism,
+                world_size=world_size,
+                n_heads=attention.n_heads,
+                n_kv_heads=attention.n_kv_heads or attention.n_heads,
+                seq_len=self.training.seq_len,
+                attention=self.model.attention,
+            )
+            self.fsdp.check(self.parallelism)
 
         def open_data(self) -> GlobalWindowLoader:
             """Open the data as one rank would: memory maps only, so it finds faults early."""

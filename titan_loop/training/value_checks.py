@@ -51,6 +51,8 @@ def check_values(config: Any) -> None:
         raise UserError(
             f"training.max_norm={value} must be above 0; inf clips no gradient, 1 is usual"
         )
+    if not 0 <= (value := config.hang_seconds) < math.inf:
+        raise UserError(f"hang_seconds={value} must be 0 (never) or more")
     if config.training.steps < 0:
         raise UserError(f"training.steps={config.training.steps} is negative; 0 is no limit")
     seed = config.debug.seed
