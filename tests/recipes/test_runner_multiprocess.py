@@ -1,9 +1,6 @@
 """Two ranks train a chain whose stages are laid out differently, over one process group."""
 
-import os
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +8,7 @@ import torch.distributed as dist
 
 from titan_loop.recipes import runner
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.testing.tiny import tiny_config
+from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -24,15 +21,7 @@ RELATIVE_TOLERANCE = 1e-5
 
 def train_chain(source: Path, folder: Path, world: int, tensor_parallel: tuple[int, ...]) -> int:
     """Train as a launcher's rank; return how many process groups the stages were trained in."""
-    os.environ.update(
-        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    __import__("torchtitan.trainer").trainer.time = clock
+    act_as_launched(world)
     stages: list[Stage] = []
     for name, degree in zip(STAGES, tensor_parallel, strict=True):
         config = tiny_config(source, folder, steps=STEPS)

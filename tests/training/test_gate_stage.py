@@ -2,15 +2,12 @@
 
 import json
 import os
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import titan_loop.compat as compat
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -22,7 +19,7 @@ from titan_loop.errors import UserError
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
-from titan_loop.testing.tiny import standard_library_texts, tiny_config
+from titan_loop.testing.tiny import act_as_launched, standard_library_texts, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
@@ -266,15 +263,7 @@ def train_gate(
     source: Path, run: Path, world: int, changes: dict[str, Any]
 ) -> tuple[set[str], list[str], dict[str, Tensor]]:
     """Train as a launcher's rank; return what changed, what got gradients, and the gate."""
-    os.environ.update(
-        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    __import__("torchtitan.trainer").trainer.time = clock
+    act_as_launched(world)
     config = gate_config(source, run, look_ahead=changes.get("look_ahead", False))
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     if world > 1:

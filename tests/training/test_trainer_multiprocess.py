@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.json_files import read_jsonl
-from titan_loop.testing.tiny import tiny_config
+from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -30,15 +29,7 @@ RELATIVE_TOLERANCE = 1e-5
 
 def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTrainer:
     """Build a trainer on the first `world` ranks' layout, as a launcher would have."""
-    os.environ.update(
-        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    clock = SimpleNamespace(perf_counter=__import__("time").perf_counter, sleep=lambda _: None)
-    __import__("torchtitan.trainer").trainer.time = clock
+    act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.parallelism.tensor_parallel_degree = changes.get("tp", 1)
     config.parallelism.context_parallel_degree = changes.get("cp", 1)

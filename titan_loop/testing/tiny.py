@@ -2,7 +2,13 @@
 
 import json
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch.distributed as dist
+import torchtitan.trainer
 
 from titan_loop.data.loader import WindowLoader
 from titan_loop.data.prepare import tokenize_source
@@ -75,3 +81,21 @@ def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrain
     config.checkpoint.interval = 2
     config.metrics.log_freq = 1
     return config
+
+
+def act_as_launched(world_size: int) -> None:
+    """Set the environment of a rank as a launcher would, and skip upstream's pause at a run's end.
+
+    Args:
+        world_size: Ranks of the pool this is called in; 1 outside of one.
+    """
+    os.environ.update(
+        RANK=str(dist.get_rank() if dist.is_initialized() else 0),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    torchtitan.trainer.time = SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda seconds: None
+    )
