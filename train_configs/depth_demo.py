@@ -9,13 +9,13 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down
 """
 
 from titan_loop.data.synthetic.mano_loader import ManoLoader
-from titan_loop.evaluation.mano_exam import ManoExam
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.learning_rate import AdamWConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.suite_config import SuiteConfig
 from titan_loop.training.trainer import LoopTrainer
 
 MODULUS = 5
@@ -52,11 +52,11 @@ def _run(recurrent_steps: int) -> LoopTrainer.Config:
         recurrence=RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
-        callbacks=(
-            ManoExam(
-                depths=(1, 2, 4, 6) if looped else (1,),
-                interval=500,
-            ),
+        suite=SuiteConfig(
+            interval=500,
+            tasks=["mano"],
+            depths=[1, 2, 4, 6] if looped else [1],
+            questions=512,
         ),
     )
     config.training.seq_len = WINDOW_TOKENS

@@ -63,4 +63,4 @@ def test_two_ranks_train_every_run_of_a_recipe_in_one_process_group(tmp_path):
     for name in ("looped", "not_looped"):
         run = RunDirectory(tmp_path / "runs" / "depth_demo" / name)
         assert [record["step"] for record in run.read_metrics()] == [1, 4]
-        assert len((run.evaluations / "mano.jsonl").read_text().splitlines()) == 1
+        assert len(run.evals_jsonl.read_text().splitlines()) == 1

@@ -1,5 +1,6 @@
 """The watcher: each checkpoint once, across restarts, deletions and other watchers."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.errors import UserError
-from titan_loop.evaluation import watch
+from titan_loop.evaluation.evals_log import LOCKS
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.wandb_log import training_run_id
@@ -137,7 +138,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_once(run: Path, caplog):
 def test_what_another_watcher_has_claimed_is_left_alone(run: Path):
     for step in (3, 6):
         write_checkpoint_of(run, step)
-    claims = RunDirectory(run).evaluations / watch.CLAIMS
+    claims = RunDirectory(run).evaluations / LOCKS
     claims.mkdir(parents=True)
     holder = subprocess.Popen(
         [
@@ -168,10 +169,31 @@ def test_bad_input(run: Path, tmp_path: Path):
         Watcher(run, TaskOptions(tasks=expand_tasks(["held_out"]), limit=0))
 
 
-def test_the_trainings_wandb_run_is_found(tmp_path: Path, monkeypatch):
+def test_wandb_continues_the_trainings_run_on_an_axis_of_its_own(run: Path, monkeypatch):
+    """Read back from the file that offline mode leaves; no server was ever asked."""
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
-    run = RunDirectory(tmp_path)
-    assert training_run_id(run) is None
-    (tmp_path / "wandb" / "offline-run-20260102_030405-abc123").mkdir(parents=True)
-    (tmp_path / "wandb" / "run-20260101_030405-first9").mkdir()
-    assert training_run_id(run) == "first9"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    directory = RunDirectory(run)
+    assert training_run_id(directory) is None
+    directory.wandb_run_id.parent.mkdir()
+    directory.wandb_run_id.write_text("trained1\n")
+    for step in (3, 6):
+        write_checkpoint_of(run, step)
+    assert Watcher(run, OPTIONS, wandb=True).run(once=True) == 2
+
+    (written,) = run.glob("wandb/offline-run-*/run-trained1.wandb")
+    shown = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(written)],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    found = [json.loads(line) for line in shown.stdout.splitlines() if line.startswith("{")]
+    (started,) = [record["run"] for record in found if record["type"] == "run"]
+    assert started["run_id"] == "trained1"
+    axes = [record["metric"] for record in found if record["type"] == "metric"]
+    assert axes[0]["name"] == "eval/step"
+    assert (axes[1]["glob_name"], axes[1]["step_metric"]) == ("eval/*", "eval/step")
+    points = [record["history"]["item"] for record in found if record["type"] == "history"]
+    assert [(point["eval/step"], point["eval/tokens"]) for point in points] == [(3, 300), (6, 600)]
+    expected = read_jsonl(directory.evals_jsonl)[1]["results"]
+    assert {name: points[1][f"eval/{name}"] for name in expected} == pytest.approx(expected)

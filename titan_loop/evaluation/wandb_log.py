@@ -1,9 +1,9 @@
 """Logs evaluations to the W&B run of the training they belong to, with a step axis of their own.
 
 W&B refuses steps that go back, and a checkpoint is evaluated long after the training has logged
-later ones; so evaluations have the axis `eval/step`. The training's run is found by the folder that
-W&B left in the run directory. Whatever goes wrong here is logged and nothing else: evaluations are
-in `evals.jsonl`.
+later ones; so evaluations have the axis `eval/step`. The training's run is found by the id that it
+left in `wandb/run_id`. With `WANDB_MODE=offline` an evaluation writes a folder of its own under the
+same id. Whatever goes wrong here is logged and nothing else: evaluations are in `evals.jsonl`.
 """
 
 import logging
@@ -65,15 +65,8 @@ class WandbLog:
 
 
 def training_run_id(run_directory: RunDirectory) -> str | None:
-    """Return the id of the W&B run that the training logged to; None if there is none.
-
-    W&B names its folders `run-DATE-ID`, or `offline-run-DATE-ID`; the first one is the training's.
-    """
+    """Return the id of the W&B run that the training logged to; None if it logged to none."""
     if "WANDB_RUN_ID" in os.environ:
         return os.environ["WANDB_RUN_ID"]
-    folders = sorted(
-        path.name.removeprefix("offline-")
-        for path in (run_directory.path / "wandb").glob("*run-*-*")
-        if path.is_dir() and not path.is_symlink()
-    )
-    return folders[0].rpartition("-")[2] if folders else None
+    path = run_directory.wandb_run_id
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,17 +27,16 @@ from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
+from titan_loop.evaluation.evals_log import append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
-from titan_loop.json_files import append_jsonl, read_jsonl
+from titan_loop.json_files import read_jsonl
 from titan_loop.training.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-
-CLAIMS = "claims"
 
 
 class _Waiting(NamedTuple):
@@ -136,22 +134,10 @@ class Watcher:
             self._release()
 
     def _record(self, report: TaskReport, seconds: float) -> None:
-        numbers = report.flat()
-        record = {
-            "step": report.step,
-            "tokens": report.tokens,
-            "manifest_sha256": report.manifest_sha256,
-            "asked": self._asked,
-            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-            "seconds": round(seconds, 2),
-            "failures": report.failures,
-            "results": numbers,
-        }
-        with self._locked("evals.jsonl"):  # watchers must not write into one another's lines
-            append_jsonl(self._run.evals_jsonl, record)
+        append_evaluation(self._run, report, asked=self._asked, seconds=seconds)
         logger.info("step %d: evaluated in %.1f s", report.step, seconds)
         if self._wandb is not None:
-            self._wandb.log(report.step, report.tokens, numbers)
+            self._wandb.log(report.step, report.tokens, report.flat())
 
     def _folder(self) -> Path:
         return self._run.path / self._run.read_config()["checkpoint"]["folder"]
@@ -188,7 +174,7 @@ class Watcher:
         return manifest is not None and manifest["trainer"]["tokens"] >= total
 
     def _try_claim(self, waiting: _Waiting) -> bool:
-        file = self._lock_file(f"step-{waiting.step}")
+        file = lock_file(self._run, f"step-{waiting.step}")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -201,17 +187,6 @@ class Watcher:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
-
-    def _locked(self, name: str) -> IO[str]:
-        """Return an open file that holds a lock until it is closed."""
-        file = self._lock_file(name)
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        return file
-
-    def _lock_file(self, name: str) -> IO[str]:
-        folder = self._run.evaluations / CLAIMS
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / f"{name}.lock").open("a+", encoding="utf-8")
 
 
 def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:

@@ -18,8 +18,10 @@ from torchtitan.tools.logging import init_logger, logger
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
+from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.status import write_plan
+from titan_loop.training.callback import Callback
 from titan_loop.training.run import (
     architecture_of,
     check_resumable,
@@ -63,7 +65,9 @@ def run_recipe(
             if len(recipe.stages) > 1:
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             _require_complete_parent(recipe, stage)
-            run_training(stage.config, stop_listener=stop_listener)
+            run_training(
+                stage.config, stop_listener=stop_listener, callbacks=_evaluations(stage.config)
+            )
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()
@@ -117,6 +121,11 @@ def is_complete(config: LoopTrainer.Config) -> bool:
     return state is not None and state["tokens"] >= config.total_tokens
 
 
+def _evaluations(config: LoopTrainer.Config) -> list[Callback]:
+    """Return what evaluates the model while it trains: training itself knows no tasks."""
+    return [TrainingSuite(config.suite)] if config.suite.enabled else []
+
+
 def _adopt_recorded(config: LoopTrainer.Config) -> None:
     """Give a run that this start does not train the length and weights its own start gave it."""
     run_directory = RunDirectory(config.dump_folder)
@@ -130,6 +139,7 @@ def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
     """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
         stage.config.resolve(world_size)
+        check_suite(stage.config)
         if stage.parent is None or _saved_state(stage.config) is not None:
             check_resumable(stage.config)  # a checkpoint that is no stage's as parent included
         else:

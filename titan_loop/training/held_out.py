@@ -170,22 +170,7 @@ class HeldOutLoss:
         self, trainer: "LoopTrainer", name: str, windows: HeldOutWindows
     ) -> dict[str, float]:
         depths = self.config.depths
-        nats_R = torch.zeros(len(depths), dtype=torch.float64, device=trainer.device)
-        local = _share_of_rank(windows, trainer)
-        batch = trainer.config.training.local_batch_size
-        for start in range(0, len(local.labels), batch):
-            inputs, positions, labels = (
-                part[start : start + batch].to(trainer.device)
-                for part in (local.input, local.positions, local.labels)
-            )
-            with trainer.train_context():
-                ce_RBL = losses_at_depths(
-                    trainer.model, inputs, positions, labels, depths, trainer.window_share
-                )
-            nats_R += ce_RBL.double().sum(dim=(1, 2))
-        loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
-        if loss_mesh is not None:
-            nats_R = dist_utils.dist_sum_tensor(nats_R, loss_mesh)
+        nats_R = window_nats(trainer, windows, depths).sum(dim=1)
         tokens = int((windows.labels != IGNORE_INDEX).sum())
         size_bytes = float(windows.label_bytes.sum())
         record: dict[str, float] = {}
@@ -206,17 +191,46 @@ class HeldOutLoss:
         )
 
 
-def _share_of_rank(windows: HeldOutWindows, trainer: "LoopTrainer") -> HeldOutWindows:
-    """Return every dp-th window, padded without labels so that all ranks have as many."""
+def window_nats(trainer: "LoopTrainer", windows: HeldOutWindows, depths: list[int]) -> Tensor:
+    """Score windows with the model that is being trained, in evaluation mode; collective.
+
+    Data-parallel ranks share the windows, context-parallel ones each window.
+
+    Args:
+        trainer: Whose model and ranks to use.
+        windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
+            and is the training window under context parallelism.
+        depths: Recurrent steps, each ≥ 1.
+
+    Returns:
+        (len(depths), W) float64: summed nats of every window's labels, equal on all ranks.
+    """
+    mine_W = _windows_of_rank(len(windows.labels), trainer)
+    nats_RW = torch.zeros(
+        (len(depths), len(windows.labels)), dtype=torch.float64, device=trainer.device
+    )
+    batch = trainer.config.training.local_batch_size
+    for start in range(0, len(mine_W), batch):
+        rows = mine_W[start : start + batch]
+        there = rows < len(windows.labels)  # the others only keep the ranks together
+        rows = rows.clamp(max=len(windows.labels) - 1)
+        inputs, positions, labels = (
+            part[rows].to(trainer.device)
+            for part in (windows.input, windows.positions, windows.labels)
+        )
+        with trainer.train_context():
+            ce_RBL = losses_at_depths(
+                trainer.model, inputs, positions, labels, depths, trainer.window_share
+            )
+        nats_RW[:, rows[there]] = ce_RBL.double().sum(dim=2)[:, there]
+    loss_mesh = trainer.parallel_dims.get_optional_mesh("loss")
+    return nats_RW if loss_mesh is None else dist_utils.dist_sum_tensor(nats_RW, loss_mesh)
+
+
+def _windows_of_rank(count: int, trainer: "LoopTrainer") -> Tensor:
+    """Return the indices of every dp-th window; all ranks have as many, some beyond the last."""
     degree, rank = 1, 0
     if trainer.parallel_dims.dp_enabled:
         mesh = trainer.parallel_dims.get_mesh("batch")
         degree, rank = mesh.size(), mesh.get_local_rank()
-    count = len(windows.labels)
-    mine = torch.arange(rank, -(-count // degree) * degree, degree)
-    labels = windows.labels[mine.clamp(max=count - 1)].clone()
-    labels[mine >= count] = IGNORE_INDEX
-    index = mine.clamp(max=count - 1)
-    return HeldOutWindows(
-        windows.input[index], windows.positions[index], labels, windows.label_bytes[index]
-    )
+    return torch.arange(rank, -(-count // degree) * degree, degree)

@@ -207,7 +207,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         )
         if self._writes:
             append_jsonl(self.run_directory.metrics_jsonl, metrics)
-            self._log_numbers(metrics, record.step)
+            self.log_numbers(metrics, record.step)
             if self.config.progress:
                 seconds_per_step = elapsed / max(record.step - self._last_step, 1)
                 remaining_seconds = (record.total_steps - record.step) * seconds_per_step
@@ -231,7 +231,13 @@ class LoopMetricsProcessor(MetricsProcessor):
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
 
-    def _log_numbers(self, metrics: Mapping[str, Any], step: int) -> None:
+    def log_numbers(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Send the numbers among `metrics` to TensorBoard and W&B, where enabled; on any rank.
+
+        Args:
+            metrics: Name → value; what is no number is left out.
+            step: Training steps done.
+        """
         numbers = {
             key: value
             for key, value in metrics.items()

@@ -22,6 +22,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.training.callback import Callback
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -34,6 +35,7 @@ def run_training(
     command: Sequence[str] | None = None,
     *,
     stop_listener: StopListener | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
 
@@ -44,6 +46,7 @@ def run_training(
         config: The run; changed in place by `resolve`.
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
+        callbacks: Called after those of the config.
 
     Returns:
         `EXIT_OK`.
@@ -71,6 +74,7 @@ def run_training(
     trainer = LoopTrainer(config)  # claims the run directory: from here on it is ours
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
+    trainer.callbacks += callbacks
     try:
         started_by = sys.argv if command is None else command
         _agreed(lambda: run_directory.create_or_open(started_by, config=resolved))

@@ -7,7 +7,7 @@ Format version 1:
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     held_out.jsonl   held-out losses
-    evals.jsonl      what `titan-loop eval watch` found for each checkpoint
+    evals.jsonl      what `titan-loop eval watch`, or the suite while training, found
     run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
@@ -66,7 +66,7 @@ class RunDirectory:
 
     @property
     def evals_jsonl(self) -> Path:
-        """One record per checkpoint that `eval watch` evaluated."""
+        """One record an evaluation by `eval watch` or by the suite while training."""
         return self.path / "evals.jsonl"
 
     @property

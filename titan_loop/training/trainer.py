@@ -92,6 +92,7 @@ from titan_loop.training.stability import (
 )
 from titan_loop.training.step_plan import StepPlan, plan_step
 from titan_loop.training.stop_request import StopListener
+from titan_loop.training.suite_config import SuiteConfig
 from titan_loop.training.value_checks import check_values
 
 DEFAULT_SEED = 0
@@ -156,6 +157,7 @@ class LoopTrainer(Trainer):
         batch: BatchConfig = field(default_factory=BatchConfig)
         adamw: AdamWConfig = field(default_factory=AdamWConfig)
         held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+        suite: SuiteConfig = field(default_factory=SuiteConfig)
         max_skipped_steps: int = 10
         """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 

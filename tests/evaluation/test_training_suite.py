@@ -1,0 +1,135 @@
+"""The suite during a real run: it finds what an evaluation of the checkpoint finds, and leaves
+training as it is, on one process and on several.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.training.run_directory import RunDirectory, read_jsonl
+from titan_loop.training.suite_config import SuiteConfig
+from titan_loop.training.trainer import LoopTrainer
+
+DEPTHS, WINDOWS, QUESTIONS = [1, 3], 3, 4
+TEXT_TASKS = ["held_out", "mano", "multi_hop"]
+# The same losses summed in batches of another size, in fp32.
+RELATIVE_TOLERANCE = 1e-5
+
+
+def suite(tasks: list[str], interval: int = 2) -> SuiteConfig:
+    return SuiteConfig(
+        interval=interval, tasks=tasks, depths=DEPTHS, windows=WINDOWS, questions=QUESTIONS
+    )
+
+
+def train(config: LoopTrainer.Config) -> RunDirectory:
+    folder = config.dump_folder
+    run_recipe(Recipe(name="one", stages=[Stage(name="one", config=config)]), folder=folder)
+    return RunDirectory(folder)
+
+
+def losses(run: RunDirectory) -> list[tuple[float, float]]:
+    return [(record["loss"], record["grad_norm"]) for record in run.read_metrics()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, tmp_path: Path):
+    config = tiny_config(source, tmp_path / "asked", steps=3)
+    config.suite = suite(TEXT_TASKS)
+    config.metrics.enable_tensorboard = True
+    asked = train(config)
+    alone = train(tiny_config(source, tmp_path / "alone", steps=3))
+    assert losses(asked) == losses(alone)  # bit for bit
+    assert asked.read_metrics()[-1]["data_hash"] == alone.read_metrics()[-1]["data_hash"]
+
+    records = read_jsonl(asked.evals_jsonl)
+    assert [record["step"] for record in records] == [2, 3]  # and after the last step
+    assert {record["asked"] for record in records} == {"while training"}
+    options = TaskOptions(
+        tasks=expand_tasks(TEXT_TASKS),
+        depths=DEPTHS, windows=WINDOWS, limit=QUESTIONS, cache=False,
+    )  # fmt: skip
+    found = evaluate_tasks(asked.path, options).flat()
+    found = {name: value for name, value in found.items() if "stderr" not in name}
+    assert records[-1]["results"] == pytest.approx(found, rel=RELATIVE_TOLERANCE)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(asked.tensorboard))
+    events.Reload()
+    (first, last) = events.Scalars("suite/held_out/source/bits_per_byte/step_3")
+    assert (first.step, last.step) == (2, 3)
+    expected = records[-1]["results"]["held_out/source/bits_per_byte/static:3"]
+    assert last.value == pytest.approx(expected, rel=1e-6)  # TensorBoard keeps fp32
+
+
+@pytest.mark.usefixtures("alone")
+def test_mano_in_token_ids(source: Path, tmp_path: Path):
+    config = tiny_config(source, tmp_path / "run", steps=2)
+    config.dataloader = ManoLoader.Config(modulus=3, max_operations=2)
+    config.suite = suite(["mano"])
+    run = train(config)
+    (record,) = read_jsonl(run.evals_jsonl)
+    options = TaskOptions(tasks=expand_tasks(["mano"]), depths=DEPTHS, limit=QUESTIONS)
+    assert record["results"] == evaluate_tasks(run.path, options).flat()
+
+
+def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskReport:
+    act_as_launched(world)
+    config = tiny_config(source, run)
+    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
+    config.parallelism.context_parallel_degree = layout.get("cp", 1)
+    config.suite = suite(TEXT_TASKS)
+    config.resolve(world)
+    check_suite(config)
+    trainer = LoopTrainer(config)
+    asked = TrainingSuite(config.suite)
+    asked.on_train_start(trainer)
+    report = asked.ask(trainer)
+    trainer.close()
+    return report
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=["fsdp", "tp", "cp"])
+def test_two_ranks_find_what_one_finds(gloo_pool, source: Path, tmp_path: Path, layout, one_rank):
+    for report in gloo_pool(2).run(ask, source, tmp_path / "run", 2, layout):
+        assert report.flat() == pytest.approx(one_rank.flat(), rel=RELATIVE_TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def one_rank(gloo_pool, source: Path, tmp_path_factory: pytest.TempPathFactory) -> TaskReport:
+    (report,) = gloo_pool(1).run(ask, source, tmp_path_factory.mktemp("one") / "run", 1, {})
+    assert report.flat()
+    return report
+
+
+def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path: Path):
+    def refuse(match: str, dataloader: ManoLoader.Config | None = None, **changes: Any) -> None:
+        config = tiny_config(source, tmp_path / "run")
+        config.suite = SuiteConfig(**{"interval": 1, **changes})
+        if dataloader is not None:
+            config.dataloader = dataloader
+            config.parallelism.context_parallel_degree = 2
+        with pytest.raises(UserError, match=match):
+            check_suite(config)
+
+    refuse(r"suite\.interval=-1 is negative", interval=-1)
+    refuse(r"suite\.windows=0", windows=0)
+    refuse(r"suite\.questions=0", questions=0)
+    refuse(r"suite\.depths=\[\]", depths=[])
+    refuse(r"suite\.depths=\[0\]", depths=[0])
+    refuse("multihop cannot be asked while training; nearest: multi_hop", tasks=["multihop"])
+    mano = ManoLoader.Config(modulus=3, max_operations=2)
+    refuse("held_out needs a prepared source", mano)
+    refuse("context_parallel_degree=2", mano, tasks=["mano"])
+    refuse("no task was named", tasks=[])
