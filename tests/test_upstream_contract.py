@@ -190,6 +190,11 @@ def test_command_line_registry_exists():
     assert custom_registry is not None
 
 
+def test_the_trainer_s_clock_has_only_what_the_one_without_a_pause_has():
+    body = inspect.getsource(torchtitan.trainer)
+    assert set(re.findall(r"\btime\.(\w+)", body)) <= {"perf_counter", "sleep"}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the shims for machines without CUDA")
 def test_cpu_shims_are_in_place_before_torchtitan_copies_them():
     assert titan_utils.device_type == "cpu"

@@ -12,6 +12,7 @@ import importlib
 import logging
 import os
 import resource
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,17 @@ def _is_ours(record: logging.LogRecord) -> bool:
 def quiet_upstream() -> None:
     """Drop the few lines torchtitan 0.3.0 prints that would mislead a reader of our logs."""
     titan_logger.addFilter(_is_ours)  # adding it twice changes nothing
+
+
+def skip_final_pause() -> None:
+    """Let a training loop end at once where no other ranks are.
+
+    torchtitan 0.3.0 has rank 0 sleep two seconds for them, also in a world of one. Delete when it
+    does not.
+    """
+    trainer = importlib.import_module("torchtitan.trainer")
+    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
+    vars(trainer)["time"] = clock
 
 
 def threads_per_rank(local_world_size: int) -> int:

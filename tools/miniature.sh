@@ -9,17 +9,21 @@
 # printed at the end.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
 
-VOCABULARY=1024
 LONG_WINDOW=1024 CHAT_WINDOW=512 # of the stages that read packed windows
 name=miniature
-code_mb=3 prose_mb=3 math_mb=2 chat_mb=0.8
+corpus=corpora/miniature
+text_flags=(--code-megabytes 3 --prose-megabytes 3 --math-megabytes 2 --held-out-fraction 0.1)
+chat_mb=0.8
 windows=16
 case "${1:-}" in
 "") ;;
 --short)
     name=miniature_short
-    code_mb=0.6 prose_mb=0.6 math_mb=0.4 chat_mb=0.2
+    corpus=$SHORT_CORPUS
+    text_flags=("${SHORT_TEXT[@]}")
+    chat_mb=0.2
     windows=4
     ;;
 *)
@@ -27,47 +31,29 @@ case "${1:-}" in
     exit 2
     ;;
 esac
-corpus=corpora/$name
 run=runs/$name
-
-stage() {
-    printf '\n== %s\n' "$*"
-}
-titan_loop() {
-    "$VENV/bin/titan-loop" "$@"
-}
 
 SECONDS=0
 stage "1/6 corpus: code, prose, mathematics and chats from this Python installation"
-if [ ! -f "$corpus/text/card.json" ]; then
-    titan_loop data local-python "$corpus/text" --held-out-fraction 0.1 \
-        --code-megabytes $code_mb --prose-megabytes $prose_mb --math-megabytes $math_mb
-fi
+local_text "$corpus" "${text_flags[@]}"
 if [ ! -f "$corpus/text/chat/card.json" ]; then
     titan_loop data local-chats "$corpus/text/chat" --held-out-fraction 0.1 --megabytes $chat_mb
 fi
 
 stage "2/6 tokenizer ($VOCABULARY tokens), token shards, packed windows"
-if [ ! -f "$corpus/tokenizer.json" ]; then
-    titan_loop data train-tokenizer "$corpus"/text/{code,prose,math}/train.jsonl \
-        --vocab-size $VOCABULARY --output "$corpus/tokenizer.json"
-fi
-prepare() { # prepare NAME PACKED_WINDOW FLAGS...: tokenise one source, and pack it if it is read so
-    local source="$corpus/$1" window=$2 text="$corpus/text/$1"
-    if [ ! -f "$source/source.json" ]; then
-        titan_loop data tokenize "$text"/train.jsonl --held-out-inputs "$text"/held_out.jsonl \
-            --output "$source" --tokenizer "$corpus/tokenizer.json" \
-            --licence "see $corpus/text" "${@:3}"
-    fi
-    if [ -n "$window" ] && [ ! -f "$source/train/packed_$window.windows" ]; then
-        titan_loop data pack "$source" --seq-len "$window" --long-documents split
+local_tokenizer "$corpus"
+for domain in code prose math; do
+    local_source "$corpus" $domain
+done
+local_source "$corpus" chat --chat
+pack() { # pack NAME WINDOW
+    if [ ! -f "$corpus/$1/train/packed_$2.windows" ]; then
+        titan_loop data pack "$corpus/$1" --seq-len "$2" --long-documents split
     fi
 }
-prepare code $LONG_WINDOW
-prepare prose $LONG_WINDOW
-prepare math ""
-prepare chat $CHAT_WINDOW --chat
-titan_loop data plan $name
+pack code $LONG_WINDOW
+pack prose $LONG_WINDOW
+pack chat $CHAT_WINDOW
 
 stage "3/6 training: 1a, then five stages of each branch"
 titan_loop train $name

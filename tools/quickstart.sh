@@ -8,19 +8,19 @@
 # the folders printed at the end.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
 
-VOCABULARY=1024
-name=quickstart
-code_mb=12 prose_mb=8 math_mb=6
+corpus=corpora/quickstart run=runs/quickstart
+text_flags=(--code-megabytes 12 --prose-megabytes 8 --math-megabytes 6)
 train_flags=()
 eval_windows=64
 case "${1:-}" in
 "") ;;
 --short)
-    name=quickstart-short
-    code_mb=2 prose_mb=1.5 math_mb=1
-    train_flags=(--total-tokens 80000 --held-out.interval 0 --dump-folder "runs/$name"
-        --dataloader.mixture "corpora/$name/code=0.4,corpora/$name/prose=0.4,corpora/$name/math=0.2")
+    corpus=$SHORT_CORPUS run=runs/quickstart-short
+    text_flags=("${SHORT_TEXT[@]}")
+    train_flags=(--total-tokens 80000 --held-out.interval 0 --dump-folder "$run"
+        --dataloader.mixture "$corpus/code=0.4,$corpus/prose=0.4,$corpus/math=0.2")
     eval_windows=8
     ;;
 *)
@@ -28,33 +28,15 @@ case "${1:-}" in
     exit 2
     ;;
 esac
-corpus=corpora/$name
-run=runs/$name
-
-stage() {
-    printf '\n== %s\n' "$*"
-}
-titan_loop() {
-    "$VENV/bin/titan-loop" "$@"
-}
 
 SECONDS=0
 stage "1/5 corpus: code, prose and mathematics from this Python installation"
-if [ ! -f "$corpus/text/card.json" ]; then
-    titan_loop data local-python "$corpus/text" \
-        --code-megabytes $code_mb --prose-megabytes $prose_mb --math-megabytes $math_mb
-fi
+local_text "$corpus" "${text_flags[@]}"
 
 stage "2/5 tokenizer ($VOCABULARY tokens) and token shards"
-if [ ! -f "$corpus/tokenizer.json" ]; then
-    titan_loop data train-tokenizer "$corpus"/text/{code,prose,math}/train.jsonl \
-        --vocab-size $VOCABULARY --output "$corpus/tokenizer.json"
-fi
+local_tokenizer "$corpus"
 for domain in code prose math; do
-    if [ ! -f "$corpus/$domain/source.json" ]; then
-        titan_loop data tokenize "$corpus/text/$domain" --output "$corpus/$domain" \
-            --tokenizer "$corpus/tokenizer.json" --licence "see $corpus/text/card.json"
-    fi
+    local_source "$corpus" $domain
 done
 
 stage "3/5 training, four recurrent steps"

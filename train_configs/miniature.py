@@ -38,12 +38,12 @@ MID_TRAINING = {"chat": "0.3:packed", "code": "0.25", "prose": "0.25", "math": "
 
 def miniature() -> Recipe:
     """Every stage of Ouro's recipe and the fork of its larger model, in minutes on a CPU."""
-    return _recipe("miniature", share=1.0)
+    return _recipe("miniature", corpus="corpora/miniature", share=1.0)
 
 
 def miniature_short() -> Recipe:
     """The miniature on 1/32 of its tokens: shows that all stages run, not that they learn."""
-    return _recipe("miniature_short", share=1 / 32)
+    return _recipe("miniature_short", corpus="corpora/short", share=1 / 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class _Scale:
         return [f"{self.corpus}/{name}={weight}" for name, weight in weights.items()]
 
 
-def _recipe(name: str, share: float) -> Recipe:
-    scale = _Scale(f"corpora/{name}", share)
+def _recipe(name: str, *, corpus: str, share: float) -> Recipe:
+    scale = _Scale(corpus, share)
     branches = [*_branch(scale), *_branch(scale, "_upcycled", layers=UPCYCLED_LAYERS)]
     return Recipe(name=name, stages=[_stage_1a(scale), *branches])
 

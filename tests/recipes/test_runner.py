@@ -214,6 +214,12 @@ MISTAKES: dict[str, tuple[int, Callable[[Recipe], Any], str]] = {
         ),
         r"stage 1b: total_tokens needs 31250000 windows of 32, the mixture has \d+: .*max_epochs=2",
     ),
+    "longer than its data, unsaid": (
+        1,
+        lambda recipe: setattr(recipe.stages[1].config, "total_tokens", 10**9),
+        r"stage 1b: total_tokens=1000000000 reads source \d+\.\d times; lower it, add documents, "
+        r"or say that it is meant: --stages\.1b\.dataloader\.max-epochs \d+",
+    ),
     "window by TP": (
         2,
         lambda recipe: (
@@ -290,7 +296,12 @@ def test_a_stage_may_start_from_its_parent_s_layers_twice(source, tmp_path):
     ("layers", "upcycle", "message"),
     [
         (3, "stacked", "stage 1b: layers=3 is not a multiple of the checkpoint's 2 layers"),
-        (4, "no", r"stage 1b: .*model\.n_layers=4 \(checkpoint: 2\)"),
+        (
+            4,
+            "no",
+            r"stage 1b: the parent .*model\.n_layers=4 \(checkpoint: 2\); use its values, or "
+            r"checkpoint\.carry\.upcycle=stacked",
+        ),
         (4, "sideways", r"stage 1b: checkpoint\.carry\.upcycle=sideways is unknown"),
     ],
 )

@@ -23,8 +23,21 @@ def architecture(config: LoopDecoder.Config) -> dict[str, Any]:
     }
 
 
-def check_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise `UserError` naming every difference between a checkpoint's model and this run's."""
+def check_architecture(
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    *,
+    holder: str = "the checkpoint",
+    otherwise: str = "another dump_folder",
+) -> None:
+    """Raise `UserError` naming every difference between a checkpoint's model and this run's.
+
+    Args:
+        saved: The checkpoint's.
+        wanted: What has to be in it, with these values.
+        holder: What to call the checkpoint.
+        otherwise: What to do instead of using its values.
+    """
     differences = [
         f"model.{name}={wanted[name]} (checkpoint: {saved.get(name)})"
         for name in wanted
@@ -32,6 +45,6 @@ def check_architecture(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> N
     ]
     if differences:
         raise UserError(
-            f"the checkpoint is of another architecture: {', '.join(differences)}; use its "
-            "values, or another dump_folder"
+            f"{holder} is of another architecture: {', '.join(differences)}; use its values, or "
+            f"{otherwise}"
         )

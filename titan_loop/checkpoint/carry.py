@@ -115,4 +115,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Car
     if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
         may_differ.add("exit_gate")
     fixed = {name: value for name, value in wanted.items() if name not in may_differ}
-    check_architecture(saved, fixed)
+    rest_fits = all(saved.get(name) == fixed[name] for name in fixed if name != "n_layers")
+    deeper = rest_fits and wanted["n_layers"] % saved["n_layers"] == 0
+    otherwise = "checkpoint.carry.upcycle=stacked" if deeper else "another parent"
+    check_architecture(saved, fixed, holder="the parent", otherwise=otherwise)

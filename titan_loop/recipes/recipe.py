@@ -70,7 +70,7 @@ class Recipe:
             if stage.parent is not None and stage.config.checkpoint.carry.parent:
                 raise UserError(
                     f"recipe {self.name}: stage {stage.name} names the parent {stage.parent} and "
-                    "checkpoint.carry.parent; keep one"
+                    f"checkpoint.carry.parent; keep one, or fork it with --stage {stage.name}"
                 )
             seen.append(stage.name)
 

@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.util
 import sys
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,7 +77,7 @@ def load_recipe(name: str) -> "Recipe":
     module = _import(module_name, name)
     function = vars(module).get(function_name)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if callable(value)]
+        functions = [key for key, value in vars(module).items() if isfunction(value)]
         raise UserError(
             f"recipe {name!r}: {module_name} has no function {function_name!r}"
             + nearest(function_name, functions)

@@ -8,6 +8,7 @@ is built.
 """
 
 import gc
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.data.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -31,6 +33,10 @@ from titan_loop.training.run import (
 from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
+
+MOST_SILENT_EPOCHS = 4
+"""How often a stage may read a source without saying so. Up to four epochs are nearly as good as
+new tokens (Muennighoff et al. 2023, arXiv 2305.16264, §5); beyond that it should be a decision."""
 
 
 def run_recipe(
@@ -107,7 +113,7 @@ def check_recipe(
     for stage in stages:
         _check(recipe, stage, world_size)
         if warn:
-            _warn_of_repetition(recipe, stage)
+            _warn_of_same_windows(recipe, stage)
     return root, stages
 
 
@@ -144,6 +150,8 @@ def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
             check_resumable(stage.config)  # a checkpoint that is no stage's as parent included
         else:
             _check_carried(stage, stage.parent, recipe.stage(stage.parent).config, world_size)
+        if len(recipe.stages) > 1 and _saved_state(stage.config) is None:
+            _check_repetition(stage)
     except UserError as error:
         if len(recipe.stages) == 1:
             raise
@@ -168,7 +176,22 @@ def _check_carried(stage: Stage, name: str, parent: LoopTrainer.Config, world_si
         )
 
 
-def _warn_of_repetition(recipe: Recipe, stage: Stage) -> None:
+def _check_repetition(stage: Stage) -> None:
+    """Refuse a stage that is much longer than its data, unless `max_epochs` says that is meant."""
+    loader = stage.config.open_data()
+    if not isinstance(loader, WindowLoader):
+        return
+    for source in loader.plan(stage.config.windows_of_the_run()):
+        epochs = source.needed_tokens / source.available_tokens
+        if source.max_epochs is None and epochs > MOST_SILENT_EPOCHS:
+            raise UserError(
+                f"total_tokens={stage.config.total_tokens} reads {source.name} {epochs:.1f} times; "
+                "lower it, add documents, or say that it is meant: "
+                f"--stages.{stage.name}.dataloader.max-epochs {math.ceil(epochs)}"
+            )
+
+
+def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
     """Say so if a stage reads the windows of its parent again, in the same order."""
     if stage.parent is None:
         return

@@ -9,19 +9,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
 from titan_loop.json_files import write_json
-from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from titan_loop.recipes.recipe import Recipe  # imports the trainer, which takes seconds
 
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
 
 
-def write_plan(recipe: Recipe, folder: Path) -> None:
+def write_plan(recipe: "Recipe", folder: Path) -> None:
     """Record a recipe's stages in its folder; call it on one rank.
 
     Raises:

@@ -2,13 +2,10 @@
 
 import json
 import os
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
-import torchtitan.trainer
 
 from titan_loop.data.loader import WindowLoader
 from titan_loop.data.prepare import tokenize_source
@@ -96,6 +93,4 @@ def act_as_launched(world_size: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    torchtitan.trainer.time = SimpleNamespace(
-        perf_counter=time.perf_counter, sleep=lambda seconds: None
-    )
+    compat.skip_final_pause()

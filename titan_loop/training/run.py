@@ -59,6 +59,8 @@ def run_training(
     _, world_size = compat.start_runtime()
     init_logger()
     compat.quiet_upstream()
+    if world_size == 1:
+        compat.skip_final_pause()
     config.resolve(world_size)
     run_directory = RunDirectory(config.dump_folder)
     _require_writable(run_directory)
