@@ -9,10 +9,10 @@ tokenizer of 49,152 tokens; `:packed` ones also with `titan-loop data pack`.
 
 Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipping and mixtures.
 Not published, hence ours, and marked "ours" where they stand: lengths of warm-up and batch ramp,
-seeds, how duplicated layers are ordered, what the optimiser carries between stages, tokens and
-batch of the gate stage and of the SFT, the final learning rate of the SFT, what the replay
-leaves out, and how the work is spread: batches and memory are made for up to 512 GPUs of 80 GB
-(`titan-loop plan ouro_1_4b --nodes 64`).
+seeds (every stage draws its windows anew, so 1b reads some of 1a's again), how duplicated layers
+are ordered, what the optimiser carries between stages, tokens and batch of the gate stage and of
+the SFT, the final learning rate of the SFT, what the replay leaves out, and how the work is spread:
+batches and memory are made for up to 512 GPUs of 80 GB (`titan-loop plan ouro_1_4b --nodes 64`).
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Appendices A and D.
 """
@@ -21,7 +21,7 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.data.loader import WindowLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.sizes import SIZES, ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -248,12 +248,15 @@ def _mid_training_mixture() -> list[str]:
 
 
 def ouro_scaling_study() -> Recipe:
-    """Appendix D: 53M to 1.36B at R = 1, 2, 4, 8 on 20B tokens; R = 1 is the standard model."""
-    stages = [
-        Stage(name=f"{size}-r{steps}", config=_study(size, steps))
-        for size in ("53m", "134m", "374m", "778m", "1.4b")
-        for steps in (1, 2, 4, 8)
-    ]
+    """Appendix D: 53M to 1.36B at R = 1, 2, 4, 8 on 20B tokens, and standard models as deep."""
+    stages: list[Stage] = []
+    for size in ("53m", "134m", "374m", "778m", "1.4b"):
+        for steps in (1, 2, 4, 8):
+            stages.append(Stage(name=f"{size}-r{steps}", config=_study(size, steps)))
+        for steps in (2, 4, 8):  # the paper's standard model "at R"; at R = 1 it is SIZE-r1
+            config = _study(size, 1)
+            config.model.n_layers = steps * SIZES[size].n_layers
+            stages.append(Stage(name=f"{size}-standard{steps}", config=config))
     return Recipe(name="ouro_scaling_study", stages=stages)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan_loop.data.loader import WindowLoader
 from titan_loop.data.mixture import parse_mixture
 from titan_loop.data.packing import pack_source
 from titan_loop.data.shards import index_path
@@ -168,19 +169,27 @@ def test_what_the_trainer_reads_is_the_paper_s_table(stages, name):
         assert plan.windows * window == batch_tokens
         assert plan.recurrent_steps == recurrent_steps
         assert plan.entropy_weight == entropy_weight
+        # What the trainer sets before every step is this very schedule.
+        assert config.lr_scheduler.schedule(at) == plan.learning_rate
 
 
 def test_adamw_and_clipping_are_the_same_everywhere(stages):
-    for stage in stages.values():
-        adamw = stage.config.adamw
-        assert (adamw.weight_decay, adamw.beta1, adamw.beta2) == (0.1, 0.9, 0.95)
+    for name, stage in stages.items():
+        groups = stage.config.optimizer.param_groups
+        assert all(group.optimizer_name == "AdamW" for group in groups)
+        assert all(group.optimizer_kwargs["betas"] == (0.9, 0.95) for group in groups)
+        decays = [group.optimizer_kwargs["weight_decay"] for group in groups]
+        assert decays == ([0.0] if name == "gate" else [0.0, 0.1])  # norms and gate have none
         assert stage.config.training.max_norm == 1.0
 
 
 def shares(config: LoopTrainer.Config) -> dict[str, float]:
-    entries = parse_mixture(config.dataloader.mixture)
-    total = math.fsum(entry.weight for entry in entries)
-    return {Path(entry.path).name: entry.weight / total for entry in entries}
+    """Return the shares in which the stage's own loader serves its windows, in ten-thousandths."""
+    loader = config.open_data()
+    assert isinstance(loader, WindowLoader)
+    order = loader.order.pieces[0].order
+    names = [Path(entry.path).name for entry in loader.mixture]
+    return dict(zip(names, (order.shares / order.period).tolist(), strict=True))
 
 
 def test_the_mixtures_are_the_paper_s(stages):
@@ -191,9 +200,9 @@ def test_the_mixtures_are_the_paper_s(stages):
     mid_training = shares(stages["mid_training"].config)
     assert mid_training["mid-training-sft"] == pytest.approx(0.3)
     assert not {"map-cc", "ultra-fineweb-zh"} & mid_training.keys()
-    assert math.fsum(mid_training[name] for name in STAGE_2) == pytest.approx(0.6, abs=1e-5)
+    assert math.fsum(mid_training[name] for name in STAGE_2) == pytest.approx(0.6, abs=5e-4)
     sft = shares(stages["sft"].config)
-    assert sft["sft-math"] / sft["sft-code"] == pytest.approx(3500 / 3200)
+    assert sft["sft-math"] / sft["sft-code"] == pytest.approx(3500 / 3200, rel=1e-3)
 
 
 def test_no_two_stages_read_windows_in_the_same_order(stages):
@@ -255,7 +264,7 @@ def test_both_models_read_the_same_schedules_and_data_after_the_fork(corpus, mon
 def test_the_scaling_study_has_the_paper_s_sizes(corpus, monkeypatch, size, millions):
     monkeypatch.chdir(corpus)
     recipe = load_recipe("ouro_scaling_study")
-    assert len(recipe.stages) == 20
+    assert len(recipe.stages) == 5 * (4 + 3)
     for steps in (1, 2, 4, 8):
         config = recipe.stage(f"{size}-r{steps}").config
         assert config.total_tokens == 20 * B
@@ -263,6 +272,12 @@ def test_the_scaling_study_has_the_paper_s_sizes(corpus, monkeypatch, size, mill
         assert config.model.exit_gate == (steps > 1)
         model = build_decoder(config.model, max_seq_len=4096, device="meta")
         assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
+    layers = len(model.layers)
+    for steps in (2, 4, 8):  # not looped: as many layers as the loop visits
+        config = recipe.stage(f"{size}-standard{steps}").config
+        assert (config.recurrence.steps(0), config.model.exit_gate) == (1, False)
+        assert config.model.n_layers == steps * layers
+        assert config.learning_rate == recipe.stage(f"{size}-r{steps}").config.learning_rate
 
 
 def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
