@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from titan_loop.data.documents import find_documents
+from titan_loop.data.local_chats import build_local_chats
+from titan_loop.data.local_python import build_local_python_corpus
 from titan_loop.data.pipeline_steps import zstd
 from titan_loop.data.prepare import tokenize_source
 from titan_loop.data.show import show_source
 from titan_loop.data.source_card import SourceCard
+from titan_loop.data.tokenizer import import_tokenizer, train_tokenizer
 from titan_loop.errors import UserError
 
 TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
@@ -208,6 +212,14 @@ def test_an_output_in_an_object_store_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
-    with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
-        tokenize_source(tmp_path / "a.jsonl", output, tokenizer_path=small_tokenizer)
+    writers: list[Callable[[], object]] = [
+        lambda: tokenize_source(tmp_path / "a.jsonl", output, tokenizer_path=small_tokenizer),
+        lambda: train_tokenizer(tmp_path / "a.jsonl", vocab_size=300, output=output),
+        lambda: import_tokenizer(small_tokenizer, output=output),
+        lambda: build_local_python_corpus(output),
+        lambda: build_local_chats(output),
+    ]
+    for write in writers:
+        with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
+            write()
     assert not (tmp_path / "s3:").exists()

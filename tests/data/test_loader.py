@@ -163,11 +163,27 @@ def test_progress_and_a_warning_when_a_source_repeats(
 def test_unread_tokens_are_reported_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         loader = build()
-        loader.log_sources()
+        loader.log_sources(4)
         loader.read_step(4)
     messages = [r.message for r in caplog.records if "lie outside the cuts" in r.message]
     assert len(messages) == 3
     assert f"{loader.sources[0].unread_tokens_per_epoch} tokens an epoch" in messages[0]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_repetition_is_announced_when_training_starts(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = build()
+    per_epoch = loader.sources[2].windows_per_epoch  # the share is 0.2
+    with caplog.at_level(logging.WARNING):
+        loader.log_sources(5 * per_epoch)
+        assert "source c " not in caplog.text
+        loader.log_sources(15 * per_epoch)
+    assert (
+        f"source c will be read 3.00 times: it has {per_epoch * L} of the {3 * per_epoch * L} "
+        "tokens that total_tokens takes from it"
+    ) in caplog.text
 
 
 @pytest.mark.parametrize("windows", [0, -4, 5])

@@ -159,7 +159,8 @@ print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
-    program = subprocess.run(
-        [sys.executable, "-c", _LIMITS, "256", "1000"], capture_output=True, text=True, check=True
-    )
-    assert program.stdout.split() == ["1000", "500", "1000", "1000"]
+    for hard, kept_open in (("1000", "500"), ("4000", "2976")):
+        program = subprocess.run(
+            [sys.executable, "-c", _LIMITS, "256", hard], capture_output=True, text=True, check=True
+        )
+        assert program.stdout.split() == [hard, kept_open, hard, hard]

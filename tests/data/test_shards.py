@@ -115,7 +115,7 @@ def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[P
 def test_ends_are_found_in_few_reads_of_a_long_index(
     write_source: Callable[..., Path], shape: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lengths = np.random.default_rng(0).geometric(1 / 20, 8000)
+    lengths = np.random.default_rng(0).geometric(1 / 5, 32_000)
     if shape != "random":
         lengths = np.sort(lengths)[:: 1 if shape == "short_first" else -1]
     folder, ends = one_shard(write_source, lengths)
@@ -139,10 +139,10 @@ def test_ends_are_found_in_few_reads_of_a_long_index(
 def test_an_index_that_does_not_ascend_ends_the_search(write_source: Callable[..., Path]) -> None:
     folder, ends = one_shard(write_source, np.full(4000, 5))
     shards = TokenShards(folder)
-    ends[300] = 10**18  # where the search for token 2785 begins
+    ends[1532] = 10**18  # where the search for token 12,785 begins
     ends.astype("<u8").tofile(index_path(folder / "train" / "00000.ds"))
     with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
-        shards.read(2785, 1)
+        shards.read(12_785, 1)
 
 
 def test_missing_shard(source: Path) -> None:

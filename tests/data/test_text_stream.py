@@ -57,7 +57,7 @@ def test_it_says_what_it_cannot_guarantee(
 ) -> None:
     loader = build(config)
     with caplog.at_level(logging.WARNING):
-        loader.log_sources()
+        loader.log_sources(100)
     assert "resuming starts the text again" in caplog.text
     before = loader.data_hash
     first = loader.read_step(2)

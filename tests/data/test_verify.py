@@ -94,7 +94,7 @@ def test_large_files_are_read_in_pieces(
     write_source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Document ends on both sides of a chunk's border, and exactly on it."""
-    monkeypatch.setattr("titan_loop.data.verify._CHUNK_BYTES", 8)  # four tokens
+    monkeypatch.setattr("titan_loop.data.shards._CHUNK_BYTES", 8)  # four tokens
     source = write_source("s", [[[5, 6, 7, 0], [8, 0], [9, 0], [5, 0], [0]]])
     assert [fault for fault in verify_source(source) if "SHA-256" not in fault] == []
     np.asarray([5, 6, 7, 8, 8, 0, 9, 0, 5, 0, 0], "<u2").tofile(source / "train" / "00000.ds")

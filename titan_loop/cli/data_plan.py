@@ -68,7 +68,7 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
                 row.name,
                 f"{row.needed_tokens:,}",
                 f"{row.available_tokens:,}",
-                f"{row.needed_tokens / row.available_tokens:.3f}",
+                f"{row.epochs:.3f}",
                 "-" if row.max_epochs is None else str(row.max_epochs),
                 f"{row.disk_bytes / 1e9:.3f}",
             )

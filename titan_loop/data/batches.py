@@ -165,8 +165,8 @@ class GlobalWindowLoader(BaseDataLoader):
         """Return how far each source has been read; none for generated tasks."""
         return []
 
-    def log_sources(self) -> None:
-        """Say what is read; once, when training starts."""
+    def log_sources(self, windows: int) -> None:
+        """Say what is read by a job of this many windows; once, when training starts."""
 
     def require_windows(self, windows: int) -> None:
         """Refuse a job of this many windows if the data ends before.

@@ -12,7 +12,7 @@ import numpy as np
 from titan_loop.data.executors import statistics
 from titan_loop.data.pipeline_steps import DROPPED_BY_READERS, SHOWN_EXAMPLES
 from titan_loop.data.preparation import SPLITS, Preparation
-from titan_loop.data.shards import LOSS_SUFFIX, index_path
+from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard, file_sha256
 from titan_loop.data.tokenizer import TOKENIZER_NAME, load_tokenizer, token_bytes, vocab_size
 from titan_loop.errors import UserError
@@ -20,7 +20,6 @@ from titan_loop.errors import UserError
 logger = logging.getLogger(__name__)
 
 _SHARDS = "*_doc_shuffled.ds"
-_CHUNK_BYTES = 1 << 24
 
 
 def write_card(preparation: Preparation) -> SourceCard:
@@ -119,17 +118,13 @@ def _split_card(folder: Path, id_bytes: int, counts: Counter[str]) -> SplitCard:
         ends = np.fromfile(index_path(path), dtype="<u8")
         if not len(ends) or int(ends[-1]) != tokens:
             raise UserError(f"shard {path} does not agree with its index: prepare it again")
-        ids = np.memmap(path, dtype=f"<u{id_bytes}", mode="r")
-        step = _CHUNK_BYTES // id_bytes
-        for start in range(0, tokens, step):
-            max_token_id = max(max_token_id, int(ids[start : start + step].max()))
+        chunks = file_chunks(path, f"<u{id_bytes}")
+        max_token_id = max([max_token_id, *(int(chunk.max()) for chunk in chunks)])
         mask_sha256 = ""
         mask_path = path.with_name(path.name + LOSS_SUFFIX)
         if mask_path.exists():
-            mask = np.memmap(mask_path, dtype=np.uint8, mode="r")
             loss_tokens += sum(
-                int(mask[start : start + _CHUNK_BYTES].sum(dtype=np.int64))
-                for start in range(0, len(mask), _CHUNK_BYTES)
+                int(chunk.sum(dtype=np.int64)) for chunk in file_chunks(mask_path, "u1")
             )
             mask_sha256 = file_sha256(mask_path)
         shards.append(

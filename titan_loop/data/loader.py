@@ -82,6 +82,11 @@ class SourcePlan(NamedTuple):
     max_epochs: int | None
     disk_bytes: int
 
+    @property
+    def epochs(self) -> float:
+        """How often it is read: 1 is all of it once."""
+        return self.needed_tokens / self.available_tokens
+
 
 class WindowLoader(GlobalWindowLoader):
     """Mixes the windows of prepared sources in an order that only seed and position decide.
@@ -255,8 +260,8 @@ class WindowLoader(GlobalWindowLoader):
             )
         ]
 
-    def log_sources(self) -> None:
-        """Say what is read: shares, epochs, and when a source will be exhausted."""
+    def log_sources(self, windows: int) -> None:
+        """Say what is read: shares, what is read more than once, what will be exhausted when."""
         first = self.order.pieces[0].order if self.order.pieces else None
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0 if first is None else first.shares[index] / first.period
@@ -269,6 +274,16 @@ class WindowLoader(GlobalWindowLoader):
             )
         for number, exhausted in enumerate(self.order.exhausted, start=1):
             logger.info("%s", self._exhaustion(number, exhausted))
+        for plan in self.plan(windows):
+            if plan.epochs > 1:
+                logger.warning(
+                    "source %s will be read %.2f times: it has %d of the %d tokens that "
+                    "total_tokens takes from it",
+                    plan.name,
+                    plan.epochs,
+                    plan.available_tokens,
+                    plan.needed_tokens,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """As the base class, with what was read of each source."""

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_loop.data.documents import require_local
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.local_python import (
     TextFile,
@@ -80,6 +81,7 @@ def build_local_chats(
         raise UserError(f"megabytes {megabytes} must be positive")
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
+    require_local(output, "output")
     output = Path(output)
     _create(output)
     distributions = installed_distributions()

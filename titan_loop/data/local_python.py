@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_loop.data.documents import require_local
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.synthetic.mano import mano_text
 from titan_loop.errors import UserError
@@ -117,6 +118,7 @@ def build_local_python_corpus(
         UserError: For a size or fraction out of range, an unwritable output, or if sympy is
             missing.
     """
+    require_local(output, "output")
     output = Path(output)
     sizes = dict(zip(DOMAINS, (code_megabytes, prose_megabytes, math_megabytes), strict=True))
     for name, size in sizes.items():

@@ -4,7 +4,7 @@ The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, 
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
 so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched and
 document ends found by interpolation, so opening a source costs a `stat` a file whatever its size,
-and a read one to three pages of the index where the lengths of documents follow no order.
+and a window one or two reads of the index where the lengths of documents follow no order.
 
 Files are read, not mapped: making a map costs more than reading a few pages; a fault in a map of a
 file not in memory reads the device's whole read-ahead, megabytes for a window of kilobytes, and
@@ -17,7 +17,7 @@ import os
 import resource
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -30,16 +30,19 @@ INDEX_SUFFIX = ".index"
 LOSS_SUFFIX = ".loss"
 _BYTE = np.dtype(np.uint8)
 _DOCUMENT_END = np.dtype("<i8")  # written unsigned; no shard has 2**63 tokens
-_INDEX_BLOCK = 512  # document ends read at once: a page
+_INDEX_BLOCK = 2048  # document ends read at once: in a million, mostly the only read
 _INTERPOLATIONS = 3  # then bisection, for documents whose lengths follow their order
-_OPEN_FILES_WANTED = 65_536  # half of them: 16,384 shards and their indices
+_CHUNK_BYTES = 1 << 24
+_OPEN_FILES_WANTED = 65_536
+_OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole limit
 
 
 def open_file_limit() -> int:
     """Raise this process' limit of open files as far as it may, and return it.
 
-    The usual 1,024 is a default for programs that call `select`; opening and closing two files for
-    every window would be a third of its cost.
+    The usual 1,024 is a default for programs that call `select`. Opening and closing two files for
+    every window is a tenth of its cost on a local file system, and a request each to the server of
+    a mounted one.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
@@ -55,14 +58,19 @@ def open_file_limit() -> int:
 class OpenFiles:
     """Files opened when first asked for; shared by the sources of a mixture.
 
-    A process may hold only so many files open: the least recently used is closed first.
+    A process may hold only so many files open: the one opened first is closed first. (Windows come
+    in a random order, in which the least recently used is no better guess.)
 
     Args:
-        most: Files held open at the same time; None takes half of what the system allows.
+        most: Files held open at the same time; None takes what the system allows but for 1,024, and
+            at least half of it.
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self._most = open_file_limit() // 2 if most is None else most
+        if most is None:
+            allowed = open_file_limit()
+            most = max(allowed - _OTHER_FILES, allowed // 2)
+        self._most = most
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         # Not __del__: when the interpreter ends, `os` may be gone before this object is.
         weakref.finalize(self, _close_all, self._descriptors)
@@ -98,8 +106,6 @@ class OpenFiles:
             if len(self._descriptors) >= self._most:
                 os.close(self._descriptors.popitem(last=False)[1])
             descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY)
-        else:
-            self._descriptors.move_to_end(path)
         return descriptor
 
 
@@ -168,6 +174,7 @@ class TokenShards:
             )
         self._dtype = np.dtype(f"<u{self.card.token_bytes}")
         self._paths = [f"{self.folder / split}/{shard.file}" for shard in self.split.shards]
+        self._index_paths = [path + INDEX_SUFFIX for path in self._paths]
         self._starts = [0, *accumulate(shard.tokens for shard in self.split.shards)]
         if self._starts[-1] != self.tokens:
             raise UserError(
@@ -304,8 +311,8 @@ class TokenShards:
                 return block[block.searchsorted(token, side="right") :], stop
             tries += 1
         raise UserError(
-            f"index {self._paths[shard]}{INDEX_SUFFIX} does not ascend: restore it or prepare the "
-            "source again"
+            f"index {self._index_paths[shard]} does not ascend: restore it or prepare the source "
+            "again"
         )
 
     def _tokens_of(self, shard: int, first: int, last: int) -> np.ndarray:
@@ -314,7 +321,7 @@ class TokenShards:
     def _index(self, shard: int, first: int, count: int) -> np.ndarray:
         """Return at most `count` document ends from number `first`."""
         count = min(count, self.split.shards[shard].documents - first)
-        return self.files.read(self._paths[shard] + INDEX_SUFFIX, _DOCUMENT_END, first, count)
+        return self.files.read(self._index_paths[shard], _DOCUMENT_END, first, count)
 
     def _check_index(self, shard: int) -> None:
         if shard in self._checked_indices:
@@ -323,7 +330,7 @@ class TokenShards:
         end = int(self._index(shard, card.documents - 1, 1)[0])
         if end != card.tokens:
             raise UserError(
-                f"index {self._paths[shard]}{INDEX_SUFFIX} ends at token {end}, its shard has "
+                f"index {self._index_paths[shard]} ends at token {end}, its shard has "
                 f"{card.tokens}: prepare the source again"
             )
         self._checked_indices.add(shard)
@@ -336,3 +343,10 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def index_path(shard: Path) -> Path:
     """Return the path of a shard's document index."""
     return shard.with_name(shard.name + INDEX_SUFFIX)
+
+
+def file_chunks(path: Path, dtype: str) -> Iterator[np.ndarray]:
+    """Yield a whole file's values in arrays of at most 16 MB, for passes over all of it."""
+    value = np.dtype(dtype)
+    for start in range(0, path.stat().st_size, _CHUNK_BYTES):
+        yield np.fromfile(path, dtype=value, count=_CHUNK_BYTES // value.itemsize, offset=start)

@@ -134,7 +134,7 @@ class TextStreamLoader(GlobalWindowLoader):
         self._config = config
         self._stream: Iterator[Batch] | None = None
 
-    def log_sources(self) -> None:
+    def log_sources(self, windows: int) -> None:
         """Say what this loader cannot guarantee."""
         logger.warning("%s", WARNING)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.data.documents import Documents, Format, find_documents
+from titan_loop.data.documents import Documents, Format, find_documents, require_local
 from titan_loop.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def train_tokenizer(
 
     Raises:
         UserError: For a missing or unreadable input, a record without text, a vocabulary too small
-            for bytes and special tokens, or text too small to fill it.
+            for bytes and special tokens, text too small to fill it, or an output that cannot be
+            written.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -74,6 +75,7 @@ def train_tokenizer(
             f"vocab_size {vocab_size} is below {smallest}, 256 bytes and the special tokens"
         )
     documents = replace(find_documents(inputs, format=format, patterns=patterns), held_out_files=())
+    output = _output_file(output)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -115,10 +117,12 @@ def import_tokenizer(
             ChatML tokens after the last rank.
 
     Raises:
-        UserError: If the file is missing or neither kind; if the pattern is missing; or if the
-            converted tokenizer does not agree with tiktoken on a probe text.
+        UserError: If the file is missing or neither kind; if the pattern is missing; if the output
+            cannot be written; or if the converted tokenizer does not agree with tiktoken on a probe
+            text.
     """
-    path = Path(path)
+    require_local(path, "tokenizer")
+    path, output = Path(path), _output_file(output)
     if not path.is_file():
         raise UserError(
             f"tokenizer {path} is not a file: give a tokenizer.json or a tiktoken rank file"
@@ -147,6 +151,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from tokenizers import Tokenizer
 
+    require_local(path, "tokenizer")
     path = Path(path)
     if not path.is_file():
         raise UserError(f"tokenizer {path} is not a file: train one or give a tokenizer.json")
@@ -243,12 +248,24 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             logger.warning("tokenizer inputs: %d documents without text", counts["empty"])
 
 
-def _save(tokenizer: "Tokenizer", output: str | Path) -> Path:
+def _output_file(output: str | Path) -> Path:
+    """Return the file to write, in a folder that exists; before any work is done for it."""
+    require_local(output, "output")
     output = Path(output)
     if output.is_dir():
         output = output / TOKENIZER_NAME
-    output.parent.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(output))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+    return output
+
+
+def _save(tokenizer: "Tokenizer", output: Path) -> Path:
+    try:
+        output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
     return output
 
 

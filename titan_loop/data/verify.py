@@ -10,11 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.packing import PIECE, index_paths
-from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX
+from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks
 from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
 from titan_loop.data.tokenizer import TOKENIZER_NAME
 
-_CHUNK_BYTES = 1 << 24
 _INDEX_BYTES = 8
 
 
@@ -76,23 +75,21 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
 
 def _contents(path: Path, index: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
     """Compare ids and mask with the document ends, chunk by chunk."""
-    ends = np.memmap(index, dtype="<u8", mode="r")
-    if int(ends[-1]) != shard.tokens or (np.diff(ends.astype(np.int64), prepend=0) < 1).any():
+    ends = np.fromfile(index, dtype="<u8").astype(np.int64)
+    if int(ends[-1]) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
         yield f"{index}: not ascending document ends up to token {shard.tokens}"
         return
-    ids = np.memmap(path, dtype=f"<u{card.token_bytes}", mode="r")
-    mask_path = path.with_name(path.name + LOSS_SUFFIX)
-    mask = np.memmap(mask_path, dtype=np.uint8, mode="r") if card.has_loss_mask else None
-    step = _CHUNK_BYTES // card.token_bytes
-    outside = unended = not_binary = 0
-    for start in range(0, shard.tokens, step):
-        chunk = ids[start : start + step]
+    outside = unended = start = 0
+    for chunk in file_chunks(path, f"<u{card.token_bytes}"):
         outside += int((chunk >= card.vocab_size).sum())
         low, high = np.searchsorted(ends, [start, start + len(chunk)], side="right")
-        expected = ends[low:high].astype(np.int64) - 1 - start
+        expected = ends[low:high] - 1 - start
         unended += len(np.setxor1d(np.flatnonzero(chunk == card.eos_id), expected))
-        if mask is not None:
-            not_binary += int((mask[start : start + step] > 1).sum())
+        start += len(chunk)
+    mask_path = path.with_name(path.name + LOSS_SUFFIX)
+    not_binary = 0
+    if card.has_loss_mask:
+        not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask_path, "u1"))
     if outside:
         yield f"{path}: {outside} token ids outside the vocabulary of {card.vocab_size}"
     if unended:

@@ -290,7 +290,7 @@ class LoopTrainer(Trainer):
             self.fsdp.check(self.parallelism)
 
         def open_data(self) -> GlobalWindowLoader:
-            """Open the data as one rank would: memory maps only, so it finds faults early."""
+            """Open the data as one rank would: cards and sizes only, so it finds faults early."""
             return self.dataloader.build(
                 dp_world_size=1,
                 dp_rank=0,
@@ -477,7 +477,7 @@ class LoopTrainer(Trainer):
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
             callback.on_train_start(self)
-        self.dataloader.log_sources()
+        self.dataloader.log_sources(self.config.windows_of_the_run())
         self.metrics_processor.start(
             step=self.step, tokens=self.tokens, total_steps=self.config.training.steps
         )

@@ -9,9 +9,12 @@ reported as the median ratio over repetitions with its range:
   map, slice, cast, positions, hash); the target is at least 0.5 of its rate. The same at 16K, 32K
   and 64K, whose cost per token must not be higher than at 4K.
 - torchtitan's text loader on raw JSONL, which tokenises while it reads.
-- Cost per window, and of opening ten sources, at 1e6, 1e9 and 1e12 tokens a source. The larger ones
-  are sparse files that describe their size truthfully and take no disk space. Beside it what the
-  system alone charges to open, read and close the files of such windows.
+- Cost per window, and of opening ten sources, at 1e6, 1e9 and 1e12 tokens a source, as a long run
+  sees it: every shard has been read from before. Beside it what of that the system's open, pread
+  and close take: at 1e6 all tokens are in memory, from 1e9 on almost none, as in a long run. The
+  first window of a shard, which opens its files, is timed apart. Tokens are holes of sparse files,
+  indices are real and, within a source, one file under many names: sizes and searches are true, but
+  no device is waited for.
 
 Refuses to run beside another load.
 """
@@ -28,7 +31,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
@@ -44,6 +49,7 @@ from titan_loop.data.loader import WindowLoader
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 from titan_loop.data.text_stream import TextStreamLoader
 from titan_loop.data.tokenizer import train_tokenizer
+from titan_loop.data.windows import SourceWindows
 
 VOCABULARY = 50_000
 EOS = 0
@@ -52,6 +58,7 @@ LOCAL_BATCH, GLOBAL_BATCH = 8, 64
 WINDOWS_LENGTHS = (4096, 16384, 32768, 65536)
 WEIGHTS = (0.5, 0.3, 0.2)
 SHARD = 10**9  # tokens
+SIZE_STEPS = 8  # global batches a measurement
 
 
 def main() -> int:
@@ -165,44 +172,70 @@ def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace)
 def _sizes(folder: Path, options: argparse.Namespace) -> None:
     print(
         "\ntokens a source, ten sources | open s | MB before + added | microseconds a window | "
-        "of bare open, read, close"
+        "to the first size's | of it system calls | the rest to the first size's | "
+        "first window of a shard"
     )
     sizes = {int(size): _sparse_sources(folder, int(size)) for size in options.sizes}
     loaders = {size: _loader(sources, 4096) for size, sources in sizes.items()}
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    bare: dict[int, list[float]] = {size: [] for size in sizes}
-    shards = {
-        size: [str(path) for source in sources for path in source.glob("train/*.ds")]
-        for size, sources in sizes.items()
-    }
+    first_windows = {size: _read_every_shard(loader) for size, loader in loaders.items()}
+    seconds: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     for repetition in range(options.repetitions + 1):
         for size, loader in loaders.items():
-            own, system = _alternate(
-                lambda reader=loader: reader.read_step(GLOBAL_BATCH),
-                lambda files=shards[size], size=size: _bare_reads(files, min(size, SHARD)),
-                first=repetition % 2,
-            )
+            pair = _own_and_system(loader)
             if repetition:
-                seconds[size].append(own / GLOBAL_BATCH * 1e6)
-                bare[size].append(system / GLOBAL_BATCH * 1e6)
+                seconds[size].append(pair)
+    reference = next(iter(seconds.values()))
     for size, sources in sizes.items():
         command = [sys.executable, __file__, "--open", str(sources[0].parent)]
         opened = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        pairs = list(zip(seconds[size], reference, strict=True))
         print(
             f"{size:.0e} | {opened['seconds']:.2f} | {opened['before']} + {opened['added']} | "
-            f"{_range(seconds[size])} | {_range(bare[size])}"
+            f"{_range([1e6 * sum(pair) for pair in seconds[size]])} | "
+            f"{_range([sum(pair) / sum(base) for pair, base in pairs])} | "
+            f"{_range([1e6 * system for _, system in seconds[size]])} | "
+            f"{_range([pair[0] / base[0] for pair, base in pairs])} | {first_windows[size]:.0f}"
         )
 
 
-def _bare_reads(shards: list[str], tokens: int) -> None:
-    """Open, read and close a random shard and its index for every window of a global batch."""
-    for _ in range(GLOBAL_BATCH):
-        path = random.choice(shards)
-        first = 2 * random.randrange(tokens - 4097)
-        for file, size, offset in ((path, 2 * 4097, first), (f"{path}.index", 4096, 0)):
-            descriptor = os.open(file, os.O_RDONLY)
-            os.pread(descriptor, size, offset)
-            os.close(descriptor)
+def _own_and_system(loader: WindowLoader) -> tuple[float, float]:
+    """Return the seconds a window takes outside and inside the system's calls."""
+    inside = 0.0
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            nonlocal inside
+            began = time.perf_counter()
+            result = call(*arguments)
+            inside += time.perf_counter() - began
+            return result
+
+        return run
+
+    calls = {name: getattr(os, name) for name in ("open", "pread", "close")}
+    for name, call in calls.items():
+        setattr(os, name, timed(call))
+    began = time.perf_counter()
+    for _ in range(SIZE_STEPS):
+        loader.read_step(GLOBAL_BATCH)
+    seconds = time.perf_counter() - began
+    for name, call in calls.items():
+        setattr(os, name, call)
+    windows = SIZE_STEPS * GLOBAL_BATCH
+    return (seconds - inside) / windows, inside / windows
+
+
+def _read_every_shard(loader: WindowLoader) -> float:
+    """Read one window of every shard, in a random order; return microseconds a window."""
+    windows: list[tuple[SourceWindows, int]] = []
+    for source in loader.sources:
+        ends = accumulate(shard.tokens for shard in source.shards.split.shards)
+        windows += [(source, (end - 1) // source.seq_len - 2) for end in ends]
+    random.shuffle(windows)
+    began = time.perf_counter()
+    for source, number in windows:
+        source.read(0, number)
+    return (time.perf_counter() - began) / len(windows) * 1e6
 
 
 def _report_opening(folder: Path) -> int:
@@ -248,8 +281,7 @@ def _dense_source(folder: Path, tokens: int, seed: int) -> Path:
     generator = np.random.default_rng(seed)
     (folder / "train").mkdir(parents=True)
     ids = generator.integers(1, VOCABULARY, tokens).astype("<u2")
-    lengths = generator.geometric(1 / MEAN_DOCUMENT, 2 * tokens // MEAN_DOCUMENT)
-    ends = np.append(np.cumsum(lengths)[np.cumsum(lengths) < tokens], tokens)
+    ends = _document_ends(generator, tokens)
     ids[ends - 1] = EOS
     ids.tofile(folder / "train" / "0.ds")
     ends.astype("<u8").tofile(folder / "train" / "0.ds.index")
@@ -260,20 +292,28 @@ def _dense_source(folder: Path, tokens: int, seed: int) -> Path:
 def _sparse_sources(folder: Path, tokens: int) -> list[Path]:
     """Describe ten sources of `tokens` tokens in shards of at most SHARD; holes read as token 0."""
     shard = min(tokens, SHARD)
-    documents = shard // MEAN_DOCUMENT if tokens == shard else 1000
     sources = [folder / f"{tokens}" / f"source{number}" for number in range(10)]
-    index = np.linspace(0, shard, documents + 1)[1:].astype("<u8").tobytes()
     for number, source in enumerate(sources):
         (source / "train").mkdir(parents=True)
+        ends = _document_ends(np.random.default_rng(number), shard)
+        index = source / "train" / "0.ds.index"
+        ends.astype("<u8").tofile(index)
         cards = []
         for part in range(tokens // shard):
             file = source / "train" / f"{part}.ds"
             file.touch()
             os.truncate(file, 2 * shard)
-            file.with_name(f"{file.name}.index").write_bytes(index)
-            cards.append(_shard(file.name, documents, shard, f"{number} {part}"))
+            if part:
+                file.with_name(f"{file.name}.index").hardlink_to(index)
+            cards.append(_shard(file.name, len(ends), shard, f"{number} {part}"))
         _write_card(source, cards)
     return sources
+
+
+def _document_ends(generator: np.random.Generator, tokens: int) -> np.ndarray:
+    """Return ascending document ends, the last at `tokens`."""
+    ends = np.cumsum(generator.geometric(1 / MEAN_DOCUMENT, 2 * tokens // MEAN_DOCUMENT))
+    return np.append(ends[ends < tokens], tokens)
 
 
 def _shard(file: str, documents: int, tokens: int, contents: str) -> ShardCard:
