@@ -21,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC, RecurrentStepAC
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
@@ -41,6 +41,7 @@ CHECKPOINTING = {
     "none": None,
     "selective": SelectiveAC.Config,
     "full": FullAC.Config,
+    "full-offload": FullOffloadAC.Config,
     "recurrent-step": RecurrentStepAC.Config,
     "recurrent-step+full": functools.partial(RecurrentStepAC.Config, layers="full"),
 }
@@ -226,6 +227,7 @@ MORE_CASES = {
     "by-step-and-layer": Case(checkpointing="recurrent-step+full"),
     "held-by-step": Case(fsdp=HELD, checkpointing="recurrent-step"),
     "held-by-step-and-layer": Case(fsdp=HELD, checkpointing="recurrent-step+full"),
+    "held-offloaded": Case(fsdp=HELD, checkpointing="full-offload"),
     "truncated": Case(backward_steps=2),
     "held-truncated": Case(fsdp=HELD, backward_steps=2),
 }

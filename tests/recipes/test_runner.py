@@ -28,6 +28,7 @@ from titan_loop.training.trainer import LoopTrainer
 pytestmark = pytest.mark.usefixtures("alone")
 
 STEPS = 4
+AFTER_IMPORTS = ["checks", "build", "checkpoint", "callbacks", "first_step"]
 
 
 def chain(source: Path, folder: Path) -> Recipe:
@@ -58,8 +59,13 @@ def losses(folder: Path, stage: str) -> list[float]:
     return [record["loss"] for record in RunDirectory(folder / stage).read_metrics()]
 
 
-def test_a_chain_carries_weights_and_says_so(source, tmp_path):
+def test_a_chain_carries_weights_and_says_so(source, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run_recipe(chain(source, tmp_path))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compile_cache")
+    for stage in ("1a", "1b"):
+        parts = list(RunDirectory(tmp_path / stage).read_run()["startup_seconds"])
+        assert parts == ["imports"] * (stage == "1a") + AFTER_IMPORTS
     parent = reference(checkpoint(tmp_path, "1a"))
     for stage in ("1b", "fork"):
         first = read_manifest(checkpoint(tmp_path, stage, 2))

@@ -1,22 +1,26 @@
-"""Activation checkpointing with a recurrent step, instead of a layer, as what is recomputed.
+"""Activation checkpointing by recurrent step, and by layer with what is kept on the host.
 
 | policy | kept for the backward pass | recomputed |
 |---|---|---|
 | `selective` | every second matrix product, attention | the rest |
 | `full` | the input of every layer visit: R·N states | a layer at a time |
+| `full-offload` | the same, in pinned memory of the host | a layer at a time |
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
 The first two are torchtitan's. By step pays where R·N states are too many: `layers=full` keeps
-R + N of them instead, for one more forward pass of the stack than `full`.
+R + N of them instead, for one more forward pass of the stack than `full`. `full-offload` keeps none
+of them on the GPU, for a copy of each state to the host and back.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import tyro
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     FullAC,
@@ -26,6 +30,7 @@ from torchtitan.distributed.activation_checkpoint import (
 from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.memory import Checkpointing
+from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 
 
@@ -51,9 +56,59 @@ class RecurrentStepAC(ActivationCheckpointing):
         logger.info("Applied activation checkpointing by recurrent step")
 
 
+class FullOffloadAC(FullAC):
+    """Recompute a layer at a time, from inputs that wait in the host's memory.
+
+    The copies are asynchronous, to and from pinned memory, but in the stream that computes, so each
+    delays it. Nothing but the states is moved: weights, rotations and masks stay. Never run on a
+    GPU by this project yet.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        """As for `full`."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        return _OffloadedLayer(super()._wrap_block(module, base_fqn=base_fqn))
+
+
+class _OffloadedLayer(OffloadWrapper):
+    """A checkpointed layer whose input is saved on the host.
+
+    A compiled graph saves tensors of its own choice, weights among them, so what is compiled is the
+    layer inside the checkpoint.
+    """
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        checkpointed = self._checkpoint_wrapped_module
+        checkpointed.get_submodule("_checkpoint_wrapped_module").compile(*args, **kwargs)
+
+
+def check_offloading(
+    config: ActivationCheckpointing.Config | None, parallelism: ParallelismConfig
+) -> None:
+    """Refuse `full-offload` where it cannot work; nothing to check for other policies.
+
+    Args:
+        config: The policy.
+        parallelism: Degrees asked for.
+
+    Raises:
+        UserError: States are split by tensor parallelism.
+    """
+    degree = parallelism.tensor_parallel_degree
+    if isinstance(config, FullOffloadAC.Config) and degree > 1:
+        raise UserError(
+            "activation-checkpoint:full-offload does not work with "
+            f"parallelism.tensor_parallel_degree={degree}, which splits the states; use "
+            "activation-checkpoint:full"
+        )
+
+
 ActivationCheckpointingConfig = (
     Annotated[SelectiveAC.Config, tyro.conf.subcommand("selective")]
     | Annotated[FullAC.Config, tyro.conf.subcommand("full")]
+    | Annotated[FullOffloadAC.Config, tyro.conf.subcommand("full-offload")]
     | Annotated[RecurrentStepAC.Config, tyro.conf.subcommand("recurrent-step")]
     | Annotated[MemoryBudgetAC.Config, tyro.conf.subcommand("memory-budget")]
     | Annotated[None, tyro.conf.subcommand("none")]
@@ -65,6 +120,8 @@ def checkpointing_of(config: ActivationCheckpointing.Config | None) -> Checkpoin
     """Return what the memory estimate calls a policy; a memory budget counts as none."""
     if isinstance(config, RecurrentStepAC.Config):
         return "recurrent-step+full" if config.layers == "full" else "recurrent-step"
+    if isinstance(config, FullOffloadAC.Config):
+        return "full-offload"
     if isinstance(config, FullAC.Config):
         return "full"
     if isinstance(config, SelectiveAC.Config):

@@ -1,8 +1,13 @@
-"""Whether `torch.compile` can run: inductor calls a C++ compiler, on CUDA Triton a C compiler."""
+"""Whether `torch.compile` can run, and where what it compiled is kept for the next start.
+
+Inductor calls a C++ compiler, on CUDA Triton a C compiler. Compiled graphs and kernels are found
+again by their content, so one folder serves all ranks and stages of a recipe.
+"""
 
 import os
 import shutil
 import sys
+from pathlib import Path
 
 
 def missing_compiler(device_type: str) -> str | None:
@@ -25,3 +30,16 @@ def missing_compiler(device_type: str) -> str | None:
         return None
     source = f"{variable}={wanted}" if wanted is not None else " or ".join(names)
     return f"no {language} compiler ({source})"
+
+
+def keep_compiled_code(folder: Path) -> None:
+    """Let a later start find what this one compiles, instead of compiling it again.
+
+    torch's own default is below the machine's temporary folder, which other nodes do not see and a
+    reboot empties. TORCHINDUCTOR_CACHE_DIR, if set, decides: best to a folder of each node's own
+    where the file system of the runs is slow with many small files.
+
+    Args:
+        folder: Made by torch when it compiles something.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))

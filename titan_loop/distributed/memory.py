@@ -3,7 +3,8 @@
     persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S
     gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
                    the buffer it arrives in
-    activations    every visit of every layer, see `visit_bytes_per_token`
+    activations    every visit of every layer, see `visit_bytes_per_token`; with `full-offload` the
+                   visits' part is in the host's memory, `offloaded`
     recomputed     one layer's activations again, with checkpointing; all layers' if the unit of
                    recomputation is a recurrent step
     readout        one chunk of logits, the head's fp32 gradient, the gradients of R states
@@ -31,7 +32,9 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.readout import LMHead
 from titan_loop.models.trainable import Trainable
 
-Checkpointing = Literal["none", "selective", "full", "recurrent-step", "recurrent-step+full"]
+Checkpointing = Literal[
+    "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
+]
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
 MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
@@ -70,7 +73,7 @@ class StepShape:
         windows: Of one micro-batch on one rank.
         seq_len: Tokens of a whole window.
         recurrent_steps: R.
-        checkpointing: none, torchtitan's selective or full, or one of ours by recurrent step.
+        checkpointing: none, torchtitan's selective or full, or one of ours.
         compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
         shard_degree: Ranks that share the parameters; replicas of HSDP do not count.
         tensor_parallel_degree: Ranks that share a layer's matrices and the sequence between them.
@@ -118,6 +121,7 @@ class StepMemory:
         optimizer: AdamW's moments, sharded, fp32.
         gathered: Unsharded weights at the end of the forward pass, without the head.
         activations: Saved for the backward pass by all visits.
+        offloaded: Activations in the memory of the host, not the device; part of no peak.
         recomputed: Activations of the layer that is being recomputed.
         readout: Alive while the streamed loss is computed, the gathered head included.
         readout_chunk: The part of `readout` that is logits.
@@ -131,6 +135,7 @@ class StepMemory:
     optimizer: float
     gathered: float
     activations: float
+    offloaded: float
     recomputed: float
     readout: float
     readout_chunk: float
@@ -182,6 +187,7 @@ def visit_bytes_per_token(
     | none | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; four norms' own |
     | selective | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
     | full | the layer's input: D |
+    | full-offload | nothing: the layer's input, D, is on the host |
     | recurrent-step | nothing: the step's input is the state before it |
     | recurrent-step+full | nothing, likewise |
 
@@ -197,7 +203,7 @@ def visit_bytes_per_token(
     queries, keys, feed_forward = _widths(config)
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
     log_sum_exp = 4 * config.layers[0].attention.n_heads / tp
-    if checkpointing.startswith("recurrent-step"):
+    if checkpointing.startswith("recurrent-step") or checkpointing == "full-offload":
         return 0.0
     if checkpointing == "full":
         return c * config.dim / tp
@@ -237,6 +243,7 @@ def estimate_memory(
         optimizer=2 * trained_local,
         gathered=c * layer * layers_at_once + MASTER_BYTES * units.norm_and_gate,
         activations=_activation_bytes(config, shape),
+        offloaded=_offloaded_bytes(config, shape),
         recomputed=_recomputed_bytes(config, shape),
         readout=readout_chunk + _readout_rest_bytes(config, shape),
         readout_chunk=readout_chunk,
@@ -266,6 +273,13 @@ def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
     norm = 0.0 if by_step else _norm_bytes(config, shape)
     layers = shape.steps_with_backward * (len(config.layers) * visit + norm)
     return shape.tokens * (layers + shape.recurrent_steps * (state + gate))
+
+
+def _offloaded_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+    if shape.checkpointing != "full-offload":
+        return 0.0
+    visits = shape.steps_with_backward * len(config.layers)
+    return visits * shape.tokens * visit_bytes_per_token(config, shape, "full")
 
 
 def _recomputed_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:

@@ -19,6 +19,7 @@ from torchtitan.tools.logging import init_logger, logger
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.data.loader import WindowLoader
+from titan_loop.distributed.compiler import keep_compiled_code
 from titan_loop.errors import UserError
 from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -30,7 +31,8 @@ from titan_loop.training.run import (
     run_training,
     shutdown,
 )
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.run_directory import COMPILE_CACHE, RunDirectory
+from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -61,9 +63,12 @@ def run_recipe(
         NonFiniteError: Training stopped, see `titan_loop.training.stability`.
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
+    startup = StartupClock(since_process_start=True)
+    startup.mark("imports")
     rank, world_size = compat.start_runtime()
     init_logger()
     root, stages = check_recipe(recipe, world_size, folder=folder, only=only, warn=rank == 0)
+    keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
         write_plan(recipe, root)
     try:
@@ -72,8 +77,13 @@ def run_recipe(
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
             _require_complete_parent(recipe, stage)
             run_training(
-                stage.config, stop_listener=stop_listener, callbacks=_evaluations(stage.config)
+                stage.config,
+                stop_listener=stop_listener,
+                callbacks=_evaluations(stage.config),
+                startup=startup,
             )
+            if startup.finished:
+                startup = StartupClock()  # of the next stage
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()

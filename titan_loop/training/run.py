@@ -24,6 +24,7 @@ from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.callback import Callback
 from titan_loop.training.run_directory import RunDirectory
+from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -36,6 +37,7 @@ def run_training(
     *,
     stop_listener: StopListener | None = None,
     callbacks: Sequence[Callback] = (),
+    startup: StartupClock | None = None,
 ) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
 
@@ -47,6 +49,7 @@ def run_training(
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
         callbacks: Called after those of the config.
+        startup: Measures this start; None begins now.
 
     Returns:
         `EXIT_OK`.
@@ -56,6 +59,7 @@ def run_training(
         NonFiniteError: Training stopped, see `titan_loop.training.stability`.
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
+    startup = startup or StartupClock()
     _, world_size = compat.start_runtime()
     init_logger()
     compat.quiet_upstream()
@@ -73,13 +77,16 @@ def run_training(
         enable=config.debug.enable_structured_logging,
     )
     resolved = config.to_dict()
+    startup.mark("checks")
     trainer = LoopTrainer(config)  # claims the run directory: from here on it is ours
+    trainer.startup = startup
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
     trainer.callbacks += callbacks
     try:
         started_by = sys.argv if command is None else command
         _agreed(lambda: run_directory.create_or_open(started_by, config=resolved))
+        startup.mark("build")
         trainer.train()
     finally:
         trainer.close()

@@ -11,6 +11,7 @@ Format version 1:
     run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
+    compile_cache/   what was compiled, for the next start; of a recipe with stages, beside them
     profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
 
 A run that is killed may leave half a line at the end of a `.jsonl` file; the next append removes it
@@ -32,6 +33,7 @@ from titan_loop.errors import UserError
 from titan_loop.json_files import finite_or_null, read_jsonl, write_json
 
 FORMAT_VERSION = 1
+COMPILE_CACHE = "compile_cache"
 
 
 class RunDirectory:
@@ -146,6 +148,17 @@ class RunDirectory:
                 "you can write to"
             ) from error
         return record
+
+    def record_startup(self, seconds: Mapping[str, float]) -> None:
+        """Add `startup_seconds` to this start in `run.json`; on rank 0, after `create_or_open`.
+
+        Args:
+            seconds: Of each part, see `titan_loop.training.startup`.
+        """
+        record = self.read_run()
+        start = record["restarts"][-1] if record.get("restarts") else record
+        start["startup_seconds"] = {part: round(value, 3) for part, value in seconds.items()}
+        write_json(self.run_json, record)
 
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`.

@@ -43,6 +43,7 @@ from torchtitan.config.configs import (
 from torchtitan.config.override import OverrideConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -53,7 +54,11 @@ from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.batches import GlobalWindowLoader
 from titan_loop.data.loader import WindowLoader
-from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
+from titan_loop.distributed.activation_checkpointing import (
+    ActivationCheckpointingConfig,
+    FullOffloadAC,
+    check_offloading,
+)
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
@@ -73,6 +78,7 @@ from titan_loop.training.batch_schedule import (
     planned_tokens,
 )
 from titan_loop.training.callback import Callback
+from titan_loop.training.cuda_graphs import check_cuda_graphs
 from titan_loop.training.held_out import HeldOutConfig, HeldOutLoss
 from titan_loop.training.learning_rate import AdamWConfig, TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
@@ -90,6 +96,7 @@ from titan_loop.training.stability import (
     agree_to_stop,
     first_non_finite_parameter,
 )
+from titan_loop.training.startup import FIRST_STEP, StartupClock
 from titan_loop.training.step_plan import StepPlan, plan_step
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.suite_config import SuiteConfig
@@ -105,7 +112,7 @@ def _default_training() -> TrainingConfig:
         steps=0,
         # bf16 products on a CPU without AMX are about 20 times slower than fp32.
         mixed_precision_param="bfloat16" if on_cuda else "float32",
-        # A changing number of recurrent steps cannot be captured in a CUDA graph.
+        # Needs a constant R and more: see `titan_loop/training/cuda_graphs.py`.
         disable_cuda_graphs=True,
     )
 
@@ -127,6 +134,7 @@ class LoopTrainer(Trainer):
         tokens: Global tokens consumed, an integer independent of the number of ranks.
         callbacks: Called around the loop and after every step, in this order.
         window_share: The part of every window this rank computes; None for all of it.
+        startup: Measures this start up to its first step; `run_training` brings its own.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -241,6 +249,12 @@ class LoopTrainer(Trainer):
                     "profiler.enable_memory_snapshot=True records CUDA allocations, and there is "
                     "no CUDA; leave it False"
                 )
+            offloads = isinstance(self.activation_checkpoint, FullOffloadAC.Config)
+            if offloads and compat.device_type() == "cpu":
+                raise UserError(
+                    "activation-checkpoint:full-offload moves states from a GPU to the host, and "
+                    "there is no GPU; use activation-checkpoint:full"
+                )
             self.recurrence.check()
             self._check_trainable()
             self.checkpoint.check()
@@ -250,9 +264,11 @@ class LoopTrainer(Trainer):
                     "set --batch.global-batch-tokens"
                 )
             if not self.training.disable_cuda_graphs:
-                raise UserError(
-                    "training.disable_cuda_graphs=False cannot capture a changing number of "
-                    "recurrent steps; leave it True"
+                check_cuda_graphs(
+                    recurrence=self.recurrence,
+                    entropy_weight=self.entropy_weight,
+                    fsdp=self.fsdp,
+                    moves_to_host=offloads or self.training.enable_cpu_offload,
                 )
             model = self._resolve_model()
             self.check_layout(model, world_size)
@@ -288,6 +304,7 @@ class LoopTrainer(Trainer):
                 attention=self.model.attention,
             )
             self.fsdp.check(self.parallelism)
+            check_offloading(self.activation_checkpoint, self.parallelism)
 
         def open_data(self) -> GlobalWindowLoader:
             """Open the data as one rank would: cards and sizes only, so it finds faults early."""
@@ -415,9 +432,10 @@ class LoopTrainer(Trainer):
         self._plan_to_the_end()
         self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
         self.skipped = SkipCounter(config.max_skipped_steps)
-        self._microbatch_metrics: list[dict[str, Tensor]] = []
+        self._objective: dict[str, Tensor] = {}  # of the micro-batch just run
         self._collapse: str | None = None
         self.stop_listener = StopListener()
+        self.startup = StartupClock()
         self._stopped_at: str | None = None
         self.callbacks: list[Callback] = [*config.callbacks]
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
@@ -467,6 +485,7 @@ class LoopTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
+        self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self._apply_optimizer_settings()
         if agree_to_stop(self.stop_listener.requested_by is not None, self.device):
@@ -481,6 +500,7 @@ class LoopTrainer(Trainer):
         self.metrics_processor.start(
             step=self.step, tokens=self.tokens, total_steps=self.config.training.steps
         )
+        self.startup.mark("callbacks")
         return iter(())
 
     def _apply_optimizer_settings(self) -> None:
@@ -498,7 +518,8 @@ class LoopTrainer(Trainer):
         if isinstance(self.loss_fn, ExpectedExitLoss):
             self.loss_fn.entropy_weight = plan.entropy_weight
         self.lr_schedulers.set_tokens(plan.tokens)
-        self.optimizers.zero_grad()
+        # A CUDA graph adds to the gradients it was captured with.
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
         first_window = self.dataloader.windows_consumed
 
         loss, metrics = self._forward_backward(plan)
@@ -550,18 +571,19 @@ class LoopTrainer(Trainer):
         if self.parallel_dims.dp_enabled:
             valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
         losses: list[Tensor] = []
-        self._microbatch_metrics = []
+        parts: list[dict[str, Tensor]] = []
         for input_dict, labels in microbatches:
             loss = self.forward_backward_step(
                 input_dict={name: value.to(self.device) for name, value in input_dict.items()},
                 labels=labels.to(self.device),
                 global_valid_tokens=valid,
             )
-            losses.append(loss.detach())
+            # Copies: a CUDA graph writes the next micro-batch's values over these.
+            losses.append(loss.detach().clone())
+            parts.append({name: value.clone() for name, value in self._objective.items()})
         reshard_units(self.model)  # held layers show their gradients only now
         metrics = {
-            name: torch.stack([values[name] for values in self._microbatch_metrics]).sum(dim=0)
-            for name in self._microbatch_metrics[0]
+            name: torch.stack([values[name] for values in parts]).sum(dim=0) for name in parts[0]
         }
         return torch.stack(losses).sum(), metrics
 
@@ -597,7 +619,7 @@ class LoopTrainer(Trainer):
             del output
             with spmd.no_typecheck():  # as upstream: the forward pass suffices
                 loss.backward()
-        self._microbatch_metrics.append(metrics)
+        self._objective = metrics
         return loss
 
     def _finish_step(
@@ -638,12 +660,23 @@ class LoopTrainer(Trainer):
                 )
             )
             self._warn_of_collapse(objective)
+        self._report_startup()
         self._report_sources(plan.step)
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
         self.stop_listener.progress()
+
+    def _report_startup(self) -> None:
+        """After the first step, say what the time before its end went into."""
+        if self.startup.finished:
+            return
+        self.startup.mark(FIRST_STEP)
+        run_directory = self.metrics_processor.run_directory
+        if torch.distributed.get_rank() == 0 and run_directory.run_json.exists():
+            logger.info("%s", self.startup.line())
+            run_directory.record_startup(self.startup.seconds)
 
     def _report_sources(self, step: int) -> None:
         """Say how far every source was read, when a checkpoint is due and at the end."""
@@ -686,6 +719,7 @@ class LoopTrainer(Trainer):
         with contextlib.ExitStack() as closing:
             if self.run_lock is not None:
                 closing.callback(self.run_lock.release)
+            closing.callback(cudagraph_teardown)  # nothing to do without one
             closing.callback(self.metrics_processor.close)
             closing.callback(self.checkpointer.close)
             closing.callback(self.dataloader.close)
