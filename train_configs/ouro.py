@@ -11,8 +11,9 @@ Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipp
 Not published, hence ours, and marked "ours" where they stand: lengths of warm-up and batch ramp,
 seeds (every stage draws its windows anew, so 1b reads some of 1a's again), how duplicated layers
 are ordered, what the optimiser carries between stages, tokens and batch of the gate stage and of
-the SFT, the final learning rate of the SFT, what the replay leaves out, and how the work is spread:
-batches and memory are made for up to 512 GPUs of 80 GB (`titan-loop plan ouro_1_4b --nodes 64`).
+the SFT, final learning rate and weight decay of the SFT, what the replay leaves out, and how the
+work is spread: batches and memory are made for up to 512 GPUs of 80 GB
+(`titan-loop plan ouro_1_4b --nodes 64`).
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Appendices A and D.
 """
@@ -175,7 +176,7 @@ def _gate(size: str) -> Stage:
 
 
 def _reasoning_sft(size: str) -> Stage:
-    """Two epochs of chats, from the mid-trained model."""
+    """Two epochs of chats, from the mid-trained model; the weight decay is ours."""
     tokens = 60 * BILLION  # ours: two epochs of 8.3M examples of about 3,600 tokens
     config = _config(
         seed=6,

@@ -191,14 +191,18 @@ def _check_repetition(stage: Stage) -> None:
     loader = stage.config.open_data()
     if not isinstance(loader, WindowLoader):
         return
-    for source in loader.plan(stage.config.windows_of_the_run()):
-        epochs = source.needed_tokens / source.available_tokens
-        if source.max_epochs is None and epochs > MOST_SILENT_EPOCHS:
-            raise UserError(
-                f"total_tokens={stage.config.total_tokens} reads {source.name} {epochs:.1f} times; "
-                "lower it, add documents, or say that it is meant: "
-                f"--stages.{stage.name}.dataloader.max-epochs {math.ceil(epochs)}"
-            )
+    uncapped = [
+        (source.needed_tokens / source.available_tokens, source.name)
+        for source in loader.plan(stage.config.windows_of_the_run())
+        if source.max_epochs is None
+    ]
+    epochs, name = max(uncapped, default=(0.0, ""))
+    if epochs > MOST_SILENT_EPOCHS:
+        raise UserError(
+            f"total_tokens={stage.config.total_tokens} reads {name} {epochs:.1f} times; lower it, "
+            "add documents, or say that it is meant: "
+            f"--stages.{stage.name}.dataloader.max-epochs {math.ceil(epochs)}"
+        )
 
 
 def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
