@@ -245,6 +245,9 @@ def _stream(
     weight_RT = torch.where(labels_T != IGNORE_INDEX, weight_RT, 0.0)
     ce_RT = torch.empty_like(weight_RT)
     log_sum_RT = torch.empty_like(weight_RT)
+    # Memory of this size is mapped anew at every allocation on CPU: all chunks share one buffer.
+    rows = min(chunk_tokens, labels_T.shape[0])
+    logits_buffer_CV = head_weight_VD.new_empty(rows, head_weight_VD.shape[0])
     head_weight_grad_VD = (
         torch.zeros_like(head_weight_VD, dtype=loss_dtype) if needs_head_weight else None
     )
@@ -258,11 +261,12 @@ def _stream(
         for start in range(0, labels_T.shape[0], chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
-            logits_CV = torch.mm(hidden_CD, head_weight_VD.t()).to(loss_dtype)
+            buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
+            logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV).to(loss_dtype)
             ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
                 logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss
             )
-            logits_grad_CV = logits_CV.to(compute_dtype)
+            logits_grad_CV = buffer_CV.copy_(logits_CV)  # nothing to do where the dtypes agree
             del logits_CV
             if hidden_grad_BLD is not None:
                 hidden_grad_BLD.view(hidden_TD.shape)[chunk] = torch.mm(
