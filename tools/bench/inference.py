@@ -1,14 +1,17 @@
-"""Generation speed of a looped model: early exit, shared caches, self-speculation, plain decoding.
+"""Speed of inference: early exit, shared caches, plain decoding, and the depth sweep of evaluation.
 
-    python tools/bench/inference.py --size 374m --layers 12 --batches 1 8
+    python tools/bench/inference.py                      # every aim; minutes on two cores
+    python tools/bench/inference.py --parts speculation --checkpoint runs/NAME
 
-Every ratio compares two ways of generating the same number of tokens in the same process, in turn:
-its median and range over `--repeats`. Exit steps are drawn i.i.d. from (.4, .3, .2, .1), so the
-result says what skipping is worth, not how well a gate decides. `--checkpoint` measures speculation
-on a trained model; the acceptance of random weights means nothing. Refuses to run beside a load.
+Every ratio compares two ways of doing the same work in the same process, in turn: its median and
+range over `--repeats`. Exit steps are drawn i.i.d. from (.4, .3, .2, .1), so the result says what
+skipping is worth, not how well a gate decides. The sweep scores depths 1 … 8 in one pass, and in
+eight: Σ_R (R c + k) = 36 c + 8 k against 8 c + 8 k, c one loop and k one readout, both measured in
+the same rounds. Ends with code 1 if an aim is missed; refuses to run beside a load.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -22,6 +25,9 @@ from conditions import add_load_flag, machine, require_quiet_machine
 from torch import Tensor
 from torchtitan.tools import utils as titan_utils
 
+from titan_loop.evaluation.readings import depth_readings, score_states
+from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
+from titan_loop.inference.cache import STRATEGIES
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import Evidence, ExitPolicy
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
@@ -32,7 +38,13 @@ from titan_loop.models.sizes import ModelOptions, build_decoder
 
 RECURRENT_STEPS = 4
 EXIT_PMF = (0.4, 0.3, 0.2, 0.1)
-PARTS = ("exits", "caches", "plain", "speculation")
+PARTS = ("exits", "caches", "plain", "sweep")
+EARLY_EXIT_AIM = {1: 1.5, 8: 1.4}
+"""Least speed-up over full depth, by batch, at D ≥ 1024."""
+EARLY_EXIT_DIM = 1024
+SWEEP_DEPTHS = range(1, 9)
+SWEEP_SHARE = 0.9
+"""Of what loops and readouts alone predict for the sweep."""
 
 
 class DrawnExit(ExitPolicy):
@@ -86,127 +98,168 @@ class PlainDecoder:
 
 
 def main() -> int:
-    """Run every comparison and print its line."""
+    """Run every comparison, print its line, and return 1 if one misses its aim."""
     options = _options()
     require_quiet_machine(options)
     device = titan_utils.get_local_device()
     print(" ".join(sys.argv), "|", machine(device))
+    if "speculation" in options.parts:
+        _compare_speculation(options, device)
+    if set(options.parts) == {"speculation"}:
+        return 0
     torch.manual_seed(0)
     size = ModelOptions(size=options.size, n_layers=options.layers, attention="sdpa")
-    context = options.prompt_tokens + options.new_tokens
+    context = max(options.prompt_tokens + options.new_tokens, options.sweep_tokens)
     model = build_decoder(size, max_seq_len=context, device=device).eval()
     for part in (model.tok_embeddings, model.layers, model.norm, model.lm_head):
         part.to(getattr(torch, options.dtype))  # gate and rotary table stay in fp32
     print(f"D {model.config.dim}, {len(model.layers)} layers, V {model.config.vocab_size}, R 4")
-    for rows in options.batches if set(options.parts) - {"speculation"} else ():
-        requests = _random_requests(model, rows, options)
-        print(f"batch {rows}, prompts of {options.prompt_tokens}, {options.new_tokens} new tokens")
-        if "exits" in options.parts:
-            _compare_exits(model, requests, options.repeats)
-        if "caches" in options.parts:
-            _compare_caches(model, requests, options.repeats)
-        if "plain" in options.parts:
-            _compare_plain(model, requests, options.repeats, device)
-    if "speculation" not in options.parts:
-        return 0
-    if options.checkpoint is None:
-        print("self-speculation, batch 1, random weights")
-        _compare_speculation(model, _random_requests(model, 1, options), options.repeats)
-        return 0
-    loaded = load_checkpoint(options.checkpoint, device=device)
-    print(f"self-speculation, batch 1, {loaded.checkpoint}, after {options.prompt!r}")
-    prompt = load_matching_tokenizer(loaded).encode(options.prompt).ids
-    request = Request(prompt=prompt, max_new_tokens=options.new_tokens)
-    _compare_speculation(loaded.model, [request], options.repeats)
-    return 0
+    met = [_compare_generation(model, rows, options) for rows in options.batches]
+    if "sweep" in options.parts:
+        met.append(_compare_sweep(model, options))
+    return 0 if all(met) else 1
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="374m")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--sweep-windows", type=int, default=1)
+    parser.add_argument("--sweep-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "speculation"), default=PARTS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a trained model, for speculation")
     parser.add_argument("--prompt", default="def test_", help="of the trained model")
     add_load_flag(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "speculation" in options.parts and options.checkpoint is None:
+        parser.error("--parts speculation needs --checkpoint: random weights accept no draft")
+    return options
 
 
-def _random_requests(model: LoopDecoder, rows: int, options: argparse.Namespace) -> list[Request]:
+def _compare_generation(model: LoopDecoder, rows: int, options: argparse.Namespace) -> bool:
+    """Generate in every way that the options ask for, in turn; return whether all aims are met."""
     prompts = torch.randint(model.config.vocab_size, (rows, options.prompt_tokens)).tolist()
-    return [Request(prompt=prompt, max_new_tokens=options.new_tokens) for prompt in prompts]
-
-
-def _compare_exits(model: LoopDecoder, requests: list[Request], repeats: int) -> None:
+    requests = [Request(prompt=prompt, max_new_tokens=options.new_tokens) for prompt in prompts]
+    runs: dict[str, Callable[[], tuple[float, float]]] = {}
     full = Engine(model, recurrent_steps=RECURRENT_STEPS)
-    seeds = iter(range(10**6))
-
-    def early() -> tuple[float, float]:
-        policy = DrawnExit(next(seeds))
-        return _timed(Engine(model, recurrent_steps=RECURRENT_STEPS, exit_policy=policy), requests)
-
-    slow, fast = _alternate([lambda: _timed(full, requests), early], repeats)
-    _print_ratio("early exit (.4 .3 .2 .1) over full depth", fast, slow)
-
-
-def _compare_caches(model: LoopDecoder, requests: list[Request], repeats: int) -> None:
-    names = ("full", "last", "first", "averaged")
-    engines = [Engine(model, recurrent_steps=RECURRENT_STEPS, kv_cache=name) for name in names]
-    times = _alternate(
-        [lambda engine=engine: _timed(engine, requests) for engine in engines], repeats
-    )
-    whole = engines[0].work.cache_bytes
-    for name, engine, seconds in zip(names, engines, times, strict=True):
-        share = engine.work.cache_bytes / whole
-        print(f"  cache {name:8} {engine.work.cache_bytes:>12,} bytes, {share:.3f} of full")
-        if name != "full":
-            _print_ratio(f"cache {name} over full", seconds, times[0])
-
-
-def _compare_plain(
-    model: LoopDecoder, requests: list[Request], repeats: int, device: torch.device
-) -> None:
-    engine = Engine(model, recurrent_steps=RECURRENT_STEPS)
-    tokens = torch.tensor([list(request.prompt) for request in requests], device=device)
-    count = requests[0].max_new_tokens
-
-    @torch.no_grad()
-    def plain() -> tuple[float, float]:
-        decoder = PlainDecoder(model)
-        start = _now(device)
-        token = decoder.forward(tokens, 0)
-        middle = _now(device)
-        for offset in range(count - 1):
-            token = decoder.forward(token, tokens.shape[1] + offset)
-        return middle - start, _now(device) - middle
-
-    theirs, ours = _alternate([plain, lambda: _timed(engine, requests)], repeats)
-    prompt_tokens = tokens.numel()
-    decoded = len(requests) * (count - 1)
-    for name, times in (("plain", theirs), ("engine", ours)):
-        prefill = statistics.median(t[0] for t in times)
-        decode = statistics.median(t[1] for t in times)
-        print(
-            f"  {name:6} prefill {prompt_tokens / prefill:,.0f} tokens/s, "
-            f"decode {decoded / decode:,.1f} tokens/s"
+    if set(options.parts) & {"exits", "caches", "plain"}:
+        print(f"batch {rows}, prompts of {options.prompt_tokens}, {options.new_tokens} new tokens")
+        runs["full"] = lambda: _timed(full, requests)
+    if "exits" in options.parts:
+        policies = map(DrawnExit, itertools.count())
+        runs["early"] = lambda: _timed(
+            Engine(model, recurrent_steps=RECURRENT_STEPS, exit_policy=next(policies)), requests
         )
-    _print_ratio("engine over plain, decode", ours, theirs)
-    _print_ratio("engine over plain, prefill", ours, theirs, part=0)
+    if "caches" in options.parts:
+        last = Engine(model, recurrent_steps=RECURRENT_STEPS, kv_cache="last")
+        runs["last"] = lambda: _timed(last, requests)
+    if "plain" in options.parts:
+        tokens = torch.tensor(prompts, device=full.stack.device)
+        runs["plain"] = lambda: _timed_plain(model, tokens, options.new_tokens)
+    times = dict(zip(runs, _alternate([*runs.values()], options.repeats), strict=True))
+    met = True
+    if "early" in times:
+        aim = EARLY_EXIT_AIM.get(rows) if model.config.dim >= EARLY_EXIT_DIM else None
+        name = "early exit (.4 .3 .2 .1) over full depth, decode"
+        met &= _print_ratio(name, times["early"], times["full"], aim=aim)
+    if "last" in times:
+        met &= _print_cache_bytes(model, rows, options)
+        _print_ratio("cache last over full, decode", times["last"], times["full"])
+    if "plain" in times:
+        for name in ("plain", "full"):
+            prefill, decode = (statistics.median(t[part] for t in times[name]) for part in (0, 1))
+            print(
+                f"  {'engine' if name == 'full' else name:6} "
+                f"prefill {rows * options.prompt_tokens / prefill:,.0f} tokens/s, "
+                f"decode {rows * (options.new_tokens - 1) / decode:,.1f} tokens/s"
+            )
+        _print_ratio("engine over plain, decode", times["full"], times["plain"])
+        _print_ratio("engine over plain, prefill", times["full"], times["plain"], part=0)
+    return met
 
 
-def _compare_speculation(model: LoopDecoder, requests: list[Request], repeats: int) -> None:
-    plain = Engine(model, recurrent_steps=RECURRENT_STEPS)
+def _print_cache_bytes(model: LoopDecoder, rows: int, options: argparse.Namespace) -> bool:
+    """Print what every strategy allocates; return whether `last` takes 1/R of `full`."""
+    stack = Engine(model).stack
+    sizes: dict[str, int] = {}
+    for name, strategy in STRATEGIES.items():
+        cache = stack.make_cache(
+            strategy,
+            steps=RECURRENT_STEPS,
+            rows=rows,
+            capacity=options.prompt_tokens + options.new_tokens,
+        )
+        sizes[name] = cache.allocated_bytes
+        share = sizes[name] / sizes["full"]
+        print(f"  cache {name:8} {sizes[name]:>12,} bytes, {share:.3f} of full", end="")
+        print("" if name != "last" else f"; aim {1 / RECURRENT_STEPS}")
+    return sizes["last"] * RECURRENT_STEPS == sizes["full"]
+
+
+@torch.no_grad()
+def _compare_sweep(model: LoopDecoder, options: argparse.Namespace) -> bool:
+    """Score windows at depths 1 … 8 in one pass and in eight; return whether the aim is met."""
+    windows, length = options.sweep_windows, options.sweep_tokens
+    device = model.tok_embeddings.weight.device
+    tokens = torch.randint(model.config.vocab_size, (windows, length + 1), device=device)
+    requests = [TokenRequest((row[0],), tuple(row[1:])) for row in tokens.tolist()]
+    together = TokenScorer(model, depth_readings(SWEEP_DEPTHS), batch_rows=windows)
+    apart = [
+        TokenScorer(model, depth_readings([depth]), batch_rows=windows) for depth in SWEEP_DEPTHS
+    ]
+    context = model.make_context(tokens[:, :-1])
+    state_BLD = model.step(model.tok_embeddings(tokens[:, :-1]), 1, context)
+    labels_T, read = tokens[:, 1:].flatten(), depth_readings([1])
+
+    def one_pass() -> None:
+        together.score(requests)
+
+    def eight_passes() -> None:
+        for scorer in apart:
+            scorer.score(requests)
+
+    def loop() -> None:
+        model.step(state_BLD, 2, context)
+
+    def readout() -> None:
+        score_states(model, [state_BLD.flatten(0, 1)], labels_T, read)
+
+    works = [one_pass, eight_passes, loop, readout]
+    rounds = _alternate(
+        [lambda w=work: (0.0, _seconds(w, device)) for work in works], options.repeats
+    )
+    sweep, separate, c, k = ([seconds for _, seconds in times] for times in rounds)
+    c_s, k_s = statistics.median(c), statistics.median(k)
+    predicted = (36 * c_s + 8 * k_s) / (8 * c_s + 8 * k_s)
+    print(
+        f"depth sweep, R = 1 … 8 over {windows} windows of {length} tokens: one loop {c_s:.3f} s, "
+        f"one readout {k_s:.3f} s, predicted {predicted:.2f}x"
+    )
+    return _print_ratio(
+        "one pass over eight",
+        [(0.0, seconds) for seconds in sweep],
+        [(0.0, seconds) for seconds in separate],
+        aim=SWEEP_SHARE * predicted,
+    )
+
+
+def _compare_speculation(options: argparse.Namespace, device: torch.device) -> None:
+    loaded = load_checkpoint(options.checkpoint, device=device)
+    print(f"self-speculation, batch 1, {loaded.checkpoint}, after {options.prompt!r}")
+    prompt = load_matching_tokenizer(loaded).encode(options.prompt).ids
+    requests = [Request(prompt=prompt, max_new_tokens=options.new_tokens)]
+    plain = Engine(loaded.model, recurrent_steps=RECURRENT_STEPS)
     for draft_step in range(1, RECURRENT_STEPS):
         speculation = SelfSpeculation(draft_step, 3)
-        engine = Engine(model, recurrent_steps=RECURRENT_STEPS, speculation=speculation)
+        engine = Engine(loaded.model, recurrent_steps=RECURRENT_STEPS, speculation=speculation)
         slow, fast = _alternate(
             [lambda: _timed(plain, requests), lambda engine=engine: _timed(engine, requests)],
-            repeats,
+            options.repeats,
         )
         name = f"draft step {draft_step}, 3 tokens, acceptance {speculation.acceptance:.2f}"
         _print_ratio(name, fast, slow)
@@ -224,6 +277,24 @@ def _timed(engine: Engine, requests: list[Request]) -> tuple[float, float]:
     return middle - start, _now(device) - middle
 
 
+@torch.no_grad()
+def _timed_plain(model: LoopDecoder, tokens: Tensor, count: int) -> tuple[float, float]:
+    """As `_timed`, of the plain decoder."""
+    decoder = PlainDecoder(model)
+    start = _now(tokens.device)
+    token = decoder.forward(tokens, 0)
+    middle = _now(tokens.device)
+    for offset in range(count - 1):
+        token = decoder.forward(token, tokens.shape[1] + offset)
+    return middle - start, _now(tokens.device) - middle
+
+
+def _seconds(work: Callable[[], None], device: torch.device) -> float:
+    start = _now(device)
+    work()
+    return _now(device) - start
+
+
 def _alternate(
     runs: list[Callable[[], tuple[float, float]]], repeats: int
 ) -> list[list[tuple[float, float]]]:
@@ -238,13 +309,16 @@ def _print_ratio(
     name: str,
     fast: list[tuple[float, float]],
     slow: list[tuple[float, float]],
+    *,
     part: int = 1,
-) -> None:
+    aim: float | None = None,
+) -> bool:
+    """Print the median ratio with its range, and the aim; return whether it is met."""
     ratios = [s[part] / f[part] for f, s in zip(fast, slow, strict=True)]
-    print(
-        f"  {name}: {statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})",
-        flush=True,
-    )
+    median = statistics.median(ratios)
+    said = "" if aim is None else f"; aim {aim:.2f}x{'' if median >= aim else ', MISSED'}"
+    print(f"  {name}: {median:.2f}x ({min(ratios):.2f}-{max(ratios):.2f}){said}", flush=True)
+    return aim is None or median >= aim
 
 
 def _now(device: torch.device) -> float:
