@@ -16,6 +16,7 @@ from titan_loop.evaluation.offline_tasks import (
 )
 from titan_loop.evaluation.suites import SUITES, SuiteTask, expand_tasks
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.json_files import write_json
 from titan_loop.training.run_directory import RunDirectory
 
 
@@ -75,6 +76,27 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     assert list(merged.tasks["multi_hop"]) == ["static:1", "static:4"]
 
 
+def test_a_suite_passes_over_what_a_run_cannot_be_asked(own_run: Path, capsys):
+    """As an imported run it has no held-out text, and nobody consented to run code."""
+    from titan_loop.cli import main
+
+    for names, optional in ((["offline"], True), (["offline", "held_out"], False)):
+        (held_out, *_) = [task for task in expand_tasks(names) if task.name == "held_out"]
+        assert held_out.optional is optional
+    (code,) = [task for task in expand_tasks(["ouro_base"]) if task.name == "mbpp_plus"]
+    (held_out,) = [task for task in expand_tasks(["offline"]) if task.name == "held_out"]
+    config = RunDirectory(own_run).read_config()
+    write_json(RunDirectory(own_run).config_json, {**config, "dataloader": {}})
+    report = evaluate_tasks(own_run, TaskOptions(tasks=[code, held_out]))
+    assert report.failures == {}
+    assert "--confirm-run-unsafe-code" in report.skipped["mbpp_plus"]
+    assert "it has no held-out text" in report.skipped["held_out"]
+    assert "skipped held_out: " in task_table(report, {})
+    # Named itself, a task without a result is a failure.
+    assert main.main(["eval", str(own_run), "--tasks", "humaneval"]) == 1
+    assert "--confirm-run-unsafe-code" in capsys.readouterr().out
+
+
 def _nobody_knows(self: HarnessTasks, name: str):
     raise UserError(f"task {name!r} is unknown")
 
@@ -100,7 +122,8 @@ def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
     shots = {task.name: task.num_fewshot for task in SUITES["ouro_base"]}
     assert shots == {
         "mmlu": 5, "mmlu_pro": 5, "bbh_cot_fewshot": 3, "arc_challenge": 25, "hellaswag": 10,
-        "winogrande": 5, "gsm8k_cot": 3,
+        "winogrande": 5, "gsm8k_cot": 3, "minerva_math500": None, "humaneval": 0,
+        "humaneval_plus": 0, "mbpp": 3, "mbpp_plus": 3,
     }  # fmt: skip
     depth = {task.name: task.num_fewshot for task in SUITES["depth"]}
     assert depth == {

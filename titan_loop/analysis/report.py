@@ -227,8 +227,9 @@ def _task_table(report: TaskReport) -> Section:
             metric = headline(result.metrics)
             steps = "-" if result.mean_steps is None else f"{result.mean_steps:.2f}"
             rows.append([task, metric, reading, steps, f"{result.metrics[metric]:.4f}"])
-    failures = "; ".join(f"{task}: {reason}" for task, reason in report.failures.items())
-    text = f"At step {report.step:,}." + (f" Without result: {failures}." if failures else "")
+    lacking = {**report.skipped, **report.failures}
+    reasons = "; ".join(f"{task}: {reason}" for task, reason in lacking.items())
+    text = f"At step {report.step:,}." + (f" Without result: {reasons}." if reasons else "")
     return Section("Tasks", text, rows=rows)
 
 

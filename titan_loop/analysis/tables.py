@@ -26,7 +26,7 @@ def depth_table(report: DepthReport) -> str:
 
 
 def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
-    """Return the headline metric of every task at every reading, failures last.
+    """Return the headline metric of every task at every reading, then what has none.
 
     Args:
         report: What to show.
@@ -39,6 +39,7 @@ def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
         cells = (results.get(reading) for reading in readings)
         rows.append([task, metric, *("-" if c is None else _value(c, metric) for c in cells)])
     lines = [text_table(rows, left=(0, 1))] if report.tasks else []
+    lines += [f"skipped {task}: {reason}" for task, reason in report.skipped.items()]
     lines += [f"FAILED {task}: {reason}" for task, reason in report.failures.items()]
     return "\n".join(lines)
 

@@ -77,6 +77,11 @@ def _add_task_flags(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--tokenizer", help="a tokenizer.json; by default that of the source")
     parser.add_argument("--include-path", type=Path, help="a folder of harness tasks of your own")
+    parser.add_argument(
+        "--confirm-run-unsafe-code",
+        action="store_true",
+        help="run, without a sandbox, the programs that the model writes in code tasks",
+    )
     parser.add_argument("--no-cache", action="store_true", help="score every request again")
 
 
@@ -100,6 +105,7 @@ def _options(given: argparse.Namespace, tasks: list[str], *, frontier: bool) -> 
         tokenizer=given.tokenizer,
         include_path=given.include_path,
         cache=not given.no_cache,
+        confirm_run_unsafe_code=given.confirm_run_unsafe_code,
     )
 
 

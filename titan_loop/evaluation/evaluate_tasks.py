@@ -4,6 +4,7 @@ tasks, suites ─► each on its own: held_out │ mano on ids │ harness ─�
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from titan_loop.evaluation.held_out_task import (
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
-from titan_loop.evaluation.suites import SuiteTask
+from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.inference.loading import Loaded, load_checkpoint
 from titan_loop.training.run_directory import RunDirectory
@@ -57,6 +58,8 @@ class TaskOptions:
         tokenizer: A `tokenizer.json`; None takes the source's.
         include_path: A folder of harness tasks of one's own.
         cache: Whether to keep the results of single requests on disk.
+        confirm_run_unsafe_code: Consent to run, on this machine and outside of any sandbox, the
+            programs that the model writes in code tasks.
     """
 
     tasks: Sequence[SuiteTask]
@@ -73,6 +76,7 @@ class TaskOptions:
     tokenizer: str | None = None
     include_path: Path | None = None
     cache: bool = True
+    confirm_run_unsafe_code: bool = False
 
     def check(self) -> None:
         """Raise `UserError` for values that cannot work, before anything is loaded."""
@@ -144,6 +148,10 @@ class _Evaluation:
                     self._report.tasks[name] = results
                     self._report.settings[name] = self._settings(task)
                 logger.info("%s: done", task.name)
+            except NotAskedError as error:
+                kept = self._report.skipped if task.optional else self._report.failures
+                kept[task.name] = str(error)
+                logger.warning("%s: not asked: %s", task.name, error)
             except Exception as error:  # its neighbours' results are worth keeping, whatever it is
                 reason = str(error) if isinstance(error, UserError) else _described(error)
                 self._report.failures[task.name] = reason
@@ -182,6 +190,12 @@ class _Evaluation:
         }
 
     def _ask_harness(self, task: SuiteTask) -> dict[str, dict[str, ReadingResult]]:
+        consent = self._options.confirm_run_unsafe_code
+        if task.name in CODE_TASKS and not consent:
+            raise NotAskedError(
+                f"{task.name}: it runs the programs that the model writes; where that may be, say "
+                "--confirm-run-unsafe-code"
+            )
         try:
             from titan_loop.evaluation.harness_model import LoopLM
             from titan_loop.evaluation.harness_tasks import HarnessTasks, run_task
@@ -193,6 +207,8 @@ class _Evaluation:
         options = self._options
         if self._harness is None:
             self._harness = HarnessTasks(options.include_path)
+        if consent:
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # read when such a task is loaded
         loaded_task = self._harness.load(task)
         if self._lm is None:
             self._lm = LoopLM(
@@ -203,7 +219,7 @@ class _Evaluation:
                 tokenizer=options.tokenizer,
                 cache=self._run.evaluations / CACHE_FOLDER if options.cache else None,
             )
-        return run_task(self._lm, loaded_task, limit=options.limit)
+        return run_task(self._lm, loaded_task, limit=options.limit, confirm_run_unsafe_code=consent)
 
     def _held_out_windows(self) -> dict[str, Any]:
         if self._windows is None:

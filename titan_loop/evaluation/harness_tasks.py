@@ -86,7 +86,7 @@ class HarnessTasks:
 
     def _likely_folder(self, name: str) -> Path | None:
         """Return the harness' folder with the longest name that begins the task's name."""
-        words = name.split("_")
+        words = name.rstrip("0123456789").split("_")  # minerva_math500 is in minerva_math
         beginnings = ("_".join(words[:count]) for count in range(len(words), 0, -1))
         return next((self._home / b for b in beginnings if (self._home / b).is_dir()), None)
 
@@ -101,7 +101,11 @@ class HarnessTasks:
 
 
 def run_task(
-    lm: LoopLM, loaded: Mapping[str, Any], *, limit: int | None = None
+    lm: LoopLM,
+    loaded: Mapping[str, Any],
+    *,
+    limit: int | None = None,
+    confirm_run_unsafe_code: bool = False,
 ) -> dict[str, dict[str, ReadingResult]]:
     """Return task → reading → result of a task, or of a group and its members; collective.
 
@@ -111,6 +115,7 @@ def run_task(
         lm: The model with its readings.
         loaded: From `HarnessTasks.load`.
         limit: At most this many documents a task, for a first look.
+        confirm_run_unsafe_code: Consent to run programs that the model writes.
     """
     from lm_eval.evaluator import evaluate
 
@@ -123,6 +128,7 @@ def run_task(
             limit=limit,
             bootstrap_iters=_BOOTSTRAPS,
             log_samples=True,
+            confirm_run_unsafe_code=confirm_run_unsafe_code,
         )
         assert answer is not None, "every rank evaluates everything"
         for name, raw in answer.get("results", {}).items():

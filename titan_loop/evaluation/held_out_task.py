@@ -12,10 +12,10 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.loader import HeldOutWindows, WindowLoader, held_out_windows, named_sources
 from titan_loop.data.synthetic.mano import ManoVocabulary, exam
-from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, frontier_readings, score_states
+from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 from titan_loop.models.decoder import LoopDecoder
@@ -33,11 +33,12 @@ def load_windows(config: Mapping[str, Any], count: int) -> dict[str, HeldOutWind
         count: Windows a source, the same ones every time.
 
     Raises:
-        UserError: The run has no prepared sources, or they are gone.
+        NotAskedError: The run has no prepared sources.
+        UserError: They are gone.
     """
     mixture = config["dataloader"].get("mixture")
     if not mixture:
-        raise UserError(
+        raise NotAskedError(
             "held_out: the run was imported or trained on generated data, it has no held-out text"
         )
     sources = named_sources(WindowLoader.Config(mixture=mixture).source_paths())

@@ -1,13 +1,13 @@
 """Suites: named lists of lm-evaluation-harness tasks with the shots and the metric of the paper.
 
 `ouro_base` is Appendix C of Ouro, `depth` its tables over R = 1 … 8; both need the hub or a filled
-cache. `offline` needs neither. Not in `ouro_base`, since the harness cannot reproduce them: MATH500
-(graded by the authors' own code) and HumanEval(+), MBPP(+) (graded by evalplus, which runs what the
-model wrote).
+cache. `offline` needs neither.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix C and §5.3. Deviations: the paper does
 not say whether it reports acc or acc_norm; both are recorded, and the harness' custom decides which
-is `metric`: acc_norm where answers differ in length (ARC, HellaSwag), acc elsewhere.
+is `metric`: acc_norm where answers differ in length (ARC, HellaSwag), acc elsewhere. MATH500 was
+graded by the authors' own code with 5 examples, HumanEval(+) and MBPP(+) by evalplus; here it is
+the harness' `minerva_math500`, which has 4 examples, and its own tasks on evalplus' data.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,14 @@ class SuiteTask:
         name: Of a task, group or tag of the harness, or of an offline task.
         num_fewshot: Examples in front of each question; None keeps the task's own number.
         metric: What the suite reports, as the harness names it: metric, comma, filter.
+        optional: Whether it is passed over, not failed, where it cannot be asked: it came with a
+            suite and was not named itself.
     """
 
     name: str
     num_fewshot: int | None = None
     metric: str = "acc,none"
+    optional: bool = False
 
 
 SUITES: dict[str, tuple[SuiteTask, ...]] = {
@@ -40,6 +43,11 @@ SUITES: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask("hellaswag", 10, "acc_norm,none"),
         SuiteTask("winogrande", 5),
         SuiteTask("gsm8k_cot", 3, "exact_match,strict-match"),
+        SuiteTask("minerva_math500", None, "math_verify,none"),
+        SuiteTask("humaneval", 0, "pass@1,create_test"),
+        SuiteTask("humaneval_plus", 0, "pass@1,create_test"),
+        SuiteTask("mbpp", 3, "pass_at_1,none"),
+        SuiteTask("mbpp_plus", 3, "pass_at_1,none"),
     ),
     "depth": (
         SuiteTask("arc_challenge", 25, "acc_norm,none"),
@@ -56,8 +64,14 @@ SUITES: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask("mmlu_dev", metric="acc,none"),
     ),
 }
+CODE_TASKS = frozenset(("humaneval", "humaneval_plus", "mbpp", "mbpp_plus"))
+"""Tasks of the suites that run the programs the model wrote: only with the user's consent."""
 DEPTH_SUITE_STEPS = tuple(range(1, 9))
 """R of the suite `depth` unless told otherwise; beyond the trained R it extrapolates."""
+
+
+class NotAskedError(UserError):
+    """A task cannot be asked of this run, through no defect of either."""
 
 
 def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
@@ -78,7 +92,8 @@ def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[Suite
     for name in names:
         for task in SUITES.get(name, (SuiteTask(name),)):
             shots = task.num_fewshot if num_fewshot is None else num_fewshot
-            tasks.setdefault(task.name, SuiteTask(task.name, shots, task.metric))
+            optional = task.name not in names
+            tasks.setdefault(task.name, SuiteTask(task.name, shots, task.metric, optional))
     return list(tasks.values())
 
 

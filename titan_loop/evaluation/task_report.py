@@ -6,6 +6,7 @@
     tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
     settings   name -> windows, documents, shots, context and dtype it was asked with
     failures   name -> why it has no result
+    skipped    name -> why a suite passed it over
 
 Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
 `m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
@@ -65,6 +66,7 @@ class TaskReport:
         tasks: Task → reading → result.
         settings: Task → what it was asked with.
         failures: Task → why it has no result.
+        skipped: Task of a suite → why it was passed over.
     """
 
     step: int
@@ -75,6 +77,7 @@ class TaskReport:
     tasks: dict[str, dict[str, ReadingResult]] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def path(self, run_directory: RunDirectory) -> Path:
         """Return where it belongs."""
@@ -97,9 +100,11 @@ class TaskReport:
                 self.tasks[name] = {}
             self.tasks.setdefault(name, {}).update(readings)
             self.failures.pop(name, None)
+            self.skipped.pop(name, None)
         self.settings.update(newer.settings)
         for name, reason in newer.failures.items():
             self.failures[name] = reason
+        self.skipped.update(newer.skipped)
         return self
 
     @classmethod
