@@ -84,6 +84,11 @@ CASES: dict[str, tuple[Change, int, str]] = {
         1,
         r"recurrence\.backward_steps=0 is below 1",
     ),
+    "an embedding that nothing trains": (
+        _set("recurrence.backward_steps", 1),
+        1,
+        r"recurrence\.backward_steps=1 never reaches the embedding, .* and R is 2 or more; set",
+    ),
     "pipeline parallel": (
         _set("parallelism.pipeline_parallel_degree", 2),
         2,

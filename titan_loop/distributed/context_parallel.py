@@ -9,7 +9,8 @@ Everything but attention works on a token at a time and needs no change. Before 
 rotated keys and values of all ranks are gathered; the backward pass reduces their gradients back to
 the ranks they came from. Gathered keys stand in the order of the ranks, and the mask is built from
 the positions of the whole window, so that it knows which document and place each of them has. The
-kernel below (SDPA, Flex) stays as it is.
+kernel below stays as it is. SDPA is tested against one process on gloo; of Flex, CUDA's kernel,
+only the mask is, on CPU: it was never run on a GPU by this project yet.
 
 Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
 """

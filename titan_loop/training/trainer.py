@@ -52,6 +52,7 @@ from titan_loop.checkpoint.architecture import architecture, check_architecture
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.data.batches import GlobalWindowLoader
 from titan_loop.data.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import (
@@ -257,6 +258,7 @@ class LoopTrainer(Trainer):
                 )
             self.recurrence.check()
             self._check_trainable()
+            self._check_truncation()
             self.checkpoint.check()
             if self.training.global_batch_size != -1:
                 raise UserError(
@@ -406,6 +408,27 @@ class LoopTrainer(Trainer):
                     f"can be {fewest}, and the gate learns from the difference of two steps; keep "
                     "it at 2 or more (recurrence.min_steps=2)"
                 )
+
+        def _check_truncation(self) -> None:
+            """Refuse to leave an embedding as it was drawn; say so where it was trained before."""
+            reached = self.recurrence.backward_steps
+            fewest = fewest_recurrent_steps(self.recurrence)
+            if reached is None or fewest <= reached or self.trainable != "all":
+                return
+            if self.model.tie_weights:
+                return  # trained as the head
+            untrained = (
+                f"recurrence.backward_steps={reached} never reaches the embedding, which step 1 "
+                f"alone reads, and R is {fewest} or more"
+            )
+            checkpoints = Path(self.dump_folder) / self.checkpoint.folder
+            if self.checkpoint.carry.parent or committed_steps(checkpoints):
+                logger.warning("%s: it stays as it was", untrained)
+                return
+            raise UserError(
+                f"{untrained}; set model.tie_weights=True, a backward_steps that some R does not "
+                "exceed, or start from trained weights (checkpoint.carry.parent)"
+            )
 
         def _check_batches(self, data_parallel_ranks: int) -> None:
             """Refuse a batch that some point of the ramp cannot split over the ranks."""
