@@ -1,5 +1,6 @@
 """Per-layer compilation on CPU: the same numbers, and no recompilation when R changes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from torch._dynamo.utils import counters
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 
-from titan_loop.distributed.compiler import missing_compiler
+from titan_loop.distributed.compiler import keep_compiled_code, missing_compiler
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
@@ -39,7 +40,11 @@ def _model() -> LoopDecoder:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")
-def test_compiled_layers_give_the_same_numbers_at_every_r_without_recompiling():
+def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, monkeypatch):
+    """Once for every R, and once for all starts: the next one finds them in the folder."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that it is put back as it was
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code(tmp_path)
     eager, compiled = _model(), _parallelized(_model(), enable=True)
     tokens = torch.randint(128, (2, SEQ_LEN))
     positions = (torch.arange(SEQ_LEN) % 9).expand(2, -1).contiguous()
@@ -64,6 +69,17 @@ def test_compiled_layers_give_the_same_numbers_at_every_r_without_recompiling():
             torch.testing.assert_close(parameter.grad, gradient, atol=atol, rtol=0)
             trained += 1
     assert trained > len(eager.layers) * 5
+    cache = counters["aot_autograd"]
+    assert (cache["autograd_cache_hit"], cache["autograd_cache_miss"] > 0) == (0, True)
+    torch._dynamo.reset()
+    _parallelized(_model(), enable=True)(tokens, positions, recurrent_steps=1)
+    assert cache["autograd_cache_hit"] > 0
+
+
+def test_a_folder_for_compiled_code_that_the_user_chose_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    keep_compiled_code(tmp_path)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "chosen"
 
 
 def test_without_a_compiler_one_line_says_so_and_layers_run_eagerly(monkeypatch, caplog):
