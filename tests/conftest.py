@@ -22,6 +22,9 @@ import pytest
 if "gpu" not in os.environ.get("TITAN_LOOP_REQUIRE", "").split(","):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Threads spin on each other where others run beside them, and tests start many processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool

@@ -24,8 +24,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 setup_seconds=$SECONDS
 echo "set-up: $setup_seconds s of $SETUP_BUDGET_SECONDS s"
 
-# Threads of ranks that share cores spin on each other: one each (a pool's ranks set the same).
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 status=0
 "$VENV/bin/python" -m pytest -m "not slurm" "$@" || status=$?
 if [ $enforce = 1 ] && [ "$setup_seconds" -gt $SETUP_BUDGET_SECONDS ]; then

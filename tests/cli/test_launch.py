@@ -1,5 +1,7 @@
 """The documented torchrun line: four ranks, TP 2 × FSDP 2, through the command line."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -8,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.testing.tiny import SEQ_LEN, tiny_source
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
+from titan_loop.recipes import runner
+from titan_loop.testing.tiny import SEQ_LEN, act_as_launched
 from titan_loop.training.run_directory import RunDirectory
 
 pytestmark = pytest.mark.multiprocess
@@ -33,8 +38,7 @@ def _torchrun(folder: Path, ranks: int, *arguments: str) -> subprocess.Completed
     )
 
 
-def test_four_ranks_train_the_quick_start_recipe(tmp_path):
-    source = tiny_source(tmp_path)
+def test_four_ranks_train_the_quick_start_recipe(source, tmp_path):
     flags = (
         "--dataloader.mixture", f"{source}=1", "--training.seq-len", str(SEQ_LEN),
         "--batch.global-batch-tokens", str(4 * SEQ_LEN), "--total-tokens", str(12 * SEQ_LEN),
@@ -49,18 +53,40 @@ def test_four_ranks_train_the_quick_start_recipe(tmp_path):
     assert committed_steps(run.checkpoints) == [3]
     assert list(run.tensorboard.glob("events.*"))
 
-    # A mistake ends every rank at once, with one line and without a traceback.
-    result = _torchrun(tmp_path, 4, "quickstart", *flags, "--model.n-heads", "3")
-    assert result.returncode != 0
-    assert "titan-loop: error: model.n_heads=3" in result.stderr
+
+def run_command(world: int, arguments: list[str]) -> tuple[int, str]:
+    """Be one of a launcher's ranks; return the exit code and what went to stderr."""
+    act_as_launched(world)
+    leave, runner.shutdown = runner.shutdown, lambda: None  # the pool's group is not ours
+    stderr = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(stderr):
+            return main(arguments), stderr.getvalue()
+    finally:
+        runner.shutdown = leave
 
 
-def test_two_ranks_train_every_run_of_a_recipe_in_one_process_group(tmp_path):
-    result = _torchrun(
-        tmp_path, 2, "depth_demo", "--total-tokens", "4096", "--training.local-batch-size", "8"
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+def test_a_mistake_ends_every_rank_with_one_line(gloo_pool, source, tmp_path):
+    flags = [
+        "train", "quickstart", "--dataloader.mixture", f"{source}=1", "--dump-folder",
+        str(tmp_path / "run"), "--parallelism.tensor-parallel-degree", "2", "--model.n-heads", "3",
+    ]  # fmt: skip
+    for rank, (code, said) in enumerate(gloo_pool(4).run(run_command, 4, flags)):
+        assert code == EXIT_USER_ERROR
+        which = f"rank {rank}: " if rank else ""
+        assert said.startswith(f"titan-loop: error: {which}model.n_heads=3")
+        assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_train_every_run_of_a_recipe_in_one_process_group(gloo_pool, tmp_path):
+    flags = [
+        "train", "depth_demo", "--total-tokens", "4096", "--training.local-batch-size", "8",
+        "--dump-folder", str(tmp_path),
+    ]  # fmt: skip
+    codes = [code for code, _ in gloo_pool(2).run(run_command, 2, flags)]
+    assert codes == [EXIT_OK, EXIT_OK]
     for name in ("looped", "not_looped"):
-        run = RunDirectory(tmp_path / "runs" / "depth_demo" / name)
+        run = RunDirectory(tmp_path / name)
         assert [record["step"] for record in run.read_metrics()] == [1, 4]
         assert len(run.evals_jsonl.read_text().splitlines()) == 1

@@ -1,14 +1,14 @@
 """`TITAN_LOOP_REQUIRE`: what is required must run; run on a small project with our conftest."""
 
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import MARKERS
+from tests.testing.inner_session import run_inner_session
+from titan_loop.testing.multiprocess import preloaded_context
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,20 +28,20 @@ def test_plain():
 """
 
 
-def run_session(folder: Path, text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_session(folder: Path, text: str, **environment: str) -> tuple[int | None, str]:
+    """Return the exit code and the output of a session on a project of one file."""
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_sample.py").write_text(text)
     markers = "\n".join(f"    {name}: sample" for name in MARKERS)
     (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{markers}\n")
     clean = {key: value for key, value in os.environ.items() if not key.startswith("TITAN_LOOP_")}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
-        cwd=folder,
-        env=clean | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    output = folder / "output.txt"
+    session = preloaded_context().Process(
+        target=run_inner_session, args=(folder, clean | environment, output)
     )
+    session.start()
+    session.join(120)
+    return session.exitcode, output.read_text()
 
 
 def test_the_known_markers_are_those_of_pyproject():
@@ -61,14 +61,14 @@ def test_the_known_markers_are_those_of_pyproject():
     ids=["a skip passes", "a required skip fails", "ran", "none collected", "unknown marker"],
 )
 def test_sessions(tmp_path, text, required, code, expected):
-    session = run_session(tmp_path, text, TITAN_LOOP_REQUIRE=required)
-    assert session.returncode == code, session.stdout + session.stderr
-    assert expected in session.stdout + session.stderr
+    got, output = run_session(tmp_path, text, TITAN_LOOP_REQUIRE=required)
+    assert got == code, output
+    assert expected in output
 
 
 @pytest.mark.parametrize(("enforce", "code"), [({}, 0), ({"TITAN_LOOP_ENFORCE_BUDGETS": "1"}, 1)])
 def test_a_part_over_its_budget_fails_when_enforced(tmp_path, enforce, code):
-    session = run_session(tmp_path, PASSED, TITAN_LOOP_TEST_BUDGETS="unit=0", **enforce)
-    assert session.returncode == code, session.stdout
-    assert "0 s of 0 s" in session.stdout
-    assert ("FAILED unit" in session.stdout) == bool(enforce)
+    got, output = run_session(tmp_path, PASSED, TITAN_LOOP_TEST_BUDGETS="unit=0", **enforce)
+    assert got == code, output
+    assert "0 s of 0 s" in output
+    assert ("FAILED unit" in output) == bool(enforce)

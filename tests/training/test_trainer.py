@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
@@ -114,21 +114,30 @@ def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
     assert max(again) <= 5
 
 
-_CHILD = """
-import sys
-from pathlib import Path
-from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.run import run_training
-config = tiny_config(Path(sys.argv[1]), Path(sys.argv[2]), steps=12)
-config.checkpoint.interval = 3
-config.checkpoint.async_mode = sys.argv[3]
-run_training(config)
-"""
+def _train_alone(source: Path, run: Path, async_mode: str) -> None:
+    config = tiny_config(source, run, steps=12)
+    config.checkpoint.interval = 3
+    config.checkpoint.async_mode = async_mode
+    run_training(config, command=["test"])
 
 
-def _child(source: Path, run: Path, async_mode: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _CHILD, str(source), str(run), async_mode]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _child(source: Path, run: Path, async_mode: str) -> BaseProcess:
+    child = preloaded_context().Process(target=_train_alone, args=(source, run, async_mode))
+    child.start()
+    return child
+
+
+def _exit_code(child: BaseProcess) -> int | None:
+    child.join(120)
+    return child.exitcode
+
+
+@pytest.fixture(scope="module")
+def whole_run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody interrupted."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert _exit_code(_child(source, run, "disabled")) == 0
+    return run
 
 
 @pytest.mark.slow
@@ -136,23 +145,20 @@ def _child(source: Path, run: Path, async_mode: str) -> subprocess.Popen[bytes]:
     ("kill_after_step", "async_mode"), [(2, "disabled"), (4, "async"), (8, "async_with_pinned_mem")]
 )
 def test_a_killed_run_continues_bitwise_from_its_last_checkpoint(
-    source, tmp_path, kill_after_step, async_mode
+    source, whole_run, tmp_path, kill_after_step, async_mode
 ):
-    whole = tmp_path / "whole"
-    assert _child(source, whole, "disabled").wait(120) == 0
     killed = tmp_path / "killed"
     process = _child(source, killed, async_mode)
     metrics = RunDirectory(killed).metrics_jsonl
     deadline = time.monotonic() + 120
     while len(read_jsonl(metrics)) < kill_after_step and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
-    assert process.returncode == -signal.SIGKILL
+    process.kill()
+    assert _exit_code(process) == -signal.SIGKILL
     checkpoints = committed_steps(killed / "checkpoints")
-    assert _child(source, killed, async_mode).wait(120) == 0
+    assert _exit_code(_child(source, killed, async_mode)) == 0
 
-    expected = {r["step"]: r for r in RunDirectory(whole).read_metrics()}
+    expected = {r["step"]: r for r in RunDirectory(whole_run).read_metrics()}
     resumed = {r["step"]: r for r in RunDirectory(killed).read_metrics()}
     assert resumed.keys() == expected.keys()
     start = checkpoints[-1] if checkpoints else 0

@@ -22,7 +22,7 @@ from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
 
-STEPS = 6
+STEPS = 4  # R falls after two; a checkpoint every two
 # Ranks sum their shares of a loss in another order than one process does.
 RELATIVE_TOLERANCE = 1e-5
 
@@ -35,7 +35,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
     config.fsdp.policy = changes.get("fsdp", "per_visit")
-    config.training.steps = changes.get("steps", 0)
+    config.training.local_batch_size = changes.get("local_batch", 2)
     config.held_out.interval = changes.get("held_out", 0)
     config.held_out.windows = 5
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
@@ -107,8 +107,8 @@ LAYOUTS = {
     "one": (1, {}),
     "dp2": (2, {}),
     "dp2-held": (2, {"fsdp": "per_step"}),
-    "tp2": (2, {"tp": 2}),
-    "cp2": (2, {"cp": 2}),
+    "tp2": (2, {"tp": 2, "local_batch": 4}),
+    "cp2": (2, {"cp": 2, "local_batch": 4}),
     "dp2-tp2": (4, {"tp": 2}),
     "hsdp2x2": (4, {"replicate": 2}),
 }
@@ -119,7 +119,7 @@ def runs(source: Path, tmp_path_factory: pytest.TempPathFactory, gloo_pool) -> d
     """The same run on every layout, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("layouts")
     for name, (world, changes) in LAYOUTS.items():
-        gloo_pool(world).run(train, source, folder / name, world, {**changes, "held_out": 3})
+        gloo_pool(world).run(train, source, folder / name, world, {**changes, "held_out": 2})
     return {name: folder / name for name in LAYOUTS}
 
 
@@ -153,12 +153,12 @@ def test_layers_held_through_a_step_are_saved_bit_for_bit_as_without(runs):
 def continue_from(
     source: Path, run: Path, world: int, changes: dict[str, Any], origins: list[Path]
 ) -> None:
-    """Load step 4 of each origin into one trainer and train two steps; all go to one file."""
+    """Load step 2 of each origin into one trainer and train two steps; all go to one file."""
     trainer = make_trainer(source, run, world, **changes)
     trainer.batch_generator(None)
     for origin in origins:
         trainer.checkpointer.path = origin / "checkpoints"
-        assert trainer.checkpointer.load(4)
+        assert trainer.checkpointer.load(2)
         for _ in range(2):
             trainer.step += 1
             trainer.train_step(iter(()))
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_any_layout_continues_on_any_other(
         continue_from, source, tmp_path / "run", world, changes, list(runs.values())
     )
     continued = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    expected = records(runs["one"])[4:] * len(runs)
+    expected = records(runs["one"])[2:] * len(runs)
     for got, want in zip(continued, expected, strict=True):
         for key in ("step", "tokens", "lr", "recurrent_steps", "entropy_weight", "data_hash"):
             assert got[key] == want[key], (got["step"], key)
@@ -188,7 +188,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all(gloo_pool, source, tmp_path):
         train_with_a_nan_on_rank_one, source, tmp_path / "run", 2, [3], timeout=90
     )
     for updates, error, finite, step in results:
-        assert (updates, error, finite, step) == ([1, 2, 4, 5, 6], "", True, 6)
+        assert (updates, error, finite, step) == ([1, 2, 4], "", True, STEPS)
 
 
 def poison_a_weight_of_rank_one(source: Path, run: Path, world: int) -> str:
@@ -222,7 +222,7 @@ def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
     gloo_pool, source, tmp_path
 ):
     results = gloo_pool(2).run(
-        train_with_a_nan_on_rank_one, source, tmp_path / "run", 2, [3, 4, 5], timeout=90
+        train_with_a_nan_on_rank_one, source, tmp_path / "run", 2, [3, 4], timeout=90
     )
     for updates, error, finite, step in results:
         assert updates == [1, 2]
@@ -232,13 +232,12 @@ def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
-def test_all_ranks_stop_at_one_boundary_when_one_is_asked(gloo_pool, source, tmp_path):
+def test_all_ranks_stop_at_one_boundary_when_one_is_asked(gloo_pool, source, runs, tmp_path):
     pool = gloo_pool(2)
-    pool.run(train, source, tmp_path / "whole", 2, {})
     answers = pool.run(train_until_rank_one_is_asked_to_stop, source, tmp_path / "run", 2)
     assert len(set(answers)) == 1
-    assert answers[0].startswith("asked to stop, stopped after step 3 of 6")
+    assert answers[0].startswith("asked to stop, stopped after step 3 of 4")
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 3]
     pool.run(train, source, tmp_path / "run", 2, {})
-    whole, stopped = (RunDirectory(tmp_path / run).read_metrics() for run in ("whole", "run"))
+    whole, stopped = records(runs["dp2"]), records(tmp_path / "run")
     assert [record["loss"] for record in stopped] == [record["loss"] for record in whole]

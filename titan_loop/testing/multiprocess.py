@@ -1,7 +1,8 @@
 """One persistent pool of gloo ranks per world size, shared by all tests of a session.
 
-Starting Python and importing torch on every rank takes longer than most cases, so ranks are
-spawned once and then handed one module-level function after another. All cases share their process:
+Importing torchtitan takes longer than most cases. One process does so for all (multiprocessing's
+fork server), ranks are forked from it once and then handed one module-level function after another.
+All cases share their process:
 the default process group, the meshes torchtitan keeps in module state, and whatever a case leaves
 in a global. The random generators are seeded alike before every case. After a case that fails there
 is a new process group, after one that hangs there are new processes, so the next one starts clean.
@@ -23,15 +24,28 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 START_TIMEOUT_SECONDS = 120.0  # a cold import of torch on a busy disk
+PRELOADED = ["titan_loop.testing.tiny"]  # and with it torch, torchtitan and the trainer
 GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
 STACK_DUMP_SECONDS = 0.5  # faulthandler writes at once; this is for a loaded machine
 
 _pools: dict[int, "GlooPool"] = {}
+
+
+def preloaded_context() -> ForkServerContext:
+    """Return a context whose processes start in milliseconds, torchtitan's trainer imported.
+
+    They are forked from a server that has imported but run nothing, so no thread, process group or
+    random state is inherited, and they do not share this process's fate or modules.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class RankError(RuntimeError):
@@ -106,7 +120,7 @@ class GlooPool:
         self._kill()
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = preloaded_context()
         folder = Path(self._folder.name)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
