@@ -1,16 +1,24 @@
-"""Every command that README.md gives for `train` is one that `train` accepts."""
+"""Every command of a README is accepted: `train` with its flags, the others by their parser."""
 
+import argparse
 import itertools
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from titan_loop.cli import main
 from titan_loop.cli.overrides import apply_overrides, take_flag
+from titan_loop.cli.parser import Parser
 from titan_loop.cli.stage_flags import split_by_stage
 from titan_loop.recipes.registry import load_recipe
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+# `train` is above, `lm_eval` is the harness' command line; `data plan` needs data: tests/data.
+CHECKED_ELSEWHERE = ("train", "lm_eval")
 
 
 def train_commands() -> list[list[str]]:
@@ -48,3 +56,47 @@ def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixtu
             assert "--total-tokens" in capsys.readouterr().out
         elif given:
             assert apply_overrides(stage.config, given, "titan-loop train") != stage.config
+
+
+def other_commands() -> list[list[str]]:
+    """Return what follows `titan-loop` on every line of a README that is such a command."""
+    commands = []
+    for readme in [README, *sorted(ROOT.glob("*/**/README.md"))]:
+        if any(part.startswith(".") for part in readme.relative_to(ROOT).parts):
+            continue  # an environment
+        for line in readme.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+            words = line.split()
+            if words[:1] != ["titan-loop"] or "…" in line:
+                continue
+            command = shlex.split(_braces_expanded(line), comments=True)[1:]
+            if command[0] not in CHECKED_ELSEWHERE and " ".join(command[:2]) != "data plan":
+                commands.append(command)
+    return commands
+
+
+def _braces_expanded(line: str) -> str:
+    """Write `a{b,c}` as a shell reads it, `ab ac`."""
+    pattern = r"(\S*)\{([^,{}]+),([^,{}]+)\}"
+    return re.sub(pattern, r"\1\2 \1\3", line)
+
+
+def test_other_commands_are_found():
+    assert {command[0] for command in other_commands()} == {*main.VERBS} - {*CHECKED_ELSEWHERE}
+
+
+class AcceptedError(Exception):
+    """The command line was accepted."""
+
+
+@pytest.mark.parametrize("command", other_commands(), ids=" ".join)
+def test_the_parser_accepts_it(command: list[str], monkeypatch: pytest.MonkeyPatch):
+    for method in ("parse", "parse_some"):
+        real = getattr(Parser, method)
+
+        def parse(self: Parser, arguments: Sequence[str], real=real) -> argparse.Namespace:
+            real(self, arguments)
+            raise AcceptedError
+
+        monkeypatch.setattr(Parser, method, parse)
+    with pytest.raises(AcceptedError):
+        main._dispatch(command)

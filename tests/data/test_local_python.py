@@ -85,6 +85,9 @@ def test_mistakes(tmp_path: Path) -> None:
         build_local_python_corpus(tmp_path, code_megabytes=0)
     with pytest.raises(UserError, match=r"held_out_fraction 1\.5"):
         build_local_python_corpus(tmp_path, held_out_fraction=1.5)
+    with pytest.raises(UserError, match=r"MB of text and at_least_megabytes is 20"):
+        build_local_python_corpus(tmp_path, **SMALL, at_least_megabytes=20)
+    assert not (tmp_path / "card.json").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written"):
         build_local_python_corpus(tmp_path / "file" / "corpus", **SMALL)

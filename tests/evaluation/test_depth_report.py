@@ -1,13 +1,14 @@
 """Depth reports: built from arrays, saved, and the newest found again."""
 
+import dataclasses
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from titan_loop.errors import UserError
-from titan_loop.evaluation.depth_report import DepthReport, summarise_source
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.evaluation.depth_report import DepthReport, require_gain, summarise_source
 from titan_loop.training.run_directory import RunDirectory
 
 
@@ -24,6 +25,15 @@ def test_summary():
     assert source.depths[4] == pytest.approx((2.0, 2.0, 2.0))
     assert source.baselines["unigram"] == pytest.approx(3.0)
     assert (source.windows, source.n_bytes) == (3, 60)
+
+
+def test_a_gain_over_the_unigram_model_can_be_required():
+    require_gain(report(1), 0.15)  # 2.0 against 3.0 bits at the trained R = 4
+    require_gain(report(1), 0.33)
+    with pytest.raises(RunFailedError, match=r"2\.000 bits .* R = 4\) are 33\.3% below .* 3\.000"):
+        require_gain(report(1), 0.34)
+    with pytest.raises(UserError, match="trained R = 3 among --depths"):
+        require_gain(dataclasses.replace(report(1), trained_recurrent_steps=3), 0.15)
 
 
 def test_latest_is_the_largest_step(tmp_path: Path):

@@ -171,11 +171,10 @@ def test_a_checkpoint_of_any_layout_continues_on_any_other(
 ):
     """Losses after resharding equal the run that never stopped; so do LR, R, β and the data."""
     world, changes = LAYOUTS[layout]
-    gloo_pool(world).run(
-        continue_from, source, tmp_path / "run", world, changes, list(runs.values())
-    )
+    origins = [run for name, run in runs.items() if name != "dp2-held"]  # bit for bit dp2's
+    gloo_pool(world).run(continue_from, source, tmp_path / "run", world, changes, origins)
     continued = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    expected = records(runs["one"])[2:] * len(runs)
+    expected = records(runs["one"])[2:] * len(origins)
     for got, want in zip(continued, expected, strict=True):
         for key in ("step", "tokens", "lr", "recurrent_steps", "entropy_weight", "data_hash"):
             assert got[key] == want[key], (got["step"], key)

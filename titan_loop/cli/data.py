@@ -24,6 +24,9 @@ def local_python(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--held-out-fraction", type=float, default=0.05, help="share of documents held out"
     )
+    parser.add_argument(
+        "--at-least-megabytes", type=float, default=0.0, help="fail with less text in all"
+    )
     given = parser.parse(arguments)
 
     from titan_loop.data.local_python import build_local_python_corpus
@@ -34,6 +37,7 @@ def local_python(arguments: Sequence[str]) -> None:
         prose_megabytes=given.prose_megabytes,
         math_megabytes=given.math_megabytes,
         held_out_fraction=given.held_out_fraction,
+        at_least_megabytes=given.at_least_megabytes,
     )
 
 

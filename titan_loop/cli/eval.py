@@ -21,20 +21,28 @@ def run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["watch"]:
         return _watch(arguments[1:])
     given = _parser().parse(arguments)
+    if given.beats_unigram is not None and not 0 < given.beats_unigram < 1:
+        raise UserError(f"eval: --beats-unigram {given.beats_unigram} must lie between 0 and 1")
     if given.tasks or given.frontier:
+        if given.beats_unigram is not None:
+            raise UserError("eval: --beats-unigram judges held-out text by depth, without --tasks")
         return _tasks(given)
     if given.exit != "full" or given.recurrent_steps is not None:
         raise UserError("eval: --exit and --recurrent-steps need --tasks; depths are --depths")
 
     from titan_loop.analysis.tables import depth_table
+    from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
     from titan_loop.training.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_directory = RunDirectory(given.run)
     depths = given.depths or list(DEPTHS)
-    print(depth_table(evaluate_run(run_directory, depths=depths, windows=given.windows)))
+    report = evaluate_run(run_directory, depths=depths, windows=given.windows)
+    print(depth_table(report))
     print(f"The report is in {run_directory.evaluations}")
+    if given.beats_unigram is not None:
+        require_gain(report, given.beats_unigram)
     return EXIT_OK
 
 
@@ -48,6 +56,12 @@ def _parser() -> Parser:
     parser.add_argument("run", help="a run directory; with --tasks also a checkpoint's folder")
     parser.add_argument(
         "--frontier", action="store_true", help="every depth and every exit policy at many settings"
+    )
+    parser.add_argument(
+        "--beats-unigram",
+        type=float,
+        metavar="SHARE",
+        help="fail unless held-out bits per byte are this share below the unigram model's",
     )
     _add_task_flags(parser)
     return parser

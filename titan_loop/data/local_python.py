@@ -98,6 +98,7 @@ def build_local_python_corpus(
     prose_megabytes: float = 8,
     math_megabytes: float = 6,
     held_out_fraction: float = 0.05,
+    at_least_megabytes: float = 0,
     command: str | None = None,
 ) -> dict[str, object]:
     """Write `output/{code,prose,math}/{train,held_out}.jsonl` and `output/card.json`.
@@ -108,6 +109,7 @@ def build_local_python_corpus(
         prose_megabytes: The same for prose.
         math_megabytes: The same for math.
         held_out_fraction: Share of documents in `held_out.jsonl`, in [0, 1).
+        at_least_megabytes: What the environment must have in all, in 10**6 bytes of text.
         command: The command line recorded in the card; default: this process's.
 
     Returns:
@@ -115,8 +117,8 @@ def build_local_python_corpus(
         licence of every package used, versions and the command.
 
     Raises:
-        UserError: For a size or fraction out of range, an unwritable output, or if sympy is
-            missing.
+        UserError: For a size or fraction out of range, an unwritable output, too little text, or if
+            sympy is missing.
     """
     require_local(output, "output")
     output = Path(output)
@@ -135,6 +137,12 @@ def build_local_python_corpus(
     }
     seen: set[bytes] = set()
     _fill_from_sources(domains, seen, distributions)
+    found = sum(domain.text_bytes.total() for domain in domains.values()) / _MEGABYTE
+    if found < at_least_megabytes:
+        raise UserError(
+            f"this environment has {found:.1f} MB of text and at_least_megabytes is "
+            f"{at_least_megabytes:g}; install more packages into it, or ask for less"
+        )
     card = {
         "format_version": 1,
         "domains": {name: _write_domain(domain) for name, domain in domains.items()},

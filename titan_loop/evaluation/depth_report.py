@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, bootstrap_bits_per_byte
 from titan_loop.json_files import write_json
 from titan_loop.training.run_directory import RunDirectory
@@ -91,6 +91,30 @@ class DepthReport:
                 "first"
             )
         return cls.load(paths[max(paths)])
+
+
+def require_gain(report: DepthReport, share: float) -> None:
+    """Refuse a model that is not that much better than the unigram model.
+
+    Args:
+        report: Its last source, all text together, is judged at the trained number of steps.
+        share: Of the unigram model's bits per byte that the model must save, in (0, 1).
+
+    Raises:
+        UserError: If the report lacks the trained number of steps.
+        RunFailedError: One line with both numbers.
+    """
+    name, source = list(report.sources.items())[-1]
+    depth, unigram = report.trained_recurrent_steps, source.baselines["unigram"]
+    if depth not in source.depths:
+        raise UserError(f"--beats-unigram needs the trained R = {depth} among --depths")
+    bits = source.depths[depth].value
+    if not bits <= (1 - share) * unigram:
+        raise RunFailedError(
+            f"{bits:.3f} bits per byte ({name}, R = {depth}) are {1 - bits / unigram:.1%} below "
+            f"the unigram model's {unigram:.3f} and not {share:.0%}; train longer, or look at the "
+            "run's plots for what went wrong"
+        )
 
 
 def summarise_source(
