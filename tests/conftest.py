@@ -3,7 +3,7 @@
 `TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
 is a failure, and so is a session that ran none of them.
 
-`TITAN_LOOP_TEST_BUDGETS=unit=660,evaluation=300,multiprocess=780` are seconds; the time of each
+`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=300,multiprocess=420` are seconds; the time of each
 part is printed against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer
 is a failure.
 """

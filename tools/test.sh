@@ -9,7 +9,7 @@
 set -euo pipefail
 
 SETUP_BUDGET_SECONDS=300
-export TITAN_LOOP_TEST_BUDGETS="unit=660,evaluation=300,multiprocess=780"
+export TITAN_LOOP_TEST_BUDGETS="unit=600,evaluation=300,multiprocess=420"
 
 enforce=0
 if [ "${1:-}" = --durations ]; then

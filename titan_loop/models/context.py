@@ -45,8 +45,8 @@ class LoopContext(NamedTuple):
     """A pytree handed unchanged to every layer visit.
 
     Attributes:
-        rope_BLH: (B, L, 1, 2·H) cosines and sines for the current tokens, gathered once per forward
-            pass.
+        rope_BLH: (B, L, 1, 2·H) cosines and sines at the positions of the current tokens, gathered
+            once per forward pass; nothing else in a layer reads positions.
         attention_mask: The mask of the attention backend; None means causal attention without
             documents.
         cache: Where earlier keys and values are kept; None in training.
