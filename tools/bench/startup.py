@@ -1,0 +1,104 @@
+"""Seconds from the command to the end of the first step, with an empty and a filled compile cache.
+
+    python tools/bench/startup.py --pairs 3
+    python tools/bench/startup.py --size 374m --seq-len 4096 --batch 4          # a GPU
+
+Every start is a process of its own that trains one step of a small prepared source, as
+`titan-loop train` does. Cold starts get an empty folder for what is compiled, warm ones the folder
+that the first cold one left; they take turns. The parts are those of `startup_seconds` in
+`run.json` (`titan_loop/training/startup.py`); hits are lookups in inductor's and autograd's caches
+that found something. Without a compiler, or with `--no-compile`, cold and warm do the same.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from conditions import add_load_flag, machine, require_quiet_machine
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_source
+
+CHILD = "--child"
+COUNTERS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
+
+
+def main() -> int:
+    """Start in turn cold and warm, and print the parts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="debugmodel")
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4, help="windows of a step")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument(CHILD, nargs=2, metavar=("SOURCE", "RUN"), help=argparse.SUPPRESS)
+    add_load_flag(parser)
+    options = parser.parse_args()
+    if options.child:
+        return _train_one_step(options, *map(Path, options.child))
+    require_quiet_machine(options)
+    starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = tiny_source(folder)
+        for pair in range(options.pairs):
+            for kind in starts:
+                cache = folder / ("cache-0" if kind == "warm" else f"cache-{pair}")
+                starts[kind].append(_start(source, folder / f"run-{kind}-{pair}", cache))
+    print(" ".join(sys.argv), "|", machine(titan_utils.get_local_device()))
+    print(f"seconds, median of {options.pairs} (range) | cold | warm")
+    for part in starts["cold"][0]:
+        cells = [_median([start[part] for start in starts[kind]]) for kind in starts]
+        print(" | ".join([part, *cells]))
+    return 0
+
+
+def _start(source: Path, run: Path, cache: Path) -> dict[str, float]:
+    """Train one step in a new process; return its parts, their sum, and cache hits."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    command = [sys.executable, *sys.argv, CHILD, str(source), str(run)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    hits = json.loads(done.stdout.splitlines()[-1])
+    parts = json.loads((run / "run.json").read_text())["startup_seconds"]
+    return parts | {"all": sum(parts.values())} | hits
+
+
+def _median(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def _train_one_step(options: argparse.Namespace, source: Path, run: Path) -> int:
+    """Run in the child: train, then print the hits as the last line."""
+    from torch._dynamo.utils import counters
+
+    from titan_loop.data.loader import WindowLoader
+    from titan_loop.models.sizes import ModelOptions
+    from titan_loop.recipes.recipe import Recipe
+    from titan_loop.recipes.runner import run_recipe
+    from titan_loop.training.batch_schedule import BatchConfig
+    from titan_loop.training.schedule import Schedule
+    from titan_loop.training.trainer import LoopTrainer
+
+    tokens = options.batch * options.seq_len
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=ModelOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
+        dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
+    )
+    config.training.seq_len = options.seq_len
+    config.training.local_batch_size = options.batch
+    config.compile.enable = not options.no_compile
+    config.checkpoint.enable = False
+    run_recipe(Recipe.of_one_run("startup", config), folder=str(run))
+    print(json.dumps({name: counters[group][name] for group, name in COUNTERS}))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
