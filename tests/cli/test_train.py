@@ -38,6 +38,7 @@ def trained(
         "titan_loop.recipes.runner.shutdown", lambda: shutdowns.append(len(configs))
     )
     monkeypatch.setattr(LoopTrainer.Config, "resolve", lambda self, world_size: None)
+    monkeypatch.setattr(LoopTrainer.Config, "open_data", lambda self: None)
     return configs
 
 
