@@ -3,6 +3,7 @@
 The files are sparse: their sizes and indices are valid, their tokens are holes.
 """
 
+import errno
 import os
 import resource
 import subprocess
@@ -124,6 +125,24 @@ def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
         assert len(os.listdir("/proc/self/fd")) - descriptors <= 8
         del files, shards
         assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
+    sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = OpenFiles(most=64)
+    opened = os.open
+
+    def open_at_most_four(path: str, flags: int) -> int:
+        if len(files) >= 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", open_at_most_four)
+    shards = TokenShards(sources[0], files=files)
+    for shard in range(8):
+        shards.read(shard * SHARD_TOKENS, 8)
+        assert len(files) <= 4
 
 
 @pytest.mark.parametrize("seq_len", [4096, 16384, 32768, 65536])

@@ -12,6 +12,7 @@ kills the process if the file was truncated.
 """
 
 import bisect
+import errno
 import hashlib
 import os
 import resource
@@ -105,9 +106,22 @@ class OpenFiles:
         descriptor = self._descriptors.get(path)
         if descriptor is None:
             if len(self._descriptors) >= self._most:
-                os.close(self._descriptors.popitem(last=False)[1])
-            descriptor = self._descriptors[path] = os.open(path, os.O_RDONLY)
+                self._close_first()
+            descriptor = self._descriptors[path] = self._open(path)
         return descriptor
+
+    def _open(self, path: str) -> int:
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._descriptors:
+                raise
+            self._most = len(self._descriptors)  # the rest of the process took more than expected
+            self._close_first()
+            return os.open(path, os.O_RDONLY)
+
+    def _close_first(self) -> None:
+        os.close(self._descriptors.popitem(last=False)[1])
 
 
 def _close_all(descriptors: OrderedDict[str, int]) -> None:
