@@ -589,7 +589,11 @@ MEMORY_CASES = {
 
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_estimated_peak_is_near_the_measured_one(gloo_pool, case):
-    for peak, estimated, _, _ in gloo_pool(2).run(measured_and_estimated, MEMORY_CASES[case]):
+    """With `-rP` the numbers are shown: the table of `titan_loop/distributed/README.md`."""
+    ranks = gloo_pool(2).run(measured_and_estimated, MEMORY_CASES[case])
+    peak, estimated, _, _ = ranks[0]
+    print(f"{case} | {peak / 2**20:.1f} | {estimated / 2**20:.1f} | {estimated / peak - 1:+.0%}")
+    for peak, estimated, _, _ in ranks:
         assert estimated == pytest.approx(peak, rel=ESTIMATE_TOLERANCE)
 
 
@@ -609,6 +613,7 @@ def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
     """With 8 tokens there is hardly anything but weights; one gathered layer of four at most."""
     case = dict(SHORT, policy=policy, checkpointing="full", dtype=dtype, steps=2, wide=wide)
     for _, _, alive, parameters in gloo_pool(2).run(measured_and_estimated, case):
+        print(f"{policy} {dtype} {wide} | {alive / parameters:.2f} | {bytes_per_parameter}")
         in_flight = 3 * getattr(torch, dtype).itemsize / LAYERS  # per_visit's gathers
         assert alive >= 0.98 * bytes_per_parameter * parameters
         assert alive <= 1.15 * (bytes_per_parameter + in_flight) * parameters
