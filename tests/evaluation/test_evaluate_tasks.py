@@ -160,11 +160,42 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
         ({"recurrent_steps": -1}, "recurrent_steps=-1"),
         ({"limit": 0}, "limit=0"),
         ({"windows": 0}, "windows=0"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"max_length": 1}, "max_length=1 must be at least 2"),
+        ({"kv_cache": "lats"}, "kv_cache=lats is unknown; nearest: last"),
+        ({"tokenizer": str(tmp_path / "none.json")}, "is not a file"),
         ({"depths": (1,), "frontier": True}, "exclude each other"),
+        ({"frontier": True, "exit": "q:0.5"}, "exit=q:0.5 has no effect with depths or frontier"),
+        ({"depths": (1,), "recurrent_steps": 4}, "recurrent_steps=4 has no effect with depths"),
         ({"include_path": tmp_path / "none"}, "is not a folder"),
     ):
         with pytest.raises(UserError, match=message):
             evaluate_tasks(tmp_path, TaskOptions(tasks=mano, **options))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--limit", "3"), "--limit 3 needs --tasks"),
+        (("--exit", "q:0.5"), "--exit q:0.5 needs --tasks"),
+        (("--no-cache",), "--no-cache needs --tasks"),
+        (("--windows", "0"), "windows=0 must be at least 1"),
+        (("--tasks", ","), "no task was named"),
+    ],
+)
+def test_flags_without_effect_are_one_line(capsys, text_run: Path, flags, message: str):
+    from titan_loop.cli import main
+
+    assert main.main(["eval", str(text_run), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_context_shorter_than_the_windows_fails_held_out_alone(text_run: Path):
+    options = TaskOptions(tasks=expand_tasks(["held_out"]), windows=1, max_length=8)
+    report = evaluate_tasks(text_run, options)
+    assert "max_length=8 is shorter than the 32 tokens" in report.failures["held_out"]
 
 
 def test_held_out_text_and_its_frontier(text_run: Path):

@@ -9,9 +9,12 @@ import torch
 
 from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import CONTEXT
-from titan_loop.errors import UserError
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.harness_model import LoopLM
 from titan_loop.evaluation.readings import depth_readings
+from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
@@ -167,17 +170,44 @@ def test_the_harness_finds_the_registered_model(trained_run: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ValueError("Tasks not found: toyy"),
+            "Tasks not found: toyy; `titan-loop lm_eval ls tasks`",
+        ),
+        (ConnectionError("nobody\nanswers"), "the Hugging Face hub, which cannot be reached"),
+    ],
+)
+def test_what_the_harness_command_raises_is_one_line(monkeypatch, capsys, error, message: str):
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", fail)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(["lm_eval", "--tasks", "toyy"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"exit_threshold": 1.5}, "between 0 and 1"),
         ({"exit": "quick"}, "not an exit policy"),
         ({"exit": "q:0.5", "exit_threshold": 0.5}, "give one of them"),
-        ({"recurrent_steps": 0}, "recurrent_steps=0 must be at least 1"),
+        ({"recurrent_steps": 0}, "recurrent_steps=0 must be a whole number of at least 1"),
+        ({"recurrent_steps": "two"}, "recurrent_steps=two must be a whole number of at least 1"),
+        ({"recurent_steps": 2}, "recurent_steps=2 is unknown; nearest: recurrent_steps"),
+        ({"device": "tpu"}, "device=tpu is unknown"),
         ({"kv_cache": "lats"}, "kv_cache=lats is unknown; nearest: last"),
         ({"batch_size": "auto"}, "batch_size=auto must be a number"),
         ({"max_batch_size": 64}, "max_batch_size=64 has no effect"),
         ({"dtype": "int8"}, "dtype=int8 is unknown"),
-        ({"max_length": 1}, "context=1 must be at least 2"),
+        ({"max_length": 1}, "max_length=1 must be a whole number of at least 2"),
     ],
 )
 def test_bad_arguments_are_one_line(trained_run: Path, options: dict, message: str):
@@ -196,6 +226,9 @@ def test_another_tokenizer_or_no_checkpoint(trained_run: Path, own_run: Path, tm
     other.save(str(tmp_path / "larger.json"))
     with pytest.raises(UserError, match="the model's vocabulary has 300"):
         LoopLM(trained_run, tokenizer=str(tmp_path / "larger.json"))
+    mano = TaskOptions(tasks=expand_tasks(["mano"]), tokenizer=str(tmp_path / "larger.json"))
+    with pytest.raises(UserError, match="the model's vocabulary has 300"):
+        evaluate_tasks(trained_run, mano)
     with pytest.raises(UserError, match="checkpoint is missing"):
         LoopLM()
     (own_run / "checkpoints" / "step-5" / "manifest.json").unlink()

@@ -71,6 +71,17 @@ def test_a_checkpoint_written_anew_is_new(run: Path):
     assert steps(run) == [3, 3]
 
 
+def test_a_task_without_result_is_recorded_and_ends_with_code_1(run: Path, capsys):
+    from titan_loop.cli.main import main
+
+    write_checkpoint_of(run, 9)
+    flags = ("--tasks", "held_out", "--windows", "1", "--max-length", "8", "--once")
+    assert main(["eval", "watch", str(run), *flags]) == 1
+    assert "steps 9 lack results" in capsys.readouterr().err
+    (record,) = read_jsonl(RunDirectory(run).evals_jsonl)
+    assert [*record["failures"]] == ["held_out"]
+
+
 def test_a_watcher_killed_while_it_wrote_repeats_that_checkpoint(run: Path):
     write_checkpoint_of(run, 3)
     write_checkpoint_of(run, 6)
@@ -129,7 +140,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_once(run: Path, caplog):
         write_checkpoint_of(run, step)
     weights = next(RunDirectory(run).checkpoint(3).glob("*.distcp"))
     weights.write_bytes(weights.read_bytes()[:-10])
-    assert Watcher(run, OPTIONS).run(once=True) == 1
+    watcher = Watcher(run, OPTIONS)
+    assert watcher.run(once=True) == 1
+    assert watcher.incomplete == [3]
     assert steps(run) == [6]
     said = [record for record in caplog.records if "cannot be evaluated" in record.message]
     assert len(said) == 1

@@ -20,15 +20,15 @@ def run(arguments: Sequence[str]) -> int:
     """Evaluate, print tables and say where the reports are."""
     if arguments[:1] == ["watch"]:
         return _watch(arguments[1:])
-    given = _parser().parse(arguments)
+    parser = _parser()
+    given = parser.parse(arguments)
     if given.beats_unigram is not None and not 0 < given.beats_unigram < 1:
         raise UserError(f"eval: --beats-unigram {given.beats_unigram} must lie between 0 and 1")
     if given.tasks or given.frontier:
         if given.beats_unigram is not None:
             raise UserError("eval: --beats-unigram judges held-out text by depth, without --tasks")
         return _tasks(given)
-    if given.exit != "full" or given.recurrent_steps is not None:
-        raise UserError("eval: --exit and --recurrent-steps need --tasks; depths are --depths")
+    _refuse_flags_of_tasks(parser, given)
 
     from titan_loop.analysis.tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
@@ -67,6 +67,18 @@ def _parser() -> Parser:
     return parser
 
 
+def _refuse_flags_of_tasks(parser: Parser, given: argparse.Namespace) -> None:
+    """Raise for flags that change nothing in an evaluation of held-out text by depth."""
+    has_effect = ("run", "depths", "windows", "beats_unigram")
+    for name, value in vars(given).items():
+        if name not in has_effect and value != parser.get_default(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"eval: {flag}{'' if value is True else f' {value}'} needs --tasks; without them, "
+                "held-out text is scored at the --depths"
+            )
+
+
 def _add_task_flags(parser: Parser) -> None:
     parser.add_argument(
         "--depths", type=int, nargs="+", help="recurrent steps to score, all in one pass"
@@ -103,7 +115,8 @@ def _options(given: argparse.Namespace, tasks: list[str], *, frontier: bool) -> 
     from titan_loop.evaluation.evaluate_tasks import TaskOptions
     from titan_loop.evaluation.suites import DEPTH_SUITE_STEPS, expand_tasks
 
-    sweeps = "depth" in tasks and not frontier and given.exit == "full"
+    says_how = frontier or given.exit != "full" or given.recurrent_steps is not None
+    sweeps = "depth" in tasks and not says_how
     return TaskOptions(
         tasks=expand_tasks(tasks, given.num_fewshot),
         recurrent_steps=given.recurrent_steps,
@@ -124,8 +137,8 @@ def _options(given: argparse.Namespace, tasks: list[str], *, frontier: bool) -> 
 
 
 def _names(given: argparse.Namespace) -> list[str]:
-    parts = [name.strip() for text in given.tasks or [] for name in text.split(",")]
-    return [name for name in parts if name] or ["held_out"]
+    parts = [name.strip() for text in given.tasks or ["held_out"] for name in text.split(",")]
+    return [name for name in parts if name]
 
 
 def _tasks(given: argparse.Namespace) -> int:
@@ -176,9 +189,11 @@ def _watch(arguments: Sequence[str]) -> int:
     from titan_loop.evaluation.watch import Watcher
 
     _quiet_logs()
-    Watcher(Path(given.run), options, wandb=given.wandb).run(
-        once=given.once, interval_seconds=given.interval
-    )
+    watcher = Watcher(Path(given.run), options, wandb=given.wandb)
+    watcher.run(once=given.once, interval_seconds=given.interval)
+    if watcher.incomplete:
+        steps = ", ".join(str(step) for step in watcher.incomplete)
+        raise RunFailedError(f"{given.run}: steps {steps} lack results (why: above)")
     return EXIT_OK
 
 

@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from titan_loop.inference.text import TextEngine
 
 DTYPES = ("float32", "bfloat16", "float64")
+_LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Generate what is asked for, streaming to the terminal."""
-    given = _parser().parse(arguments)
+    parser = _parser()
+    given = parser.parse(arguments)
+    _check(parser, given)
 
     import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
     import torch
 
+    from titan_loop.inference.cache import cache_strategy
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.exit_policy import parse_exit_policy
     from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
@@ -37,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
     policy = parse_exit_policy(given.exit)
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    cache_strategy(given.kv_cache)
     loaded = load_checkpoint(
         given.checkpoint,
         context_tokens=given.context,
@@ -93,6 +98,25 @@ def _parser() -> Parser:
     return parser
 
 
+def _check(parser: Parser, given: "argparse.Namespace") -> None:
+    """Raise `UserError` for what cannot work or has no effect, before anything is loaded."""
+    for name in ("max_new_tokens", "recurrent_steps"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
+    if not 0 <= given.seed <= _LARGEST_SEED:
+        raise UserError(f"seed={given.seed} must be between 0 and {_LARGEST_SEED}")
+    if given.chat and given.prompt and len(given.prompt) > 1:
+        raise UserError("--chat takes one --prompt, or lines of standard input")
+    without = [("draft_tokens", "--draft-step")] if given.draft_step is None else []
+    if given.temperature == 0:
+        without += [("top_k", "a --temperature above 0"), ("top_p", "a --temperature above 0")]
+    for name, needed in without:
+        value = getattr(given, name)
+        if value != parser.get_default(name):
+            raise UserError(f"{name}={value} has no effect without {needed}")
+
+
 class _Session:
     """Prints completions and, in a chat, remembers what was said."""
 
@@ -105,8 +129,6 @@ class _Session:
     ) -> None:
         from titan_loop.data.chatml import Turn
 
-        if given.chat and given.prompt and len(given.prompt) > 1:
-            raise UserError("--chat takes one --prompt, or lines of standard input")
         self._text = text
         self._given = given
         self._arguments = {

@@ -46,11 +46,13 @@ def evaluate_run(
         The report, also saved in the run's `evals/`.
 
     Raises:
-        UserError: No run, config or checkpoint there, depths below 1, or a run without prepared
-            sources.
+        UserError: No run, config or checkpoint there, depths or windows below 1, or a run without
+            prepared sources.
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
+    if windows < 1:
+        raise UserError(f"windows={windows} must be at least 1")
     run_directory.read_run()
     config = run_directory.read_config()
     mixture = config["dataloader"].get("mixture")

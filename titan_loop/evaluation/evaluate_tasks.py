@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
+from titan_loop.data.tokenizer import load_tokenizer
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out_task import (
     held_out_frontier_readings,
@@ -26,7 +27,8 @@ from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.inference.loading import Loaded, load_checkpoint
+from titan_loop.inference.cache import cache_strategy
+from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.training.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class TaskOptions:
     Attributes:
         tasks: What to ask, from `suites.expand_tasks`.
         recurrent_steps: R of the exit policy; None takes that of training.
-        exit: One exit policy; ignored with `depths` or `frontier`.
+        exit: One exit policy; excludes `depths` and `frontier`.
         depths: Recurrent steps to read in one pass.
         frontier: Whether to read every depth and every policy at many settings.
         kv_cache: What generated tokens keep.
@@ -83,13 +85,29 @@ class TaskOptions:
         if self.depths:
             depth_readings(self.depths)
         policy_reading(self.exit, self.recurrent_steps or 10**6)
-        for name, value in (("limit", self.limit), ("windows", self.windows)):
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
-        if self.recurrent_steps is not None and self.recurrent_steps < 1:
-            raise UserError(f"recurrent_steps={self.recurrent_steps} must be at least 1")
+        for name, value, least in (
+            ("limit", self.limit, 1),
+            ("windows", self.windows, 1),
+            ("batch_size", self.batch_size, 1),
+            ("recurrent_steps", self.recurrent_steps, 1),
+            ("max_length", self.max_length, 2),
+        ):
+            if value is not None and value < least:
+                raise UserError(f"{name}={value} must be at least {least}")
+        cache_strategy(self.kv_cache)
+        if self.tokenizer is not None:
+            load_tokenizer(self.tokenizer)
         if self.depths and self.frontier:
             raise UserError("depths and frontier exclude each other: a frontier has every depth")
+        if (self.depths or self.frontier) and self.exit != "full":
+            raise UserError(
+                f"exit={self.exit} has no effect with depths or frontier, which say how to read"
+            )
+        if self.depths and self.recurrent_steps is not None:
+            raise UserError(
+                f"recurrent_steps={self.recurrent_steps} has no effect with "
+                f"depths={list(self.depths)}; leave one of them out"
+            )
         if self.include_path is not None and not self.include_path.is_dir():
             raise UserError(f"include_path={self.include_path} is not a folder")
 
@@ -105,8 +123,9 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
         The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
 
     Raises:
-        UserError: Options that cannot work, or a checkpoint that cannot be loaded. What goes wrong
-            with single tasks is in the report instead.
+        UserError: Options that cannot work, a checkpoint that cannot be loaded, or a tokenizer that
+            is not the one it was trained with. What goes wrong with single tasks is in the report
+            instead.
     """
     options.check()
     join_ranks()
@@ -116,6 +135,8 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
         device=rank_device(),
         dtype=getattr(torch, options.dtype),
     )
+    if options.tokenizer is not None:
+        load_matching_tokenizer(loaded, options.tokenizer)  # wrong for one task, wrong for all
     return _Evaluation(loaded, options).run()
 
 

@@ -14,6 +14,7 @@ its share, so the harness needs to know nothing of ranks.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan_loop.data.tokenizer import END_OF_TEXT
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.ranks import rank_device, share_work
 from titan_loop.evaluation.readings import Reading, policy_reading
 from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.text import TextEngine
@@ -104,19 +106,27 @@ class LoopLM(TemplateLM):
         cache: str | Path | None = None,
         readings: Sequence[Reading] | None = None,
         loaded: Loaded | None = None,
+        **unknown: Any,
     ) -> None:
         super().__init__()
+        for name, value in unknown.items():
+            known = [*signature(LoopLM).parameters][:-1]
+            raise UserError(f"{name}={value} is unknown{nearest(name, known)}")
         rows = _positive_rows(batch_size, max_batch_size)
+        recurrent_steps = _whole("recurrent_steps", recurrent_steps, least=1)
+        max_length = _whole("max_length", max_length, least=2)
         cache_strategy(kv_cache)
         if dtype not in DTYPES:
             raise UserError(f"dtype={dtype} is unknown; known: {', '.join(DTYPES)}")
         if exit_threshold is not None and exit is not None:
             raise UserError(f"exit_threshold={exit_threshold} and exit={exit}: give one of them")
+        text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")
+        parse_exit_policy(text)  # its mistakes, before a checkpoint is read
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
             # "cuda:0" is what the harness' command line says when nobody said anything.
-            self._device = rank_device() if device in (None, "cuda:0") else torch.device(device)
+            self._device = rank_device() if device in (None, "cuda:0") else _device(device)
             loaded = load_checkpoint(
                 checkpoint, context_tokens=max_length, device=self._device, dtype=DTYPES[dtype]
             )
@@ -124,7 +134,6 @@ class LoopLM(TemplateLM):
         self._device = loaded.model.tok_embeddings.weight.device
         if readings is None:
             steps = loaded.recurrent_steps if recurrent_steps is None else recurrent_steps
-            text = exit or ("full" if exit_threshold is None else f"q:{exit_threshold}")
             readings = [policy_reading(text, steps)]
         self.readings = list(readings)
         self.reading = 0
@@ -398,6 +407,26 @@ class _Generation:
     def is_greedy(self) -> bool:
         """Whether asking again gives the same answer."""
         return self.sampling.temperature == 0.0
+
+
+def _whole(name: str, value: int | str | None, *, least: int) -> int | None:
+    """Return a number that may come as text, as everything in `--model_args` may."""
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise UserError(f"{name}={value} must be a whole number of at least {least}")
+    return number
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device={name} is unknown; leave it out for this rank's own") from error
 
 
 def _positive_rows(batch_size: int | str, max_batch_size: int | None) -> int:

@@ -53,11 +53,11 @@ class HarnessTasks:
             loaded = self._manager(None).load([offline_config(task.name)])
         else:
             manager = self._find(task.name)
-            with _hub_offline_if_unreachable() as unreachable:
+            with hub_offline_if_unreachable() as unreachable:
                 try:
                     loaded = manager.load([task.name])
                 except Exception as error:
-                    if unreachable and _is_about_the_network(error):
+                    if unreachable and is_about_the_network(error):
                         raise UserError(
                             f"task {task.name} reads its data from the Hugging Face hub, which "
                             "cannot be reached, and the local cache does not have it; run it once "
@@ -175,7 +175,7 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 @contextmanager
-def _hub_offline_if_unreachable() -> Iterator[bool]:
+def hub_offline_if_unreachable() -> Iterator[bool]:
     """Yield whether the hub cannot be reached; then nothing inside waits for it in vain."""
     import datasets.config
     import huggingface_hub.constants
@@ -204,7 +204,7 @@ def _hub_is_reachable() -> bool:
     return True
 
 
-def _is_about_the_network(error: BaseException | None) -> bool:
+def is_about_the_network(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that data was neither cached nor reachable."""
     while error is not None:
         named = type(error).__name__

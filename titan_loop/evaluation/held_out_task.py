@@ -12,6 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.loader import HeldOutWindows, WindowLoader, held_out_windows, named_sources
 from titan_loop.data.synthetic.mano import ManoVocabulary, exam
+from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, frontier_readings, score_states
@@ -58,7 +59,11 @@ def score_held_out(
         model: Whole, on every rank.
         windows: Of one source.
         readings: All are scored in one pass.
+
+    Raises:
+        UserError: The model's context is shorter than a window.
     """
+    _require_context(model, "held_out", windows.input.shape[1])
 
     def work(share: Sequence[int]) -> list[tuple[list[float], list[int], int]]:
         return [
@@ -90,7 +95,12 @@ def score_held_out(
 def held_out_frontier_readings(
     model: LoopDecoder, windows: HeldOutWindows, recurrent_steps: int
 ) -> list[Reading]:
-    """Return the frontier's readings, their thresholds taken from the first few windows."""
+    """Return the frontier's readings, their thresholds taken from the first few windows.
+
+    Raises:
+        UserError: The model's context is shorter than a window.
+    """
+    _require_context(model, "held_out", windows.input.shape[1])
     rows = range(min(_SAMPLE_WINDOWS, len(windows.labels)))
     states, _ = _states(model, windows, rows, recurrent_steps)
     return frontier_readings(model, states, recurrent_steps)
@@ -100,9 +110,14 @@ def held_out_frontier_readings(
 def mano_frontier_readings(
     model: LoopDecoder, dataloader: Mapping[str, Any], recurrent_steps: int
 ) -> list[Reading]:
-    """Return the frontier's readings, their thresholds taken from questions of the exam."""
+    """Return the frontier's readings, their thresholds taken from questions of the exam.
+
+    Raises:
+        UserError: The model's context is shorter than a question.
+    """
     vocabulary = ManoVocabulary(dataloader["modulus"], dataloader["max_operations"])
     prompts = torch.from_numpy(exam(vocabulary, _SAMPLE_QUESTIONS)[0])
+    _require_context(model, "mano", prompts.shape[1])
     device = model.tok_embeddings.weight.device
     output = model(prompts.to(device), recurrent_steps=recurrent_steps, collect="all")
     states = [hidden_BLD[:, -1] for hidden_BLD in output.hidden_RBLD]
@@ -119,9 +134,13 @@ def score_mano(
         dataloader: Of the run's config, with modulus and operations.
         readings: All are scored in one pass.
         questions: Held-out expressions of the largest length.
+
+    Raises:
+        UserError: The model's context is shorter than a question.
     """
     vocabulary = ManoVocabulary(dataloader["modulus"], dataloader["max_operations"])
     prompts, answers = exam(vocabulary, questions)
+    _require_context(model, "mano", prompts.shape[1])
     requests = [
         TokenRequest(tuple(prompt), (answer,))
         for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True)
@@ -134,6 +153,15 @@ def score_mano(
         )
         for index, reading in enumerate(readings)
     }
+
+
+def _require_context(model: LoopDecoder, task: str, tokens: int) -> None:
+    context = model.config.max_seq_len
+    if context < tokens:
+        raise UserError(
+            f"max_length={context} is shorter than the {tokens} tokens of a window of {task}; "
+            "raise it, or leave it out"
+        )
 
 
 def _score_windows(

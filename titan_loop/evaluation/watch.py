@@ -54,6 +54,9 @@ class Watcher:
         options: What to ask of each checkpoint.
         wandb: Whether to log to the W&B run of the training, too.
 
+    Attributes:
+        incomplete: Steps that a task had no result for, or that could not be evaluated at all.
+
     Raises:
         UserError: Options that cannot work.
     """
@@ -63,6 +66,7 @@ class Watcher:
         self._run = RunDirectory(run)
         self._options = options
         self._asked = digest({name: str(value) for name, value in asdict(options).items()})
+        self.incomplete: list[int] = []
         self._given_up: set[_Waiting] = set()
         self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None
         self._claim: IO[str] | None = None
@@ -122,11 +126,14 @@ class Watcher:
                 return False
             if join_ranks()[0] == 0:
                 self._record(report, time.perf_counter() - began)
+            if report.failures:
+                self.incomplete.append(waiting.step)
             return True
         except (UserError, OSError) as error:
             if self._agreed(lambda: self._is_still(waiting)):
                 logger.error("%s cannot be evaluated: %s", checkpoint, error)
                 self._given_up.add(waiting)
+                self.incomplete.append(waiting.step)
             else:
                 logger.info("%s was deleted before it could be read", checkpoint)
             return False
