@@ -68,6 +68,13 @@ def test_speculation_reports_its_acceptance_and_changes_nothing(capsys, trained_
     assert re.search(r"accepted \d+% of the drafts", err)
 
 
+def test_a_stop_string_and_the_largest_seed(capsys, trained_run):
+    whole = expected_text(trained_run, "ab")
+    flags = ("--stop", whole[4:6], "--seed", str(2**64 - 1))
+    out, _ = generate(capsys, trained_run, "--prompt", "ab", *NEW, *flags)
+    assert out == whole[: whole.find(whole[4:6])] + "\n"
+
+
 def test_the_seed_decides_what_is_sampled(capsys, trained_run):
     def sampled(seed: str) -> str:
         flags = ("--temperature", "1", "--top-k", "40", "--top-p", "0.95", "--seed", seed)
