@@ -89,7 +89,7 @@ def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskRepo
     config = tiny_config(source, run)
     config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
     config.parallelism.context_parallel_degree = layout.get("cp", 1)
-    config.suite = suite(TEXT_TASKS)
+    config.suite = suite(["held_out", "multi_hop"])
     config.resolve(world)
     check_suite(config)
     trainer = LoopTrainer(config)

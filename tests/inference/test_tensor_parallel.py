@@ -34,7 +34,7 @@ def generate_all(ranks: int) -> dict[str, tuple[list[Completion], list[Completio
             tensor_parallel_degree=ranks, spmd_backend="partial_dtensor"
         )
         model = spread_over_ranks(model, ParallelDims.from_config(parallelism, ranks))
-    asked = [Request(prompt=prompt, max_new_tokens=10) for prompt in prompts(5, 2, 8)]
+    asked = [Request(prompt=prompt, max_new_tokens=7) for prompt in prompts(5, 2, 8)]
     results = {}
     for name, options in SETTINGS.items():
         engine = Engine(model, **options)

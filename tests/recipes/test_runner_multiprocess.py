@@ -26,6 +26,7 @@ def train_chain(source: Path, folder: Path, world: int, tensor_parallel: tuple[i
     for name, degree in zip(STAGES, tensor_parallel, strict=True):
         config = tiny_config(source, folder, steps=STEPS)
         config.parallelism.tensor_parallel_degree = degree
+        config.training.local_batch_size = 4
         config.recurrence.steps = Schedule.constant(2 if stages else 4)
         if stages:
             config.model.n_layers = 4

@@ -1,10 +1,8 @@
 """Every mistake a user can make in a config: one line that names field, value and fix."""
 
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.synthetic.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
-from titan_loop.training.run import check_resumable
+from titan_loop.training.run import check_resumable, run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -299,34 +298,23 @@ def test_unusable_checkpoint_settings_are_refused(field, value):
         LoopCheckpointManager.Config(**{field: value})
 
 
-_RUN = """
-import sys
-from pathlib import Path
-from titan_loop.errors import UserError
-from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.run import run_training
-try:
-    run_training(tiny_config(Path(sys.argv[1]), Path(sys.argv[2])))
-except UserError as error:
-    print(error, file=sys.stderr)
-    raise SystemExit(2)
-"""
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_a_run_directory_below_a_file_is_refused(source, tmp_path):
     (tmp_path / "file").write_text("")
-    result = _run(sys.executable, "-c", _RUN, str(source), str(tmp_path / "file" / "run"))
-    assert result.returncode == 2
-    assert "cannot be written" in result.stderr
+    with pytest.raises(UserError, match="cannot be written"):
+        run_training(tiny_config(source, tmp_path / "file" / "run"))
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv"
-)
+def _train_as(user: int, source: Path, run: Path, answer: Connection) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    try:
+        run_training(tiny_config(source, run))
+    except UserError as error:
+        answer.send(str(error))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_run_directory_without_permission_is_refused(source, tmp_path):
     """Root may write anywhere, so an unprivileged user tries."""
     locked = tmp_path / "locked"
@@ -335,10 +323,11 @@ def test_a_run_directory_without_permission_is_refused(source, tmp_path):
         if folder == Path("/tmp"):
             break
         folder.chmod(0o755)
-    unprivileged = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    probe = _run(*unprivileged, sys.executable, "-c", "import titan_loop, torch")
-    if probe.returncode != 0:
-        pytest.skip("an unprivileged user cannot read this Python environment")
-    result = _run(*unprivileged, sys.executable, "-c", _RUN, str(source), str(locked / "run"))
-    assert result.returncode == 2
-    assert "cannot be written (Permission denied)" in result.stderr
+    context = preloaded_context()
+    said, answer = context.Pipe(duplex=False)
+    child = context.Process(target=_train_as, args=(65534, source, locked / "run", answer))
+    child.start()
+    child.join(120)
+    assert child.exitcode == 0
+    assert said.poll()
+    assert "cannot be written (Permission denied)" in said.recv()

@@ -109,7 +109,7 @@ LAYOUTS = {
     "dp2-held": (2, {"fsdp": "per_step"}),
     "tp2": (2, {"tp": 2, "local_batch": 4}),
     "cp2": (2, {"cp": 2, "local_batch": 4}),
-    "dp2-tp2": (4, {"tp": 2}),
+    "dp2-tp2": (4, {"tp": 2, "local_batch": 4}),
     "hsdp2x2": (4, {"replicate": 2}),
 }
 
