@@ -3,7 +3,7 @@
 `TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
 is a failure, and so is a session that ran none of them.
 
-`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=300,multiprocess=420` are seconds; the time of each
+`TITAN_LOOP_TEST_BUDGETS=unit=480,evaluation=180,multiprocess=420` are seconds; the time of each
 part is printed against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer
 is a failure.
 """
@@ -115,10 +115,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 def _part(item: pytest.Item, markers: list[str]) -> str:
     """Return whose budget a test counts against."""
-    if "multiprocess" in markers:
-        return "multiprocess"
     folders = Path(item.nodeid.partition("::")[0]).parts[1:-1]
-    return "evaluation" if EVALUATION.intersection(folders) else "unit"
+    if EVALUATION.intersection(folders):
+        return "evaluation"
+    return "multiprocess" if "multiprocess" in markers else "unit"
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
