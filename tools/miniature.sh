@@ -2,7 +2,7 @@
 # Ouro's whole recipe in miniature: data, all stages and the fork, plots, depths, exit policies and a
 # report. On a fresh machine with only Python 3.11 or later.
 #
-#   bash tools/miniature.sh          18 minutes of CPU time for training, see train_configs/LOG.md
+#   bash tools/miniature.sh          24 minutes on two cores, see train_configs/LOG.md
 #   bash tools/miniature.sh --short  1/32 of the tokens, to see that all of it works
 #
 # What is complete is skipped and an interrupted stage continues; to start over, remove the folders
