@@ -356,6 +356,7 @@ def test_memory_returns_between_the_stages_of_one_launch(source, tmp_path, monke
     for number in range(5):
         config = tiny_config(source, tmp_path, steps=2)
         config.model.dim, config.model.n_heads, config.model.n_layers = 256, 4, 8
+        config.training.local_batch_size = 8
         stages.append(Stage(name=f"s{number}", config=config))
     resident: list[int] = []
     groups: set[Any] = set()

@@ -90,6 +90,7 @@ def test_a_batch_ramp_changes_the_accumulation(source, tmp_path):
 def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=40)
     config.recurrence.steps = Schedule.constant(8)
+    config.training.local_batch_size = 8
     config.checkpoint.enable = False
     run_training(config, command=["test"])
     series = losses(tmp_path / "run")
