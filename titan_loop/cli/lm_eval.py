@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
                 cli_evaluate()
             except UserError:
                 raise
-            except Exception as error:
+            except Exception as error:  # what a data library raises without a network is its own
                 if unreachable and is_about_the_network(error):
                     raise UserError(
                         "lm_eval: a task reads its data from the Hugging Face hub, which cannot be "
