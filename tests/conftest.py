@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +25,7 @@ if "gpu" not in os.environ.get("TITAN_LOOP_REQUIRE", "").split(","):
 # Threads spin on each other where others run beside them, and tests start many processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
 
@@ -71,9 +70,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of one that leaves no process group and no environment behind."""
     import torch.distributed as dist
 
-    # Upstream sleeps two seconds at the end of every run.
-    clock = SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda seconds: None)
-    monkeypatch.setattr("torchtitan.trainer.time", clock)
+    compat.skip_final_pause()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     saved = dict(os.environ)
