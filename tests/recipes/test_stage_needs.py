@@ -99,6 +99,16 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
     ("flags", "refusal"),
     [
         (["--nodes", "3"], "windows does not divide by local_batch_size=1 × 24 data-parallel"),
+        (["--stage", "1b", "--nodes", "3"], "use a batch that is a multiple of 98,304 tokens"),
+        (["--stage", "1b", "--parallelism.tensor-parallel-degree", "0"], "degree=0 must divide"),
+        (["--stage", "1b", "--parallelism.context-parallel-degree", "0"], "must be at least 1"),
+        (["--stage", "1b", "--parallelism.data-parallel-replicate-degree", "0"], "do not factor"),
+        (["--stage", "1b", "--training.local-batch-size", "0"], "local_batch_size=0 must be at"),
+        (["--stage", "1b", "--total-tokens", "0"], "total_tokens=0 must be at least 1"),
+        (
+            ["--stage", "1b", "--gpus-per-node", "1", "--gpu", "a100-40gb", "--model.size", "2.6b"],
+            "use more GPUs",
+        ),
         (["--stage", "longct", "--nodes", "64", "activation-checkpoint:none"], "GiB of 71 usable"),
         (["--stage", "1a", "--gpu", "a100-40gb"], "use activation-checkpoint:selective"),
         (

@@ -19,6 +19,7 @@ from titan_loop.distributed.devices import Device
 from titan_loop.distributed.memory import (
     CHECKPOINTING,
     USABLE_SHARE,
+    Checkpointing,
     StepMemory,
     StepShape,
     UnitParameters,
@@ -31,6 +32,7 @@ from titan_loop.models.sizes import decoder_config, get_size
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.recurrence import RecurrenceConfig, most_recurrent_steps
 from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.value_checks import check_values
 
 SECONDS_PER_DAY = 86_400
 _SCHEDULE_SAMPLES = 4096
@@ -128,12 +130,14 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         cluster: What it is to run on.
 
     Raises:
-        UserError: The architecture or a schedule is wrong by itself, on any cluster.
+        UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
     """
+    check_values(config)
     config.recurrence.check()
     data, refusals = _data(config)
     model = _architecture(config)
-    refusals += _layout_refusals(config, model, cluster.ranks)
+    layout_refusals = _layout_refusals(config, model, cluster.ranks)
+    refusals += layout_refusals
     parallel = config.parallelism
     model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
     data_parallel = max(1, cluster.ranks // model_parallel)
@@ -158,10 +162,10 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         )
         for checkpointing in CHECKPOINTING
     }
-    peaks = {checkpointing: memory.peak for checkpointing, memory in estimates.items()}
     sizes = batch_sizes(config.batch, shape.seq_len, config.total_tokens)
-    refusals += _batch_refusals(config, sizes, cluster.ranks)
-    refusals += _memory_refusals(shape, peaks, cluster.gpu)
+    if not layout_refusals:  # else the ranks are split in no way that could be judged
+        refusals += _batch_refusals(config, sizes, cluster.ranks)
+    refusals += _memory_refusals(shape, estimates, cluster.gpu)
     tokens = config.windows_of_the_run() * shape.seq_len
     mean_steps = _mean_recurrent_steps(config.recurrence, config.total_tokens)
     flops = _flops_per_token(config, model, mean_steps)
@@ -178,7 +182,7 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         data_parallel_ranks=data_parallel,
         policy=policy,
         memory=estimates[shape.checkpointing],
-        peaks=peaks,
+        peaks={name: memory.peak for name, memory in estimates.items()},
         activations={name: memory.activations for name, memory in estimates.items()},
         traffic=step_traffic(
             model,
@@ -221,9 +225,17 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
 def _layout_refusals(
     config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
 ) -> list[str]:
+    parallel = config.parallelism
     try:
         config.check_layout(model, ranks)
     except UserError as error:
+        smallest = min(
+            parallel.tensor_parallel_degree,
+            parallel.context_parallel_degree,
+            parallel.data_parallel_replicate_degree,
+        )
+        if smallest < 1:
+            raise  # there is nothing to compute a table from
         return [str(error)]
     return []
 
@@ -253,10 +265,10 @@ def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> 
     fixes: list[str] = []
     if len(sizes) > 1 and min(sizes) % per_pass == 0:
         fixes.append(f"--batch.multiple-of-windows {per_pass}")
-    larger = degree
+    larger, others = degree, tp * parallel.data_parallel_replicate_degree
     while larger * 2 <= ranks and training.seq_len % (4 * larger) == 0:
         larger *= 2
-        if not wrong(larger):
+        if ranks % (larger * others) == 0 and not wrong(larger):
             fixes.append(f"--parallelism.context-parallel-degree {larger}")
             break
     fixes.append(
@@ -271,24 +283,28 @@ def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> 
     ]
 
 
-def _memory_refusals(shape: StepShape, peaks: dict[str, float], gpu: Device) -> list[str]:
+def _memory_refusals(
+    shape: StepShape, estimates: dict[Checkpointing, StepMemory], gpu: Device
+) -> list[str]:
     usable = USABLE_SHARE * gpu.memory_bytes
-    peak = peaks[shape.checkpointing]
-    if peak <= usable:
+    memory = estimates[shape.checkpointing]
+    if memory.peak <= usable:
         return []
-    fitting = [name for name, other in peaks.items() if other <= usable]
+    fitting = [name for name, other in estimates.items() if other.peak <= usable]
     flags = {
         "recurrent-step+full": "activation-checkpoint:recurrent-step "
         "--activation-checkpoint.layers full"
     }
     if fitting:
         fix = f"use {flags.get(fitting[0], f'activation-checkpoint:{fitting[0]}')}"
+    elif memory.persistent > usable:
+        fix = "use more GPUs, parameters, gradients and moments alone do not fit"
     elif shape.windows > 1:
         fix = "use a smaller --training.local-batch-size"
     else:
         fix = "share windows with a larger --parallelism.context-parallel-degree"
     return [
-        f"a GPU would need {peak / 2**30:.0f} GiB of {usable / 2**30:.0f} usable with "
+        f"a GPU would need {memory.peak / 2**30:.0f} GiB of {usable / 2**30:.0f} usable with "
         f"checkpointing {shape.checkpointing}; {fix}"
     ]
 
