@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.tools import utils as titan_utils
 
@@ -33,6 +34,7 @@ from titan_loop.distributed.memory import StepShape, estimate_memory, unit_param
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sharding import set_loop_sharding
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
 from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -51,9 +53,9 @@ PER_VISIT, PER_STEP = FSDPConfig(), FSDPConfig(policy="per_step")
 
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "sum"}
-FUNCTIONAL = {  # what context parallelism calls
-    "all_gather_into_tensor": "keys-gather",
-    "reduce_scatter_tensor": "keys-scatter",
+FUNCTIONAL = {  # what context and tensor parallelism call
+    "all_gather_into_tensor": "part-gather",
+    "reduce_scatter_tensor": "part-scatter",
 }
 
 
@@ -93,6 +95,7 @@ def build(
     options: ModelOptions | None = None,
     replicate: int = 1,
     context: int = 1,
+    tensor: int = 1,
     checkpointing: str = "none",
     dtype: str = "float32",
     compile_backend: str | None = None,
@@ -102,11 +105,15 @@ def build(
         spmd_backend="partial_dtensor",
         data_parallel_replicate_degree=replicate,
         context_parallel_degree=context,
+        tensor_parallel_degree=tensor,
     )
+    dist_utils.set_spmd_backend("partial_dtensor")
     options = options or ModelOptions(size="debugmodel", n_layers=LAYERS)
     torch.manual_seed(0)
+    config = decoder_config(options, max_seq_len=128)
+    set_loop_sharding(config, enable_sp=True)
     with torch.device("meta"):
-        model = decoder_config(options, max_seq_len=128).build()
+        model = config.build()
     parallelize_loop_decoder(
         model,
         parallel_dims=ParallelDims.from_config(parallelism, dist.get_world_size()),
@@ -303,13 +310,53 @@ def keys_and_values_of_a_step(checkpointing: str) -> list[tuple[int, int, float,
             collectives.whole_bytes[name] / 2,
             sum(t.received_bytes for t in traffic if t.kind == kind),
         )
-        for name, kind in (("keys-gather", "all-gather"), ("keys-scatter", "reduce-scatter"))
+        for name, kind in (("part-gather", "all-gather"), ("part-scatter", "reduce-scatter"))
     ]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "recurrent-step+full"])
 def test_keys_and_values_travel_as_often_as_predicted(gloo_pool, checkpointing):
     for kinds in gloo_pool(2).run(keys_and_values_of_a_step, checkpointing):
+        for calls, predicted_calls, moved, predicted_bytes in kinds:
+            assert (calls, moved) == (predicted_calls, predicted_bytes)
+
+
+def states_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
+    """Return counted and predicted collectives of sequence-parallel states, bytes likewise."""
+    model = build(PER_VISIT, tensor=2, checkpointing=checkpointing)
+    dims = ParallelDims.from_config(
+        ParallelismConfig(tensor_parallel_degree=2, spmd_backend="partial_dtensor"), 2
+    )
+    tokens = torch.zeros(WINDOWS, SEQ_LEN + 1, dtype=torch.int64)  # the same on both ranks
+    with Collectives() as collectives, dist_utils.get_spmd_context(parallel_dims=dims)():
+        output = model(tokens[:, :-1], recurrent_steps=3)
+        loss, _ = loss_of(model)(output, tokens[:, 1:], 1.0)
+        loss.backward()
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=WINDOWS,
+        seq_len=SEQ_LEN,
+        recurrent_steps=3,
+        checkpointing=checkpointing,  # pyright: ignore[reportArgumentType]
+        compute_bytes=4,
+        tensor_parallel_degree=2,
+    )
+    traffic = [t for t in step_traffic(config, shape, hold_layers=False) if t.what == "states"]
+    return [
+        (
+            collectives.calls[name],
+            sum(t.count for t in traffic if t.kind == kind),
+            collectives.whole_bytes[name] / 2,
+            sum(t.received_bytes for t in traffic if t.kind == kind),
+        )
+        for name, kind in (("part-gather", "all-gather"), ("part-scatter", "reduce-scatter"))
+    ]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "recurrent-step+full"])
+def test_states_under_sequence_parallelism_travel_as_often_as_predicted(gloo_pool, checkpointing):
+    for kinds in gloo_pool(2).run(states_of_a_step, checkpointing):
         for calls, predicted_calls, moved, predicted_bytes in kinds:
             assert (calls, moved) == (predicted_calls, predicted_bytes)
 
@@ -617,6 +664,31 @@ def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
         in_flight = 3 * getattr(torch, dtype).itemsize / LAYERS  # per_visit's gathers
         assert alive >= 0.98 * bytes_per_parameter * parameters
         assert alive <= 1.15 * (bytes_per_parameter + in_flight) * parameters
+
+
+def layers_gathered_at_norm(checkpointing: str) -> list[int]:
+    """Return how many layers are gathered whenever the norm has run: forward, then recomputed."""
+    model = build(PER_VISIT, checkpointing=checkpointing)
+    gathered: list[int] = []
+
+    def count(*_: Any) -> None:
+        layers = model.layers.values()
+        gathered.append(sum(not any(map(_is_sharded, layer.parameters())) for layer in layers))
+
+    model.norm.register_forward_hook(count)
+    forward_backward(model, 2)
+    return gathered
+
+
+def test_a_recomputed_step_gathers_all_of_its_layers_under_per_visit_too(gloo_pool):
+    """So the estimate counts them all, as under per_step."""
+    forward, recomputed = [0, 0], [LAYERS, LAYERS]
+    assert gloo_pool(2).run(layers_gathered_at_norm, "recurrent-step") == 2 * [forward + recomputed]
+    config = decoder_config(ModelOptions(size="134m"), max_seq_len=128)
+    for checkpointing, all_of_them in (("recurrent-step", True), ("full", False)):
+        shape = StepShape(windows=1, seq_len=128, recurrent_steps=4, checkpointing=checkpointing)
+        held, visited = (estimate_memory(config, shape, hold_layers=h) for h in (True, False))
+        assert (held.gathered == visited.gathered) == all_of_them
 
 
 def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:

@@ -1,9 +1,8 @@
 """Which collectives one training step needs, and how many bytes a rank receives through them.
 
-Counts and bytes of FSDP and HSDP are those `tests/distributed/test_loop_fsdp.py` counts at the
-process group. Those of tensor parallelism follow from its placements (a gather before and a
-reduce-scatter after each branch of a layer, the reverse in the backward pass) and are not counted
-by a test.
+Counts and bytes are those `tests/distributed/test_loop_fsdp.py` counts at the process group. Left
+out: under tensor parallelism, sums over a chunk's softmax and over the gradients of norms, which
+are small. Tensor parallelism without sequence parallelism is counted as if it had it.
 
 Bytes are those a rank receives in a ring over n ranks: (n − 1)/n of the whole for a gather or a
 reduce-scatter, twice that for an all-reduce. What travels over which wire is the network's matter.
@@ -155,14 +154,27 @@ def _context_parallel(
 def _tensor_parallel(
     config: LoopDecoder.Config, shape: StepShape, micro_batches: int
 ) -> list[Traffic]:
-    """Return the states under sequence parallelism: two gathers and two scatters a visit."""
+    """Return the states under sequence parallelism: two gathers and two scatters a visit.
+
+    One of each more for the embedding, and one for every readout, none of which is recomputed.
+    `selective` keeps what was scattered.
+    """
     degree = shape.tensor_parallel_degree
     received = shape.tokens * config.dim * shape.compute_bytes * (1 - 1 / degree)
-    layers = micro_batches * len(config.layers) * (degree > 1)
+    times = micro_batches * (degree > 1)
     recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)
-    passes = shape.recurrent_steps + (1 + recomputed) * shape.steps_with_backward
-    count = 2 * layers * passes
-    return [
-        Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
-        for kind in ("all-gather", "reduce-scatter")
-    ]
+    back = shape.steps_with_backward
+    embedding_back = back == shape.recurrent_steps
+    once = {
+        "all-gather": shape.recurrent_steps + embedding_back,
+        "reduce-scatter": 1 + back,
+    }
+    traffic: list[Traffic] = []
+    for kind, others in once.items():
+        again = 0 if (kind, shape.checkpointing) == ("reduce-scatter", "selective") else recomputed
+        visits = 2 * len(config.layers) * (shape.recurrent_steps + (1 + again) * back)
+        count = times * (visits + others)
+        traffic.append(
+            Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
+        )
+    return traffic

@@ -2,7 +2,8 @@
 
     persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S
     gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
-                   the buffer it arrives in
+                   the buffer it arrives in, but all layers where a whole recurrent step is
+                   recomputed, since its backward pass follows at once
     activations    every visit of every layer, see `visit_bytes_per_token`; with `full-offload` the
                    visits' part is in the host's memory, `offloaded`
     recomputed     one layer's activations again, with checkpointing; all layers' if the unit of
@@ -230,7 +231,8 @@ def estimate_memory(
     local = MASTER_BYTES * units.total / (shape.shard_degree * tp)
     layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
-    layers_at_once = units.n_layers if hold_layers else 3
+    by_step = shape.checkpointing.startswith("recurrent-step") and shape.steps_with_backward > 0
+    layers_at_once = units.n_layers if hold_layers or by_step else 3
     summed_at_once = units.n_layers if shape.steps_with_backward > 1 else 1
     trained, embedding_trained = (layer, embedding) if shape.trainable == "all" else (0.0, 0.0)
     gate = 4 * (config.dim + 1) / (shape.shard_degree * tp)

@@ -156,7 +156,7 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         fp32_visit_sum=config.fsdp.fp32_visit_sum,
     )
     policy, hold_layers = _policy(config, model, shape, cluster.gpu)
-    estimates = {
+    estimates: dict[Checkpointing, StepMemory] = {
         checkpointing: estimate_memory(
             model, replace(shape, checkpointing=checkpointing), hold_layers=hold_layers
         )

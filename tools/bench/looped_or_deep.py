@@ -133,6 +133,7 @@ def _received(job: Job, what: str) -> float:
         windows=job.windows,
         seq_len=job.seq_len,
         recurrent_steps=config.recurrent_steps,
+        compute_bytes=2 if device().type == "cuda" else 4,
         shard_degree=2,
     )
     traffic = step_traffic(config, shape, hold_layers=True)
