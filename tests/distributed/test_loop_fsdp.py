@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -100,9 +100,11 @@ def build(
     dtype: str = "float32",
     compile_backend: str | None = None,
     trainable: Trainable = "all",
+    reshard: Literal["default", "always", "never"] = "default",
 ) -> LoopDecoder:
     parallelism = ParallelismConfig(
         spmd_backend="partial_dtensor",
+        fsdp_reshard_after_forward=reshard,
         data_parallel_replicate_degree=replicate,
         context_parallel_degree=context,
         tensor_parallel_degree=tensor,
@@ -117,7 +119,9 @@ def build(
     parallelize_loop_decoder(
         model,
         parallel_dims=ParallelDims.from_config(parallelism, dist.get_world_size()),
-        training=TrainingConfig(mixed_precision_param=dtype, local_batch_size=WINDOWS),
+        training=TrainingConfig(
+            mixed_precision_param=dtype, local_batch_size=WINDOWS, disable_cuda_graphs=True
+        ),
         parallelism=parallelism,
         compile_config=CompileConfig(
             enable=compile_backend is not None,
@@ -740,12 +744,13 @@ def test_unit_parameters_are_those_of_the_built_model(size, tie):
     assert units.layer == sum(p.numel() for p in model.layers["0"].parameters())
 
 
-def gathers_under_auto(total_memory: int) -> int:
+def gathers_under_auto(total_memories: list[int], reshard: Literal["default", "always"]) -> int:
     module = titan_utils.device_module
     real = module.get_device_properties
+    total_memory = total_memories[dist.get_rank()]
     module.get_device_properties = lambda device: type("P", (), {"total_memory": total_memory})
     try:
-        model = build(FSDPConfig(policy="auto"))
+        model = build(FSDPConfig(), reshard=reshard)
     finally:
         module.get_device_properties = real
     with Collectives() as collectives:
@@ -753,10 +758,23 @@ def gathers_under_auto(total_memory: int) -> int:
     return collectives.counts()[0]
 
 
-@pytest.mark.parametrize(("memory", "policy"), [(2**40, "per_step"), (2**20, "per_visit")])
-def test_auto_holds_layers_where_the_estimate_fits(gloo_pool, memory, policy):
+@pytest.mark.parametrize(
+    ("memories", "policy"),
+    [
+        ([2**40, 2**40], "per_step"),
+        ([2**20, 2**20], "per_visit"),
+        ([2**40, 2**20], "per_visit"),  # all ranks alike: gathers have to match
+    ],
+)
+def test_auto_holds_layers_where_the_estimate_fits(gloo_pool, memories, policy):
     want = expected_counts(policy, 2, 1, hsdp=False)[0]
-    assert gloo_pool(2).run(gathers_under_auto, memory) == [want, want]
+    assert gloo_pool(2).run(gathers_under_auto, memories, "default") == [want, want]
+
+
+def test_auto_frees_layers_where_that_is_asked_for(gloo_pool):
+    least = expected_counts("per_visit", 2, 1, hsdp=False)[0]  # always frees more units yet
+    counts = gloo_pool(2).run(gathers_under_auto, [2**40, 2**40], "always")
+    assert counts[0] == counts[1] >= least
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -767,5 +785,6 @@ def test_contradicting_settings_are_refused():
     with pytest.raises(UserError, match=r"always contradicts fsdp\.policy=per_step"):
         PER_STEP.check(always)
     PER_VISIT.check(always)
+    FSDPConfig().check(always)
     with pytest.raises(UserError, match=r"fsdp\.policy=per_stop is unknown; nearest: per_step"):
         FSDPConfig(policy="per_stop").check(ParallelismConfig())  # pyright: ignore

@@ -65,7 +65,7 @@ class Case:
     checkpointing: str = "none"
     tie_weights: bool = False
     exit_gate: bool = True
-    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    fsdp: FSDPConfig = field(default_factory=lambda: FSDPConfig(policy="per_visit"))
     backward_steps: int | None = None
 
 

@@ -1,5 +1,6 @@
 """`titan-loop plan`: the arithmetic of a stage against formulas written out here, and refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,24 @@ def test_layer_bytes_under_per_step_do_not_depend_on_r():
     assert received["per_visit"] == pytest.approx(2 * 4 * received["per_step"])
 
 
+@pytest.mark.parametrize(
+    ("gpu", "changes", "policy"),
+    [
+        (H100, {}, "per_step"),
+        (replace(H100, memory_bytes=2**30), {}, "per_visit"),
+        (H100, {"parallelism.fsdp_reshard_after_forward": "always"}, "per_visit"),
+        (H100, {"training.disable_cuda_graphs": False}, "per_visit"),
+        (H100, {"fsdp.policy": "per_visit"}, "per_visit"),
+    ],
+)
+def test_layers_are_held_by_default_where_it_fits(gpu, changes, policy):
+    config = load_recipe("ouro_1_4b").stage("ct_annealing").config
+    for path, value in changes.items():
+        section, field = path.split(".")
+        setattr(getattr(config, section), field, value)
+    assert stage_needs("x", config, replace(OURO, gpu=gpu)).policy == policy
+
+
 def test_the_table_of_ouro_on_64_nodes(capsys):
     assert main(["plan", "ouro_1_4b", "--nodes", "64"]) == 0
     out = capsys.readouterr().out
@@ -89,6 +108,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
     rows = {line[:34].strip(): line[34:].split() for line in out.splitlines()}
     assert rows["stage"][:2] == ["1a", "1b"]
     assert len(rows["parameters"]) == 7
+    assert rows["FSDP policy"] == ["per_step"] * 7
     assert rows["global batch, windows"][0] == "1,024–2,048"
     for name in ("parameters kept gathered", "gradients, unsharded", "optimiser", "readout chunk"):
         assert len(rows[name]) == 7

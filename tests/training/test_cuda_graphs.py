@@ -35,6 +35,7 @@ def test_without_a_gpu_one_line_says_so(source, tmp_path):
             r"recurrence\.steps='0:4 constant 9:2' gives 2 to 4; leave it True, or fix R",
         ),
         ({"entropy_weight": Schedule.steps([(0, 0.1), (9, 0.05)])}, "entropy_weight='.*' changes"),
+        ({"fsdp": FSDPConfig(policy="per_visit")}, None),
         ({"fsdp": FSDPConfig(policy="per_step")}, r"use fsdp\.policy=per_visit"),
         ({"moves_to_host": True}, "full-offload or training.enable_cpu_offload"),
     ],

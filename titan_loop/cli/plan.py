@@ -27,7 +27,7 @@ stage cannot run so, and says how it could. Flags after the cluster's are those 
 
 examples:
   titan-loop plan ouro_1_4b --nodes 64
-  titan-loop plan ouro_1_4b --stage 1b --nodes 8 --gpu h200-141gb --fsdp.policy per_step"""
+  titan-loop plan ouro_1_4b --stage 1b --nodes 8 --gpu h200-141gb --fsdp.policy per_visit"""
 
 _COLUMNS = 7  # stages beside each other
 _PRECISION_FLAG = "--training.mixed-precision-param"

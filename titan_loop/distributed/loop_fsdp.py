@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import ParallelismConfig, TrainingConfig
 
 from titan_loop import compat
 from titan_loop.errors import UserError, nearest
@@ -34,9 +34,10 @@ FSDPPolicy = Literal["per_visit", "per_step", "auto"]
 class FSDPConfig:
     """How FSDP treats a layer that is visited R times; see `titan_loop/distributed/README.md`."""
 
-    policy: FSDPPolicy = "per_visit"
+    policy: FSDPPolicy = "auto"
     """per_visit gathers a layer for every visit, per_step once a training step, auto is per_step
-    where the memory estimate of `titan_loop/distributed/memory.py` fits the device."""
+    where the memory estimate of `titan_loop/distributed/memory.py` fits the smallest device and
+    nothing else asks for per_visit."""
 
     fp32_visit_sum: bool = False
     """Add up a layer's R gradient contributions in fp32 instead of the compute dtype: 4 instead of
@@ -53,6 +54,14 @@ class FSDPConfig:
                 "parallelism.fsdp_reshard_after_forward=always contradicts fsdp.policy=per_step, "
                 "which keeps layers gathered; leave it at default, or set fsdp.policy=per_visit"
             )
+
+    def why_per_visit(self, parallelism: ParallelismConfig, training: TrainingConfig) -> str | None:
+        """Return what makes `auto` per_visit whatever the memory, if anything does."""
+        if parallelism.fsdp_reshard_after_forward == "always":
+            return "parallelism.fsdp_reshard_after_forward=always"
+        if not training.disable_cuda_graphs:
+            return "training.disable_cuda_graphs=False, which captures the gathers of a micro-batch"
+        return None
 
 
 def shard_units(

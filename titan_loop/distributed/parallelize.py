@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -182,7 +183,8 @@ def parallelize_loop_decoder(
             fp32_visit_sum=fsdp.fp32_visit_sum,
             fused_norms=compat.device_type() == "cuda",
         )
-        fsdp = replace(fsdp, policy=_policy_that_fits(model, shape))
+        reason = fsdp.why_per_visit(parallelism, training)
+        fsdp = replace(fsdp, policy=_decide_policy(model, shape, reason))
     _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
     return model
 
@@ -224,12 +226,19 @@ def _apply_fsdp(
     )
 
 
-def _policy_that_fits(model: LoopDecoder, shape: StepShape) -> FSDPPolicy:
-    """Decide `fsdp.policy=auto` and say on what grounds."""
-    properties = titan_utils.device_module.get_device_properties(titan_utils.get_local_device())
-    available = properties.total_memory
+def _decide_policy(model: LoopDecoder, shape: StepShape, why_per_visit: str | None) -> FSDPPolicy:
+    """Decide `fsdp.policy=auto`, the same on every rank, and say on what grounds."""
+    if why_per_visit is not None:
+        logger.info("fsdp.policy=auto: per_visit, because of %s", why_per_visit)
+        return "per_visit"
+    device = titan_utils.get_local_device()
+    available = titan_utils.device_module.get_device_properties(device).total_memory
     if compat.device_type() == "cpu":
         available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share the host
+    if dist.is_initialized():  # all ranks alike: the gathers of two policies would not match
+        smallest = torch.tensor(available, device=device)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+        available = int(smallest)
     config = model.config
     assert isinstance(config, LoopDecoder.Config)
     policy = "per_step" if fits_held(config, shape, available) else "per_visit"

@@ -24,6 +24,7 @@ from titan_loop.distributed.memory import (
     StepShape,
     UnitParameters,
     estimate_memory,
+    fits_held,
     unit_parameters,
 )
 from titan_loop.errors import UserError
@@ -245,9 +246,10 @@ def _policy(
 ) -> tuple[str, bool]:
     if config.fsdp.policy != "auto":
         return config.fsdp.policy, config.fsdp.policy == "per_step"
-    held = estimate_memory(model, shape, hold_layers=True).peak
-    fits = held <= USABLE_SHARE * gpu.memory_bytes
-    return ("per_step" if fits else "per_visit"), fits
+    held = config.fsdp.why_per_visit(config.parallelism, config.training) is None and fits_held(
+        model, shape, gpu.memory_bytes
+    )
+    return ("per_step" if held else "per_visit"), held
 
 
 def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> list[str]:

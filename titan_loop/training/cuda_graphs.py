@@ -52,10 +52,10 @@ def check_cuda_graphs(
             f"{_FLAG} replays one entropy weight, and entropy_weight={str(entropy_weight)!r} "
             "changes; leave it True, or make that constant"
         )
-    if fsdp.policy != "per_visit":
+    if fsdp.policy == "per_step":
         raise UserError(
-            f"{_FLAG} would replay a micro-batch without the gathers that fsdp.policy="
-            f"{fsdp.policy} saves; use fsdp.policy=per_visit"
+            f"{_FLAG} would replay a micro-batch without the gathers that fsdp.policy=per_step "
+            "saves; use fsdp.policy=per_visit"
         )
     if moves_to_host:
         raise UserError(

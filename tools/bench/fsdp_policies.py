@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Job, add_step_flags, build, in_turn, ratios, spread, trainer_step
 
-from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.testing.multiprocess import GlooPool
 
@@ -88,7 +87,7 @@ def _measure(options: dict[str, Any], gigabytes_per_second: float | None) -> lis
             model=ModelOptions(size=options["size"], recurrent_steps=options["recurrent_steps"]),
             seq_len=options["seq_len"],
             windows=options["batch"],
-            fsdp=FSDPConfig(policy=policy),
+            fsdp_policy=policy,
         )
         train = trainer_step(job, build(job))
         train()

@@ -24,6 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
+from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sharding import set_loop_sharding
@@ -80,6 +81,7 @@ def _build(
         compile_config=CompileConfig(enable=options.compile, components=["model"]),
         ac_config=None,
         dump_folder="",
+        fsdp=FSDPConfig(policy="per_step"),
         trainable=trainable,
     )
     model.to_empty(device=device)

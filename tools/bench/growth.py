@@ -10,7 +10,6 @@ ranks share them, so their time must grow.
 """
 
 import argparse
-import dataclasses
 import statistics
 import sys
 
@@ -29,7 +28,6 @@ from training_step import (
     trainer_step,
 )
 
-from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.testing.multiprocess import GlooPool
 
@@ -86,7 +84,6 @@ def _table(options: argparse.Namespace, title: str, values: list[int], jobs: lis
 
 
 def _worlds(options: argparse.Namespace, job: Job) -> None:
-    job = dataclasses.replace(job, fsdp=FSDPConfig(policy="per_step"))
     print("\nranks, R = 4, per_step | step s | tokens/s of all")
     for world in options.worlds:
         pool = GlooPool(world)

@@ -22,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.tools import utils as titan_utils
 
+from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sharding import set_loop_sharding
@@ -77,6 +78,7 @@ def _build(options: argparse.Namespace, steps: int, device: torch.device) -> Loo
         compile_config=CompileConfig(enable=options.compile, components=["model"]),
         ac_config=FullAC.Config() if options.full_checkpointing else None,
         dump_folder="",
+        fsdp=FSDPConfig(policy="per_step"),
     )
     model.to_empty(device=device)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
-from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sharding import set_loop_sharding
@@ -40,14 +40,14 @@ class Job:
         seq_len: Window.
         windows: Of one rank's batch.
         compiled: Whether each layer is compiled.
-        fsdp: Policy, where there are several ranks.
+        fsdp_policy: What FSDP keeps gathered, where it is used.
     """
 
     model: ModelOptions
     seq_len: int
     windows: int
     compiled: bool = False
-    fsdp: FSDPConfig | None = None
+    fsdp_policy: FSDPPolicy = "per_step"
 
     @property
     def tokens(self) -> int:
@@ -79,7 +79,7 @@ def build(job: Job) -> LoopDecoder:
         compile_config=CompileConfig(enable=job.compiled, components=["model"]),
         ac_config=None,
         dump_folder="",
-        fsdp=job.fsdp,
+        fsdp=FSDPConfig(policy=job.fsdp_policy),
     )
     model.to_empty(device=device())
     torch.manual_seed(0)
