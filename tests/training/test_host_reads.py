@@ -1,9 +1,11 @@
 """How often a training step makes the host wait for the device: once, for the verdict on a step.
 
-On CUDA every value that Python reads from a tensor waits for all kernels before it. On CPU nothing
-waits, but the reads are the same, so they are counted here.
+On CUDA every value that Python reads from a tensor waits for all kernels before it, and so does
+every copy to the device that is not told otherwise. On CPU nothing waits, but the reads and copies
+are the same, so they are counted here.
 """
 
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ class HostReads(TorchDispatchMode):
         self._inside = False
         for name in READS:
             monkeypatch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+        monkeypatch.setattr(torch.Tensor, "to", self._counted_copy(torch.Tensor.to))
 
     def _counted(self, method: Any) -> Any:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -42,6 +45,17 @@ class HostReads(TorchDispatchMode):
                 self._inside = not outermost
 
         return read
+
+    def _counted_copy(self, method: Any) -> Any:
+        def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            device = kwargs.get("device", args[0] if args else None)
+            ours = "titan_loop/" in sys._getframe(1).f_code.co_filename
+            waits = isinstance(device, torch.device | str) and not kwargs.get("non_blocking")
+            if ours and waits:
+                self._record()
+            return method(tensor, *args, **kwargs)
+
+        return to
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -590,15 +590,15 @@ class LoopTrainer(Trainer):
         microbatches = self.dataloader.read_step(plan.windows)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
         valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
-        valid = valid.to(self.device)
+        valid = self._to_device(valid)
         if self.parallel_dims.dp_enabled:
             valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
         losses: list[Tensor] = []
         parts: list[dict[str, Tensor]] = []
         for input_dict, labels in microbatches:
             loss = self.forward_backward_step(
-                input_dict={name: value.to(self.device) for name, value in input_dict.items()},
-                labels=labels.to(self.device),
+                input_dict={name: self._to_device(value) for name, value in input_dict.items()},
+                labels=self._to_device(labels),
                 global_valid_tokens=valid,
             )
             # Copies: a CUDA graph writes the next micro-batch's values over these.
@@ -609,6 +609,12 @@ class LoopTrainer(Trainer):
             name: torch.stack([values[name] for values in parts]).sum(dim=0) for name in parts[0]
         }
         return torch.stack(losses).sum(), metrics
+
+    def _to_device(self, value: Tensor) -> Tensor:
+        """Copy without waiting; from memory that is not pinned it would wait for all kernels."""
+        if self.device.type == "cuda":
+            value = value.pin_memory()
+        return value.to(self.device, non_blocking=True)
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
