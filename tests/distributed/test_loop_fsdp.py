@@ -49,7 +49,7 @@ CHECKPOINTING = {
     "recurrent-step": RecurrentStepAC.Config(),
     "recurrent-step+full": RecurrentStepAC.Config(layers="full"),
 }
-PER_VISIT, PER_STEP = FSDPConfig(), FSDPConfig(policy="per_step")
+PER_VISIT, PER_STEP = FSDPConfig(policy="per_visit"), FSDPConfig(policy="per_step")
 
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "sum"}
