@@ -56,3 +56,19 @@ def test_a_frozen_language_model_runs_forward_only():
     whole = config.training_flops_per_token(SEQ_LEN, steps) - 6 * gate
     gate_only = config.training_flops_per_token(SEQ_LEN, steps, "exit_gate") - 4 * gate
     assert 3 * gate_only == whole
+
+
+def test_steps_without_backward_run_forward_only():
+    """Two of four steps: a third of their layers' FLOPs, two thirds of their readout and gate."""
+    options = ModelOptions(size="quickstart", exit_gate=False)
+    config = decoder_config(options, max_seq_len=SEQ_LEN)
+    readout = 6 * config.dim * config.vocab_size
+    step = config.training_flops_per_token(SEQ_LEN, 2) - config.training_flops_per_token(SEQ_LEN, 1)
+    truncated = config.training_flops_per_token(SEQ_LEN, 4, backward_steps=2)
+    assert 3 * truncated == (2 + 2 * 3) * step + 3 * readout
+    config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
+    outside = readout + 6 * config.dim
+    truncated = config.training_flops_per_token(SEQ_LEN, 4, backward_steps=2)
+    assert 3 * truncated == (2 + 2 * 3) * step + (2 * 2 + 2 * 3) * outside
+    whole = config.training_flops_per_token(SEQ_LEN, 4)
+    assert config.training_flops_per_token(SEQ_LEN, 4, backward_steps=9) == whole

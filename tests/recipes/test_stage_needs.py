@@ -8,6 +8,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.cli.main import main
 from titan_loop.distributed.devices import DEVICES
+from titan_loop.models.sizes import decoder_config
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.recipes.stage_needs import Cluster, StageNeeds, stage_needs
 from titan_loop.testing.tiny import tiny_config
@@ -60,6 +61,20 @@ def test_a_random_and_a_scheduled_r_count_with_their_mean():
     assert stage_needs("x", config, one).mean_recurrent_steps == pytest.approx(3.5, abs=2e-3)
     config.recurrence.poisson = True
     assert stage_needs("x", config, one).shape.recurrent_steps > 8
+
+
+def test_limits_of_r_and_steps_without_backward_count():
+    config = load_recipe("ouro_1_4b").stage("1a").config  # R = 8
+    config.recurrence.max_steps = 4
+    needs = stage_needs("x", config, OURO)
+    assert needs.mean_recurrent_steps == 4
+    config.recurrence.backward_steps = 1
+    truncated = stage_needs("x", config, OURO).flops_per_token
+    for part, share in (("matrices", 1 / 2), ("attention", 1 / 2), ("readouts", 3 / 4)):
+        assert truncated[part] == pytest.approx(share * needs.flops_per_token[part])
+    model = decoder_config(config.model, max_seq_len=WINDOW)
+    by_model = model.training_flops_per_token(WINDOW, 4, backward_steps=1)
+    assert truncated["total"] == pytest.approx(by_model)
 
 
 def test_context_parallelism_shares_windows_and_their_activations():

@@ -72,7 +72,11 @@ class LoopDecoder(Decoder):
             )
 
         def training_flops_per_token(
-            self, seq_len: int, recurrent_steps: int, trainable: Trainable = "all"
+            self,
+            seq_len: int,
+            recurrent_steps: int,
+            trainable: Trainable = "all",
+            backward_steps: int | None = None,
         ) -> int:
             """Model FLOPs per trained token at R; R readouts with a gate, else one."""
             attention, feed_forward = self.layers[0].attention, self.layers[0].feed_forward
@@ -94,6 +98,7 @@ class LoopDecoder(Decoder):
                 readouts=recurrent_steps if self.exit_gate is not None else 1,
                 gate=self.exit_gate is not None,
                 trainable=trainable,
+                backward_steps=backward_steps,
             )
 
     def __init__(self, config: Config) -> None:

@@ -31,7 +31,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import decoder_config, get_size
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
-from titan_loop.training.recurrence import RecurrenceConfig, most_recurrent_steps
+from titan_loop.training.recurrence import most_recurrent_steps, recurrent_steps_at
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.value_checks import check_values
 
@@ -168,8 +168,8 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         refusals += _batch_refusals(config, sizes, cluster.ranks)
     refusals += _memory_refusals(shape, estimates, cluster.gpu)
     tokens = config.windows_of_the_run() * shape.seq_len
-    mean_steps = _mean_recurrent_steps(config.recurrence, config.total_tokens)
-    flops = _flops_per_token(config, model, mean_steps)
+    mean_steps, mean_reached = _mean_recurrent_steps(config)
+    flops = _flops_per_token(config, model, mean_steps, mean_reached)
     accumulation = -(-max(sizes) // (data_parallel * shape.windows))
     return StageNeeds(
         name=name,
@@ -316,24 +316,30 @@ def _steps(config: LoopTrainer.Config) -> int:
     return min(steps, config.training.steps) if config.training.steps else steps
 
 
-def _mean_recurrent_steps(recurrence: RecurrenceConfig, total_tokens: int) -> float:
-    """Return the mean of R over the stage's tokens; of a random R the mean of its law, unclipped.
+def _mean_recurrent_steps(config: LoopTrainer.Config) -> tuple[float, float]:
+    """Return the means, over the stage's tokens, of R and of the steps the backward pass reaches.
 
-    Sampled at equal distances: exact for a constant, within 1/4,096 of the range for one jump.
+    Of a random R it is the mean of its law, unclipped. Sampled at equal distances: exact for a
+    constant, within 1/4,096 of the range for one jump.
     """
-    values = (
-        recurrence.steps(int((sample + 0.5) / _SCHEDULE_SAMPLES * total_tokens))
-        for sample in range(_SCHEDULE_SAMPLES)
-    )
-    if recurrence.poisson:
-        return math.fsum(values) / _SCHEDULE_SAMPLES
-    return math.fsum(round(value) for value in values) / _SCHEDULE_SAMPLES
+    recurrence = config.recurrence
+
+    def steps_at(tokens: int) -> float:
+        if recurrence.poisson:
+            return recurrence.steps(tokens)
+        return recurrent_steps_at(recurrence, tokens=tokens, step=1, seed=0)
+
+    samples = range(_SCHEDULE_SAMPLES)
+    places = [int((sample + 0.5) / _SCHEDULE_SAMPLES * config.total_tokens) for sample in samples]
+    values = [steps_at(tokens) for tokens in places]
+    reached = [min(value, recurrence.backward_steps or value) for value in values]
+    return math.fsum(values) / len(values), math.fsum(reached) / len(values)
 
 
 def _flops_per_token(
-    config: LoopTrainer.Config, model: LoopDecoder.Config, mean_steps: float
+    config: LoopTrainer.Config, model: LoopDecoder.Config, mean_steps: float, mean_reached: float
 ) -> dict[str, float]:
-    """Return training FLOPs per token by part; they are linear in R."""
+    """Return training FLOPs per token by part; they are linear in R and in the steps reached."""
 
     def total(seq_len: int, recurrent_steps: int) -> int:
         return model.training_flops_per_token(seq_len, recurrent_steps, config.trainable)
@@ -342,14 +348,24 @@ def _flops_per_token(
     per_step = total(seq_len, 2) - total(seq_len, 1)
     once = total(seq_len, 1) - per_step  # a readout, without a gate
     attention = total(seq_len, 1) - total(0, 1)
-    factor = 2 if config.trainable == "exit_gate" else 6
-    readout = factor * model.dim * model.vocab_size
-    gate = 0 if model.exit_gate is None else (4 if factor == 2 else 6) * model.dim
+    gate_only = config.trainable == "exit_gate"
+    readout = (2 if gate_only else 6) * model.dim * model.vocab_size
+    gate = 0 if model.exit_gate is None else (4 if gate_only else 6) * model.dim
     readouts = mean_steps if model.exit_gate is not None else 1.0
-    whole = once + per_step * mean_steps
+    # Of a step without backward a third of its layers is left, and two thirds of what reads it.
+    unreached = 0.0 if gate_only else 1 - mean_reached / mean_steps
+    layer_share = 1 - unreached * 2 / 3
+    state_share = 1.0 if model.exit_gate is None else 1 - unreached / 3
     parts = {
         "attention": attention * mean_steps,
         "readouts": readouts * readout,
         "gate": gate * mean_steps,
     }
-    return {"matrices": whole - sum(parts.values()), **parts, "total": whole}
+    matrices = once + per_step * mean_steps - sum(parts.values())
+    parts = {
+        "matrices": matrices * layer_share,
+        "attention": parts["attention"] * layer_share,
+        "readouts": parts["readouts"] * state_share,
+        "gate": parts["gate"] * state_share,
+    }
+    return {**parts, "total": sum(parts.values())}

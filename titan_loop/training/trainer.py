@@ -684,7 +684,10 @@ class LoopTrainer(Trainer):
                     sources=self.dataloader.progress(),
                     objective=objective,
                     flops_per_token=self.model_config.training_flops_per_token(
-                        seq_len, plan.recurrent_steps, self.config.trainable
+                        seq_len,
+                        plan.recurrent_steps,
+                        self.config.trainable,
+                        self.config.recurrence.backward_steps,
                     ),
                 )
             )
