@@ -13,6 +13,7 @@ shape and 0.80 in the second; a named size has no such bound.
 """
 
 import argparse
+import statistics
 import sys
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from training_step import (
     flops_per_step,
     in_turn,
     matmul_flops,
+    mfu,
     optimizer_step,
     ratios,
     spread,
@@ -234,15 +236,18 @@ def _compare(case: Case, options: argparse.Namespace) -> bool:
     flops = flops_per_step(job)
     print(f"\n{case.name}, R = {options.recurrent_steps}; matmul {rate / 1e9:.0f} GFLOP/s")
     print(
-        "model | loss | step s | FLOPs over matmul rate | extra MB | plain over it, time | memory"
+        "model | loss | step s | tokens/s | FLOPs over matmul rate | MFU | extra MB | "
+        "plain over it, time | memory"
     )
-    share = {name: flops / sorted(t)[len(t) // 2] / rate for name, t in times.items()}
+    share = {name: flops / statistics.median(t) / rate for name, t in times.items()}
     for name in steps:
         faster = spread(ratios(times["plain"], times[name]), 2)
         if share["plain"] < case.least_share:
             faster = f"- (plain below {case.least_share:.2f})"
         print(
-            f"{name} | {losses[name]:.5f} | {spread(times[name])} | {share[name]:.2f} | "
+            f"{name} | {losses[name]:.5f} | {spread(times[name])} | "
+            f"{job.tokens / statistics.median(times[name]):,.0f} | {share[name]:.2f} | "
+            f"{mfu(flops, times[name])} | "
             f"{extra[name] / 1e6:.0f} | {faster} | {extra['plain'] / extra[name]:.2f}"
         )
     tolerance = LOSS_TOLERANCE[device().type]

@@ -17,6 +17,7 @@ from torch import nn
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.tools import utils as titan_utils
 
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
@@ -24,8 +25,11 @@ from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sharding import set_loop_sharding
 from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.testing.allocations import AllocationTrace
+from titan_loop.training.metrics import known_peak_flops
 
 ENTROPY_WEIGHT = 0.05
 ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -40,13 +44,20 @@ class Job:
         seq_len: Window.
         windows: Of one rank's batch.
         compiled: Whether each layer is compiled.
-        fsdp_policy: What FSDP keeps gathered, where it is used.
+        checkpointed: Whether layers' activations are recomputed.
+        masked: Whether attention gets the document mask, as in training on prepared text, even
+            where plain causal attention would do.
+        trainable: What is trained.
+        fsdp_policy: What FSDP keeps gathered, where it is used (on a GPU at a world of one, too).
     """
 
     model: ModelOptions
     seq_len: int
     windows: int
     compiled: bool = False
+    checkpointed: bool = False
+    masked: bool = False
+    trainable: Trainable = "all"
     fsdp_policy: FSDPPolicy = "per_step"
 
     @property
@@ -77,9 +88,10 @@ def build(job: Job) -> LoopDecoder:
         ),
         parallelism=parallelism,
         compile_config=CompileConfig(enable=job.compiled, components=["model"]),
-        ac_config=None,
+        ac_config=FullAC.Config() if job.checkpointed else None,
         dump_folder="",
         fsdp=FSDPConfig(policy=job.fsdp_policy),
+        trainable=job.trainable,
     )
     model.to_empty(device=device())
     torch.manual_seed(0)
@@ -100,28 +112,38 @@ def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
 def trainer_step(job: Job, model: LoopDecoder) -> Callable[[], torch.Tensor]:
     """Return a function that trains one step and returns its loss."""
     tokens, labels = batch(job)
-    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn = _loss(job)
     loss_fn.set_lm_head(model.lm_head)
-    loss_fn.entropy_weight = ENTROPY_WEIGHT
+    positions = torch.arange(job.seq_len, device=device()).expand(tokens.shape).contiguous()
+    inputs = (tokens, positions, model.get_attention_masks(positions)) if job.masked else (tokens,)
 
     def loss() -> torch.Tensor:
-        return loss_fn(model(tokens), labels, float(labels.numel()))[0]
+        return loss_fn(model(*inputs), labels, float(labels.numel()))[0]
 
     return optimizer_step(model, loss)
+
+
+def _loss(job: Job) -> ExpectedExitLoss | AdaptiveGateLoss:
+    if job.trainable == "exit_gate":
+        return AdaptiveGateLoss.Config().build(compile_config=CompileConfig())
+    loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
+    loss_fn.entropy_weight = ENTROPY_WEIGHT
+    return loss_fn
 
 
 def optimizer_step(
     model: nn.Module, loss_of: Callable[[], torch.Tensor]
 ) -> Callable[[], torch.Tensor]:
     """Return a function that trains `model` one step on `loss_of` and returns the loss."""
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, **ADAMW)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
         loss = loss_of()
         loss.backward()
         reshard_units(model)
-        dist_utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        dist_utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         return loss.detach()
 
@@ -197,6 +219,12 @@ def flops_per_step(job: Job) -> int:
     """Return the model FLOPs of one rank's step."""
     config = decoder_config(job.model, max_seq_len=job.seq_len)
     return job.tokens * config.training_flops_per_token(job.seq_len, config.recurrent_steps)
+
+
+def mfu(flops: float, seconds: Sequence[float]) -> str:
+    """Return a step's model FLOPs over the device's peak, in percent; "-" if that is unknown."""
+    peak = known_peak_flops(titan_utils.device_module.get_device_name(device()))
+    return "-" if peak is None else f"{flops / statistics.median(seconds) / peak:.1%}"
 
 
 def add_step_flags(parser: argparse.ArgumentParser, *, pairs: int = 7) -> None:
