@@ -156,6 +156,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         (["--mfu", "most"], "invalid float value"),
         (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),
         (["--stage", "1c"], "has no stage '1c'"),
+        (["--stages.1b.training.mixed_precision_param=float32"], "all stages in one precision"),
     ],
 )
 def test_refusals_end_with_code_2_and_name_a_fix(capsys, flags, refusal):

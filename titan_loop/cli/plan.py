@@ -93,8 +93,15 @@ def _take_cluster_flags(flags: Sequence[str]) -> tuple[list[str], argparse.Names
 
 
 def _asks_for_fp32(flags: Sequence[str]) -> bool:
+    """Return whether all stages compute in fp32; the config here may have a CPU's default."""
     from titan_loop.cli.overrides import take_flag
 
+    for name in (flag.partition("=")[0].replace("_", "-") for flag in flags):
+        if name.startswith("--stages.") and name.endswith(_PRECISION_FLAG.removeprefix("--")):
+            raise UserError(
+                f"{name}: plan counts all stages in one precision; use {_PRECISION_FLAG}, and "
+                "--stage NAME for one of them"
+            )
     return take_flag(flags, _PRECISION_FLAG)[1] == "float32"
 
 
@@ -141,11 +148,11 @@ def _print_columns(needs: Sequence["StageNeeds"], cluster: "Cluster") -> None:
     row("parameters", lambda n: f"{n.units.total:,}")
     row("  of the layers", lambda n: f"{n.units.layer * n.units.n_layers:,}")
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
-    row("GFLOP per token", lambda n: f"{n.flops_per_token['total'] / 1e9:.2f}")
+    row("GFLOP per token", lambda n: f"{n.flops_per_token['total'] / 1e9:.4g}")
     for part in ("matrices", "attention", "readouts", "gate"):
         row(
             f"  {'R visits, ' if part == 'matrices' else ''}{part}",
-            lambda n, part=part: f"{n.flops_per_token[part] / 1e9:.2f}",
+            lambda n, part=part: f"{n.flops_per_token[part] / 1e9:.4g}",
         )
     row("tokens", lambda n: f"{n.tokens:.4g}")
     row("data", lambda n: n.data)
