@@ -12,10 +12,16 @@ reported as the median ratio over repetitions with its range:
 - Cost per window, and of opening ten sources, at 1e6, 1e9 and 1e12 tokens a source, as a long run
   sees it: every shard has been read from before. Beside it what of that the system's open, pread
   and close take: at 1e6 all tokens are in memory, from 1e9 on almost none, as in a long run. The
-  first window of a shard, which opens its files, is timed apart. Tokens are holes of sparse files,
-  indices are real and, within a source, one file under many names: sizes and searches are true, but
-  no device is waited for.
+  first window of a shard, which opens its file, is timed apart. The bare loop reads the same files
+  in the same rounds: what it, too, takes longer at a larger size is the machine's (pages not in
+  memory, cold processor caches), and the loader's own part grows only where the ratio falls. Here
+  the loop calls pread on descriptors that it keeps, the faster way: a fault in a map of a file not
+  in memory takes milliseconds, since it reads the device's whole read-ahead. Tokens and indices are
+  holes of sparse files: sizes are true, but no device is waited for. Holes read as token 0, which
+  is not EOS here, so that every window is one document, for the loop as for the loader.
 
+A global batch has the same tokens at every window length. Loader and loop both keep every shard
+open: 5,000 files each at 1e12, for which the hard limit of open files must be 12,000 or more.
 Refuses to run beside another load.
 """
 
@@ -33,7 +39,7 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
@@ -53,11 +59,12 @@ from titan_loop.data.windows import SourceWindows
 
 VOCABULARY = 50_000
 EOS = 0
+HOLE_EOS = VOCABULARY - 1  # of sparse sources, whose tokens read as 0
 MEAN_DOCUMENT = 700
-LOCAL_BATCH, GLOBAL_BATCH = 8, 64
+GLOBAL_BATCH = 64 * 4096  # tokens, whatever the window length
 WINDOWS_LENGTHS = (4096, 16384, 32768, 65536)
 WEIGHTS = (0.5, 0.3, 0.2)
-SHARD = 10**9  # tokens
+SHARD = 2 * 10**9  # tokens
 SIZE_STEPS = 8  # global batches a measurement
 
 
@@ -93,18 +100,19 @@ def main() -> int:
 def _compare(sources: list[Path], options: argparse.Namespace) -> None:
     print("\nwindow | loader Mtok/s | bare loop Mtok/s | ratio (range) | time a token to 4K's")
     reference: list[float] = []
+    steps = max(1, int(options.tokens_each) // GLOBAL_BATCH)
+    tokens = steps * GLOBAL_BATCH
     loaders = {length: _loader(sources, length) for length in WINDOWS_LENGTHS}
+    streams = _mapped(sources)
     seconds: dict[int, list[tuple[float, float]]] = {length: [] for length in WINDOWS_LENGTHS}
     for repetition in range(options.repetitions + 1):
         for length, loader in loaders.items():
-            steps = max(1, int(options.tokens_each) // (GLOBAL_BATCH * length))
             pair = _alternate(
-                lambda n=steps, reader=loader: [reader.read_step(GLOBAL_BATCH) for _ in range(n)],
-                lambda n=steps, size=length: bare_loop(sources, size, n * GLOBAL_BATCH),
+                lambda reader=loader: _read_steps(reader, steps),
+                lambda size=length: bare_loop(streams, size, tokens // size),
                 first=repetition % 2,
             )
             if repetition:  # the first touches the files
-                tokens = steps * GLOBAL_BATCH * length
                 seconds[length].append((pair[0] / tokens, pair[1] / tokens))
     for length, pairs in seconds.items():
         own = [pair[0] for pair in pairs]
@@ -118,27 +126,81 @@ def _compare(sources: list[Path], options: argparse.Namespace) -> None:
         )
 
 
-def bare_loop(sources: list[Path], length: int, windows: int) -> None:
+def _read_steps(loader: WindowLoader, steps: int) -> None:
+    for _ in range(steps):  # as a training loop does, which forgets a batch before the next
+        loader.read_step(GLOBAL_BATCH // loader.sources[0].seq_len)
+
+
+def _local_batch(length: int) -> int:
+    return min(8, GLOBAL_BATCH // length)
+
+
+class Streams(NamedTuple):
+    """What the bare loop reads: sources whose shards are all of one length.
+
+    Attributes:
+        shards: The number of shards of each source.
+        tokens: The tokens of each shard.
+        eos: The id that ends a document.
+        read: (source, shard, first token, count) → ids.
+    """
+
+    shards: list[int]
+    tokens: int
+    eos: int
+    read: Callable[[int, int, int, int], np.ndarray]
+
+
+def bare_loop(streams: Streams, length: int, windows: int) -> None:
     """Read windows as simply as can be: one source after the other, cuts in a shuffled order."""
-    maps = [np.memmap(source / "train" / "0.ds", dtype="<u2", mode="r") for source in sources]
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng()
     ordinals = np.arange(length)
     digest = b""
-    for number in range(0, windows, LOCAL_BATCH):
-        inputs, positions, labels = np.empty((3, LOCAL_BATCH, length), dtype=np.int64)
-        source = number // LOCAL_BATCH % len(maps)
-        stream = maps[source]
-        cuts = generator.integers(0, (len(stream) - 1) // length, LOCAL_BATCH).tolist()
-        for row, cut in enumerate(cuts):
-            ids = stream[cut * length : (cut + 1) * length + 1].view(np.ndarray)
+    rows = _local_batch(length)
+    for number in range(0, windows, rows):
+        inputs, positions, labels = np.empty((3, rows, length), dtype=np.int64)
+        source = number // rows % len(streams.shards)
+        shards = generator.integers(0, streams.shards[source], rows).tolist()
+        cuts = generator.integers(0, (streams.tokens - 1) // length, rows).tolist()
+        for row, (shard, cut) in enumerate(zip(shards, cuts, strict=True)):
+            ids = streams.read(source, shard, cut * length, length + 1)
             inputs[row] = ids[:-1]
             labels[row] = ids[1:]
-            starts = np.flatnonzero(inputs[row] == EOS) + 1
+            starts = np.flatnonzero(ids[:-1] == streams.eos) + 1
             bounds = np.concatenate(([0], starts, [length]))
             positions[row] = ordinals - np.repeat(bounds[:-1], np.diff(bounds))
             labels[row, starts - 1] = -100
-            digest = hashlib.blake2b(digest + b"%d %d" % (source, cut), digest_size=16).digest()
+            name = b"%d %d %d" % (source, shard, cut)
+            digest = hashlib.blake2b(digest + name, digest_size=16).digest()
         [torch.from_numpy(column) for column in (inputs, positions, labels)]
+
+
+def _mapped(sources: list[Path]) -> Streams:
+    """Map the shards of dense sources."""
+    files = [source / "train" / "0.ds" for source in sources]
+    maps = [np.memmap(file, dtype="<u2", mode="r").view(np.ndarray) for file in files]
+    return Streams(
+        [1] * len(maps),
+        len(maps[0]),
+        EOS,
+        lambda source, _, first, count: maps[source][first : first + count],
+    )
+
+
+def _opened(sources: list[Path]) -> Streams:
+    """Open the shards of sparse sources, and read from each once."""
+    files = [list((source / "train").glob("*.ds")) for source in sources]
+    descriptors = [[os.open(file, os.O_RDONLY) for file in of_source] for of_source in files]
+
+    def read(source: int, shard: int, first: int, count: int) -> np.ndarray:
+        data = os.pread(descriptors[source][shard], 2 * count, 2 * first)
+        return np.frombuffer(data, dtype="<u2")
+
+    for source, opened in enumerate(descriptors):
+        for shard in range(len(opened)):
+            read(source, shard, 0, 1)
+    shards = [len(of_source) for of_source in files]
+    return Streams(shards, files[0][0].stat().st_size // 2, HOLE_EOS, read)
 
 
 def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace) -> None:
@@ -150,19 +212,19 @@ def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace)
     (text / "text.jsonl").write_text("\n".join(lines) + "\n")
     tokenizer = train_tokenizer([text / "text.jsonl"], vocab_size=8192, output=folder)
     streamed = TextStreamLoader.Config(dataset_path=str(text), tokenizer=str(tokenizer)).build(
-        dp_world_size=1, dp_rank=0, seq_len=4096, local_batch_size=LOCAL_BATCH
+        dp_world_size=1, dp_rank=0, seq_len=4096, local_batch_size=_local_batch(4096)
     )
-    streamed.read_step(LOCAL_BATCH)
+    streamed.read_step(_local_batch(4096))
     loader = _loader(sources, 4096)
     ratios, rates = [], []
     for repetition in range(options.repetitions):
         mine, theirs = _alternate(
-            lambda: loader.read_step(GLOBAL_BATCH),
-            lambda: streamed.read_step(GLOBAL_BATCH),
+            lambda: loader.read_step(GLOBAL_BATCH // 4096),
+            lambda: streamed.read_step(GLOBAL_BATCH // 4096),
             first=repetition % 2,
         )
         ratios.append(theirs / mine)
-        rates.append(GLOBAL_BATCH * 4096 / theirs)
+        rates.append(GLOBAL_BATCH / theirs)
     print(
         f"\ntorchtitan's text loader, 4096: {statistics.median(rates) / 1e6:.2f} Mtok/s; the "
         f"loader reads prepared tokens {_range(ratios)} times as fast"
@@ -172,57 +234,70 @@ def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace)
 def _sizes(folder: Path, options: argparse.Namespace) -> None:
     print(
         "\ntokens a source, ten sources | open s | MB before + added | microseconds a window | "
-        "to the first size's | of it system calls | the rest to the first size's | "
-        "first window of a shard"
+        "to the first size's | of it system calls | bare loop | to the first size's | "
+        "bare loop over loader | first window of a shard"
     )
     sizes = {int(size): _sparse_sources(folder, int(size)) for size in options.sizes}
     loaders = {size: _loader(sources, 4096) for size, sources in sizes.items()}
     first_windows = {size: _read_every_shard(loader) for size, loader in loaders.items()}
-    seconds: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
+    streams = {size: _opened(sources) for size, sources in sizes.items()}
+    times: dict[int, list[_Times]] = {size: [] for size in sizes}
     for repetition in range(options.repetitions + 1):
         for size, loader in loaders.items():
-            pair = _own_and_system(loader)
+            measured = _times(loader, streams[size], first=repetition % 2)
             if repetition:
-                seconds[size].append(pair)
-    reference = next(iter(seconds.values()))
+                times[size].append(measured)
+    reference = next(iter(times.values()))
     for size, sources in sizes.items():
         command = [sys.executable, __file__, "--open", str(sources[0].parent)]
         opened = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-        pairs = list(zip(seconds[size], reference, strict=True))
+        rounds = list(zip(times[size], reference, strict=True))
+        columns = (
+            [1e6 * here.loader for here, _ in rounds],
+            [here.loader / base.loader for here, base in rounds],
+            [1e6 * here.system for here, _ in rounds],
+            [1e6 * here.bare for here, _ in rounds],
+            [here.bare / base.bare for here, base in rounds],
+            [here.bare / here.loader for here, _ in rounds],
+        )
         print(
             f"{size:.0e} | {opened['seconds']:.2f} | {opened['before']} + {opened['added']} | "
-            f"{_range([1e6 * sum(pair) for pair in seconds[size]])} | "
-            f"{_range([sum(pair) / sum(base) for pair, base in pairs])} | "
-            f"{_range([1e6 * system for _, system in seconds[size]])} | "
-            f"{_range([pair[0] / base[0] for pair, base in pairs])} | {first_windows[size]:.0f}"
+            f"{' | '.join(map(_range, columns))} | {first_windows[size]:.0f}"
         )
 
 
-def _own_and_system(loader: WindowLoader) -> tuple[float, float]:
-    """Return the seconds a window takes outside and inside the system's calls."""
-    inside = 0.0
+class _Times(NamedTuple):
+    """Seconds a window: the loader's, those of it in the system's calls, the bare loop's."""
+
+    loader: float
+    system: float
+    bare: float
+
+
+def _times(loader: WindowLoader, streams: Streams, first: int) -> _Times:
+    system = 0.0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
-            nonlocal inside
+            nonlocal system
             began = time.perf_counter()
             result = call(*arguments)
-            inside += time.perf_counter() - began
+            system += time.perf_counter() - began
             return result
 
         return run
 
-    calls = {name: getattr(os, name) for name in ("open", "pread", "close")}
-    for name, call in calls.items():
-        setattr(os, name, timed(call))
-    began = time.perf_counter()
-    for _ in range(SIZE_STEPS):
-        loader.read_step(GLOBAL_BATCH)
-    seconds = time.perf_counter() - began
-    for name, call in calls.items():
-        setattr(os, name, call)
-    windows = SIZE_STEPS * GLOBAL_BATCH
-    return (seconds - inside) / windows, inside / windows
+    def read_steps() -> None:
+        calls = {name: getattr(os, name) for name in ("open", "pread", "close")}
+        for name, call in calls.items():
+            setattr(os, name, timed(call))
+        _read_steps(loader, SIZE_STEPS)
+        for name, call in calls.items():
+            setattr(os, name, call)
+
+    windows = SIZE_STEPS * GLOBAL_BATCH // 4096
+    own, bare = _alternate(read_steps, lambda: bare_loop(streams, 4096, windows), first)
+    return _Times(own / windows, system / windows, bare / windows)
 
 
 def _read_every_shard(loader: WindowLoader) -> float:
@@ -272,7 +347,7 @@ def _loader(sources: list[Path], length: int) -> WindowLoader:
     weights = WEIGHTS if len(sources) == len(WEIGHTS) else [1.0] * len(sources)
     mixture = [f"{source}={weight}" for source, weight in zip(sources, weights, strict=True)]
     return WindowLoader.Config(mixture=mixture, prefetch=False).build(
-        dp_world_size=1, dp_rank=0, seq_len=length, local_batch_size=LOCAL_BATCH
+        dp_world_size=1, dp_rank=0, seq_len=length, local_batch_size=_local_batch(length)
     )
 
 
@@ -281,39 +356,30 @@ def _dense_source(folder: Path, tokens: int, seed: int) -> Path:
     generator = np.random.default_rng(seed)
     (folder / "train").mkdir(parents=True)
     ids = generator.integers(1, VOCABULARY, tokens).astype("<u2")
-    ends = _document_ends(generator, tokens)
+    ends = np.cumsum(generator.geometric(1 / MEAN_DOCUMENT, 2 * tokens // MEAN_DOCUMENT))
+    ends = np.append(ends[ends < tokens], tokens)
     ids[ends - 1] = EOS
     ids.tofile(folder / "train" / "0.ds")
     ends.astype("<u8").tofile(folder / "train" / "0.ds.index")
-    _write_card(folder, [_shard("0.ds", len(ends), tokens, f"{seed}")])
+    _write_card(folder, [_shard("0.ds", len(ends), tokens, f"{seed}")], EOS)
     return folder
 
 
 def _sparse_sources(folder: Path, tokens: int) -> list[Path]:
-    """Describe ten sources of `tokens` tokens in shards of at most SHARD; holes read as token 0."""
+    """Describe ten sources of `tokens` tokens in shards of at most SHARD, all of them holes."""
     shard = min(tokens, SHARD)
+    documents = shard // MEAN_DOCUMENT
     sources = [folder / f"{tokens}" / f"source{number}" for number in range(10)]
     for number, source in enumerate(sources):
         (source / "train").mkdir(parents=True)
-        ends = _document_ends(np.random.default_rng(number), shard)
-        index = source / "train" / "0.ds.index"
-        ends.astype("<u8").tofile(index)
         cards = []
         for part in range(tokens // shard):
-            file = source / "train" / f"{part}.ds"
-            file.touch()
-            os.truncate(file, 2 * shard)
-            if part:
-                file.with_name(f"{file.name}.index").hardlink_to(index)
-            cards.append(_shard(file.name, len(ends), shard, f"{number} {part}"))
-        _write_card(source, cards)
+            for file, size in ((f"{part}.ds", 2 * shard), (f"{part}.ds.index", 8 * documents)):
+                (source / "train" / file).touch()
+                os.truncate(source / "train" / file, size)
+            cards.append(_shard(f"{part}.ds", documents, shard, f"{number} {part}"))
+        _write_card(source, cards, HOLE_EOS)
     return sources
-
-
-def _document_ends(generator: np.random.Generator, tokens: int) -> np.ndarray:
-    """Return ascending document ends, the last at `tokens`."""
-    ends = np.cumsum(generator.geometric(1 / MEAN_DOCUMENT, 2 * tokens // MEAN_DOCUMENT))
-    return np.append(ends[ends < tokens], tokens)
 
 
 def _shard(file: str, documents: int, tokens: int, contents: str) -> ShardCard:
@@ -321,19 +387,20 @@ def _shard(file: str, documents: int, tokens: int, contents: str) -> ShardCard:
     return ShardCard(file=file, documents=documents, tokens=tokens, bytes=2 * tokens, sha256=sha256)
 
 
-def _write_card(folder: Path, shards: list[ShardCard]) -> None:
+def _write_card(folder: Path, shards: list[ShardCard], eos: int) -> None:
     split = SplitCard(
         documents=sum(shard.documents for shard in shards),
         tokens=sum(shard.tokens for shard in shards),
         text_bytes=0,
         max_token_id=VOCABULARY - 1,
         shards=tuple(shards),
+        eos_only_at_ends=True,
     )
     SourceCard(
         name=folder.name,
         tokenizer_sha256="benchmark",
         vocab_size=VOCABULARY,
-        eos_id=EOS,
+        eos_id=eos,
         token_bytes=2,
         splits={"train": split},
         licence="none",
