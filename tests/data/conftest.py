@@ -23,7 +23,9 @@ TEXTS = (
 )
 
 
-def split_card(folder: Path, shards: Sequence[Sequence[Sequence[int]]]) -> SplitCard:
+def split_card(
+    folder: Path, shards: Sequence[Sequence[Sequence[int]]], by_index: bool
+) -> SplitCard:
     """Write shards (each a list of documents, each a list of ids) as datatrove would."""
     folder.mkdir(parents=True)
     cards = []
@@ -48,6 +50,12 @@ def split_card(folder: Path, shards: Sequence[Sequence[Sequence[int]]]) -> Split
         text_bytes=0,
         max_token_id=max(t for documents in shards for document in documents for t in document),
         shards=tuple(cards),
+        eos_only_at_ends=not by_index
+        and all(
+            document[-1] == EOS and document.count(EOS) == 1
+            for documents in shards
+            for document in documents
+        ),
     )
 
 
@@ -56,18 +64,22 @@ SourceWriter = Callable[..., Path]
 
 @pytest.fixture
 def write_source(tmp_path: Path, small_tokenizer: Path) -> SourceWriter:
-    """Return `write(name, shards, held_out=…, tokenizer_sha256=…)`, which gives the folder."""
+    """Return `write(name, shards, …)`, which gives the folder.
+
+    With `by_index` the card does not say where EOS stands, so that ends are read from the index.
+    """
 
     def write(
         name: str,
         shards: Sequence[Sequence[Sequence[int]]],
         held_out: Sequence[Sequence[Sequence[int]]] | None = None,
         tokenizer_sha256: str = "same",
+        by_index: bool = False,
     ) -> Path:
         folder = tmp_path / name
-        splits = {"train": split_card(folder / "train", shards)}
+        splits = {"train": split_card(folder / "train", shards, by_index)}
         if held_out is not None:
-            splits["held_out"] = split_card(folder / "held_out", held_out)
+            splits["held_out"] = split_card(folder / "held_out", held_out, by_index)
         shutil.copyfile(small_tokenizer, folder / "tokenizer.json")
         SourceCard(
             name=name,

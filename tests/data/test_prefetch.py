@@ -113,7 +113,10 @@ def test_a_shard_truncated_while_training_is_named(source: Path) -> None:
     assert loader.state_dict() == state
 
 
-def test_an_index_whose_ends_do_not_ascend_is_named(source: Path) -> None:
+def test_an_index_whose_ends_do_not_ascend_is_named(
+    write_source: WriteSource, documents: Callable
+) -> None:
+    source = write_source("indexed", [documents(2, 60, 20)], by_index=True)
     path = source / "train" / "00000.ds.index"
     ends = np.fromfile(path, "<u8")
     ends[[4, 5]] = ends[[5, 4]]

@@ -51,6 +51,7 @@ def test_given_splits_are_kept_and_documents_shuffled(
     ids, ends = TokenShards(tmp_path / "out").read(0, split.tokens)
     assert split.max_token_id == ids.max()
     assert np.array_equal(ends - 1, np.nonzero(ids == card.eos_id)[0])
+    assert all(split.eos_only_at_ends for split in card.splits.values())
 
 
 def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
@@ -113,6 +114,28 @@ def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: P
     assert (ids == 0).sum() == 1
     assert ends.tolist() == [len(ids)]
     assert stored(tmp_path / "out", "train") == [text]
+
+
+def test_an_eos_inside_documents_is_seen_and_said(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordinary = json.loads(small_tokenizer.read_text())
+    ordinary["added_tokens"][0]["special"] = False  # then it is found in texts
+    (tmp_path / "tokenizer.json").write_text(json.dumps(ordinary))
+    path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after"])
+    card = tokenize_source(
+        path,
+        tmp_path / "out",
+        tokenizer_path=tmp_path / "tokenizer.json",
+        held_out_fraction=0,
+    )
+    assert card is not None
+    assert not card.splits["train"].eos_only_at_ends
+    assert "document ends and EOS id 0 disagree in 1 places" in caplog.text
+    ids, ends = TokenShards(tmp_path / "out").read(0, card.splits["train"].tokens)
+    assert (ids == 0).sum() == 2
+    assert ends.tolist() == [len(ids)]
+    assert "1 places where document ends and EOS" in next(verify_source(tmp_path / "out"))
 
 
 def test_bad_records_are_counted_shown_and_limited(

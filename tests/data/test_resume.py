@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from titan_loop.data.changes import data_changes, match_sources
 from titan_loop.data.loader import WindowLoader
 from titan_loop.data.packing import pack_source
+from titan_loop.data.source_card import SourceCard
 from titan_loop.data.synthetic.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 
@@ -102,6 +104,9 @@ def test_a_changed_source_and_another_tokenizer_are_named(
 def test_what_is_no_change(sources: list[Path], state: dict) -> None:
     a, b, _ = sources
     moved = a.rename(a.with_name("moved"))
+    card = SourceCard.read(b)
+    train = replace(card.splits["train"], eos_only_at_ends=False)  # as on an older card
+    replace(card, splits={"train": train}).write(b)
     loader = load(f"{moved}=3", f"{b}=1", prefetch=False)  # only shares and contents count
     loader.load_state_dict(state)
     assert loader.state_dict()["read"] == state["read"]

@@ -17,17 +17,51 @@ ENDS = [3, 5, 9, 11, 12]
 
 @pytest.fixture
 def source(write_source: Callable[..., Path]) -> Path:
-    return write_source("three_shards", SHARDS)
+    return write_source("three_shards", SHARDS, by_index=True)
 
 
-def test_any_slice_equals_the_stream(source: Path) -> None:
-    shards = TokenShards(source)
+@pytest.mark.parametrize("by_index", [True, False])
+def test_any_slice_equals_the_stream(write_source: Callable[..., Path], by_index: bool) -> None:
+    shards = TokenShards(write_source("s", SHARDS, by_index=by_index))
     assert shards.tokens == len(STREAM)
     for start in range(len(STREAM)):
         for count in range(1, len(STREAM) - start + 1):
             ids, ends = shards.read(start, count)
             assert ids.tolist() == STREAM[start : start + count]
             assert ends.tolist() == [e - start for e in ENDS if start < e <= start + count]
+
+
+def test_ends_read_off_the_tokens_are_those_of_the_index(
+    write_source: Callable[..., Path], documents: Callable[..., list[list[int]]]
+) -> None:
+    stored = [*documents(0, 30, 12), [0], [0], *documents(1, 10, 40)]
+    layout = [[], stored[:17], [], [], stored[17:18], stored[18:], []]
+    by_index, by_eos = (
+        TokenShards(write_source(f"{flag}", layout, by_index=flag)) for flag in (True, False)
+    )
+    for start in range(by_eos.tokens):
+        for count in {1, 2, 45, by_eos.tokens - start}:
+            if start + count <= by_eos.tokens:
+                both = by_index.read(start, count), by_eos.read(start, count)
+                for indexed, scanned in zip(*both, strict=True):
+                    assert indexed.dtype == scanned.dtype
+                    assert indexed.tolist() == scanned.tolist()
+    assert {Path(path).suffix for path in by_index.files._descriptors} == {".ds", ".index"}
+    assert {Path(path).suffix for path in by_eos.files._descriptors} == {".ds"}
+    assert [by_eos.document(n).tolist() for n in range(len(stored))] == stored
+
+
+def test_an_eos_inside_a_document_is_no_end(write_source: Callable[..., Path]) -> None:
+    shards = TokenShards(write_source("s", [[[5, 0, 6, 0], [7, 8]]]))
+    assert shards.read(0, 6)[1].tolist() == [4, 6]
+
+
+def test_a_card_that_does_not_say_where_eos_stands(write_source: Callable[..., Path]) -> None:
+    source = write_source("s", SHARDS)
+    edit_card(source, lambda card: card["splits"]["train"].pop("eos_only_at_ends"))
+    shards = TokenShards(source)
+    assert shards.read(0, len(STREAM))[1].tolist() == ENDS
+    assert len(shards.files) == 6  # tokens and indices
 
 
 def test_documents_in_stored_order(source: Path) -> None:
@@ -104,8 +138,8 @@ def test_index_truncated_while_in_use(source: Path) -> None:
 
 
 def one_shard(write_source: Callable[..., Path], lengths: np.ndarray) -> tuple[Path, np.ndarray]:
-    folder = write_source("one_shard", [[[1] * (length - 1) + [0] for length in lengths.tolist()]])
-    return folder, np.cumsum(lengths)
+    shard = [[1] * (length - 1) + [0] for length in lengths.tolist()]
+    return write_source("one_shard", [shard], by_index=True), np.cumsum(lengths)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def shard(source: Path, number: int) -> Path:
 
 def test_a_sound_source(source: Path) -> None:
     assert list(verify_source(source)) == []
+    assert SourceCard.read(source).splits["train"].eos_only_at_ends  # chats, too
 
 
 def change(path: Path, at: int, value: int) -> None:

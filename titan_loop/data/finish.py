@@ -12,7 +12,7 @@ import numpy as np
 from titan_loop.data.executors import statistics
 from titan_loop.data.pipeline_steps import DROPPED_BY_READERS, SHOWN_EXAMPLES
 from titan_loop.data.preparation import SPLITS, Preparation
-from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path
+from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard, file_sha256
 from titan_loop.data.tokenizer import TOKENIZER_NAME, load_tokenizer, token_bytes, vocab_size
 from titan_loop.errors import UserError
@@ -29,8 +29,11 @@ def write_card(preparation: Preparation) -> SourceCard:
     stages = {name: statistics(preparation.logs(name)) for name in names}
     dropped = _dropped(preparation, stages["train"])
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)
+    eos_id = tokenizer.token_to_id(preparation.eos_token)
+    assert eos_id is not None
     splits = {
-        name: _split_card(output / name, token_bytes(tokenizer), stages[name][-1]) for name in names
+        name: _split_card(output / name, token_bytes(tokenizer), eos_id, stages[name][-1])
+        for name in names
     }
     for name, split in splits.items():
         logger.info(
@@ -48,8 +51,6 @@ def write_card(preparation: Preparation) -> SourceCard:
         )
     if preparation.holds_out and not splits["held_out"].tokens:
         logger.warning("%s: no document is held out: raise the held-out fraction", output)
-    eos_id = tokenizer.token_to_id(preparation.eos_token)
-    assert eos_id is not None
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
@@ -109,17 +110,20 @@ def _examples(folder: Path) -> list[str]:
     return [f"/{path}, record {number}: {reason}" for path, number, reason in shown]
 
 
-def _split_card(folder: Path, id_bytes: int, counts: Counter[str]) -> SplitCard:
+def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) -> SplitCard:
     shards: list[ShardCard] = []
     max_token_id = -1
-    loss_tokens = 0
+    misplaced = loss_tokens = 0
     for path in sorted(folder.glob(_SHARDS)):
         tokens = path.stat().st_size // id_bytes
-        ends = np.fromfile(index_path(path), dtype="<u8")
+        ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
         if not len(ends) or int(ends[-1]) != tokens:
             raise UserError(f"shard {path} does not agree with its index: prepare it again")
-        chunks = file_chunks(path, f"<u{id_bytes}")
-        max_token_id = max([max_token_id, *(int(chunk.max()) for chunk in chunks)])
+        first = 0
+        for chunk in file_chunks(path, f"<u{id_bytes}"):
+            max_token_id = max(max_token_id, int(chunk.max()))
+            misplaced += misplaced_eos(chunk, first, ends, eos_id)
+            first += len(chunk)
         mask_sha256 = ""
         mask_path = path.with_name(path.name + LOSS_SUFFIX)
         if mask_path.exists():
@@ -145,7 +149,16 @@ def _split_card(folder: Path, id_bytes: int, counts: Counter[str]) -> SplitCard:
         max_token_id=max_token_id,
         shards=tuple(shards),
         loss_tokens=loss_tokens if any(shard.loss_sha256 for shard in shards) else None,
+        eos_only_at_ends=not misplaced,
     )
+    if misplaced:
+        logger.warning(
+            "%s: document ends and EOS id %d disagree in %d places: use a tokenizer whose EOS is a "
+            "special token",
+            folder,
+            eos_id,
+            misplaced,
+        )
     if card.tokens != counts["tokens"]:
         raise UserError(
             f"{folder} holds {card.tokens} tokens, {counts['tokens']} were written: a shard is "

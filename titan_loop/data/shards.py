@@ -2,9 +2,12 @@
 
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
-so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched and
-document ends found by interpolation, so opening a source costs a `stat` a file whatever its size,
-and a window one or two reads of the index where the lengths of documents follow no order.
+so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched, so
+opening a source costs a `stat` a file whatever its size.
+
+Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
+one read and its ends are its EOS tokens. Otherwise they are searched for in the index by
+interpolation, which takes one or two reads more where the lengths of documents follow no order.
 
 Files are read, not mapped: making a map costs more than reading a few pages; a fault in a map of a
 file not in memory reads the device's whole read-ahead, megabytes for a window of kilobytes, and
@@ -238,7 +241,10 @@ class TokenShards:
             ends its document.
         """
         parts = self._parts(start, count)
-        return self._ids(start, parts), _joined([self._ends_within(*part) for part in parts])
+        ids = self._ids(start, parts)
+        if self.split.eos_only_at_ends:
+            return ids, (ids == self.card.eos_id).nonzero()[0] + 1
+        return ids, _joined([self._ends_within(*part) for part in parts])
 
     def read_ids(self, start: int, count: int) -> np.ndarray:
         """Return the ids alone, as `read` does."""
@@ -359,6 +365,20 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def index_path(shard: Path) -> Path:
     """Return the path of a shard's document index."""
     return shard.with_name(shard.name + INDEX_SUFFIX)
+
+
+def misplaced_eos(ids: np.ndarray, first: int, ends: np.ndarray, eos_id: int) -> int:
+    """Count the tokens that are EOS and end no document, or end one and are not EOS.
+
+    Args:
+        ids: Tokens of a shard, from its token `first` on; any integer type.
+        first: Where they start.
+        ends: The shard's document ends, ascending (int64).
+        eos_id: The card's.
+    """
+    low, high = np.searchsorted(ends, [first, first + len(ids)], side="right")
+    eos = np.flatnonzero(ids == eos_id)
+    return len(np.setxor1d(eos, ends[low:high] - 1 - first, assume_unique=True))
 
 
 def file_chunks(path: Path, dtype: str) -> Iterator[np.ndarray]:

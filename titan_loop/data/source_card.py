@@ -56,6 +56,8 @@ class SplitCard:
     """One split: what was written.
 
     `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
+    `eos_only_at_ends` says that every document was seen to end in EOS and to have none before: ends
+    can then be read off the tokens. False means that it is not so, or was not looked at.
     """
 
     documents: int
@@ -64,6 +66,7 @@ class SplitCard:
     max_token_id: int
     shards: tuple[ShardCard, ...]
     loss_tokens: int | None = None
+    eos_only_at_ends: bool = False
     packed: tuple[PackedCard, ...] = ()
 
     def packed_for(self, seq_len: int) -> PackedCard | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.packing import PIECE, index_paths
-from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks
+from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks, misplaced_eos
 from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
 from titan_loop.data.tokenizer import TOKENIZER_NAME
 
@@ -82,9 +82,7 @@ def _contents(path: Path, index: Path, shard: ShardCard, card: SourceCard) -> It
     outside = unended = start = 0
     for chunk in file_chunks(path, f"<u{card.token_bytes}"):
         outside += int((chunk >= card.vocab_size).sum())
-        low, high = np.searchsorted(ends, [start, start + len(chunk)], side="right")
-        expected = ends[low:high] - 1 - start
-        unended += len(np.setxor1d(np.flatnonzero(chunk == card.eos_id), expected))
+        unended += misplaced_eos(chunk, start, ends, card.eos_id)
         start += len(chunk)
     mask_path = path.with_name(path.name + LOSS_SUFFIX)
     not_binary = 0
