@@ -255,6 +255,7 @@ def test_both_models_read_the_same_schedules_and_data_after_the_fork(corpus, mon
         assert other.config.model.size == "2.6b"
         other.config.model.size = "1.4b"
         other.config.checkpoint.carry.upcycle = "no"
+        other.config.activation_checkpoint = one.config.activation_checkpoint  # memory alone
         assert other.config == one.config
 
 
