@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,66 @@ def test_which_files(tmp_path: Path) -> None:
             find_documents(arguments, **options)
     with pytest.raises(UserError, match="given for training and held out"):
         find_documents(tmp_path / "x", tmp_path / "x/a.jsonl")
+
+
+def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A download cache links names to files without one; links to folders are counted."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f").write_bytes(gzip.compress(jsonl(TEXTS)))
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "a.jsonl.gz").symlink_to("../blobs/0f")
+    (snapshot / "more").symlink_to("../blobs")
+    (snapshot / "gone.jsonl").symlink_to("nowhere")
+    found = find_documents(snapshot)
+    assert found.files == (str(snapshot / "a.jsonl.gz"),)
+    assert "left out 2 links to folders or to nothing" in caplog.text
+    (snapshot / "b.jsonl.gz").symlink_to("../blobs/0f")
+    with pytest.raises(UserError, match="given twice"):
+        find_documents(snapshot)
+    with pytest.raises(UserError, match="given for training and held out"):
+        find_documents(snapshot / "a.jsonl.gz", snapshot / "b.jsonl.gz")
+    (snapshot / "c.jsonl.gz").write_bytes(b"")
+    for name in "ab":
+        (snapshot / f"{name}.jsonl.gz").unlink()
+        (snapshot / f"{name}.jsonl.gz").symlink_to("c.jsonl.gz")
+    assert find_documents(snapshot).files == (str(snapshot / "c.jsonl.gz"),)
+    assert "left out 2 links to other files of it" in caplog.text
+
+
+@pytest.mark.parametrize("name", [b"a\nb.txt", b"a.txt ", b"\xff.txt"])
+def test_names_that_a_list_of_files_cannot_hold(tmp_path: Path, name: bytes) -> None:
+    try:
+        (tmp_path / os.fsdecode(name)).write_text("text")
+    except OSError:
+        pytest.skip("the file system does not allow such names")
+    with pytest.raises(UserError, match="has a name that a list of files cannot hold"):
+        find_documents(tmp_path)
+
+
+def test_json_files_are_lines_only_where_that_is_said(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json.gz", "c.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"a\.json may hold JSON lines or be one document: give"):
+        find_documents(tmp_path / "a.json")
+    assert find_documents(tmp_path / "a.json", format="jsonl").format == "jsonl"
+    assert len(find_documents(tmp_path, format="jsonl").files) == 1
+    assert len(find_documents(tmp_path, format="jsonl", patterns=["*.json*"]).files) == 3
+    (tmp_path / "c.jsonl").unlink()
+    with pytest.raises(UserError, match=r"has no jsonl file: choose by name with --pattern"):
+        find_documents(tmp_path, format="jsonl")
+
+
+def test_an_output_inside_the_input_is_no_input(small_tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.md").write_text("first")
+    (folder / "b.md").write_text("second")
+    for out in (folder / "prepared", folder):
+        for overwrite in (False, True):
+            prepare(folder, small_tokenizer, out, overwrite=overwrite)
+            assert stored(out) == ["first", "second"]
+        shutil.rmtree(folder / "prepared", ignore_errors=True)
 
 
 def test_a_dataset_that_cannot_be_had(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from titan_loop.data.prepare import tokenize_source
 from titan_loop.data.shards import TokenShards
@@ -136,6 +137,28 @@ def test_an_eos_inside_documents_is_seen_and_said(
     assert (ids == 0).sum() == 2
     assert ends.tolist() == [len(ids)]
     assert "1 places where document ends and EOS" in next(verify_source(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_tokenizer_that_truncates_and_pads_keeps_documents_whole(
+    small_tokenizer: Path, tmp_path: Path, chat: bool
+) -> None:
+    path = tmp_path / "a.jsonl"
+    if chat:
+        records = [{"question": "why?", "answer": "because " * n} for n in (1, 30)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        write_jsonl(path, ["short", "a longer document " * 9])
+    cutting = Tokenizer.from_file(str(small_tokenizer))
+    cutting.enable_truncation(8)
+    cutting.enable_padding(pad_id=5, pad_token="%", length=12)
+    cutting.save(str(tmp_path / "cutting.json"))
+    contents = []
+    for name, tokenizer in (("whole", small_tokenizer), ("cut", tmp_path / "cutting.json")):
+        out = tmp_path / name
+        tokenize_source(path, out, tokenizer_path=tokenizer, held_out_fraction=0, chat=chat)
+        contents.append((TokenShards(out).contents(), stored(out, "train")))
+    assert contents[0] == contents[1]
 
 
 def test_bad_records_are_counted_shown_and_limited(

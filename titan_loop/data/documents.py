@@ -6,6 +6,7 @@ restart reads the same files in the same order.
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _SUFFIXES = {
     "parquet": (".parquet",),
 }
 _URL = re.compile(r"[A-Za-z][\w.+-]+:/")  # `Path` makes "s3:/" of "s3://"
+_MAYBE_LINES = (".json", ".json.gz", ".json.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
 _HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
 
 
@@ -54,22 +56,27 @@ def find_documents(
     patterns: Sequence[str] = (),
     dataset_config: str | None = None,
     dataset_split: str = "train",
+    ours: Sequence[Path] = (),
 ) -> Documents:
     """Resolve inputs to files.
 
     Args:
         inputs: Files or folders; a folder is searched for JSONL or Parquet files, and if it has
-            neither all its files are documents. One dataset name for the format "huggingface".
+            neither all its files are documents; with a format and patterns, those that match are.
+            One dataset name for the format "huggingface".
         held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
             `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
         format: How to read the files; "auto" goes by their names.
         patterns: Glob patterns such as "*.py" that files in folders must match one of.
         dataset_config: A Hugging Face dataset's configuration.
         dataset_split: The split of it that is read.
+        ours: Files and folders that an earlier run wrote: no documents where an input folder holds
+            them.
 
     Raises:
         UserError: For an unknown format, a missing or empty input, one in an object store, files of
-            several formats, or options that have no effect.
+            several formats or of one that must be said, a name that a list of files cannot hold, or
+            options that have no effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
@@ -87,13 +94,13 @@ def find_documents(
         if all(path.is_file() for path in pair):
             paths, held_out = [pair[0]], [pair[1]]
     kinds: set[str] = set()
-    files = _expand(paths, format, patterns, kinds)
-    held_out_files = _expand(held_out or [], format, patterns, kinds)
+    files = _expand(paths, format, patterns, ours, kinds)
+    held_out_files = _expand(held_out or [], format, patterns, ours, kinds)
     if not files or (held_out is not None and not held_out_files):
         raise UserError("no input: give at least one file or folder")
     if len(kinds) > 1:
         raise UserError(f"the inputs mix {' and '.join(sorted(kinds))}: prepare them separately")
-    shared = set(files) & set(held_out_files)
+    shared = _resolved(files) & _resolved(held_out_files)
     if shared:
         raise UserError(f"input {min(shared)} is given for training and held out: choose one")
     return Documents(format=kinds.pop(), files=files, held_out_files=held_out_files)
@@ -136,13 +143,22 @@ def _as_list(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _expand(
-    paths: Sequence[Path], format: str, patterns: Sequence[str], kinds: set[str]
+    paths: Sequence[Path],
+    format: str,
+    patterns: Sequence[str],
+    ours: Sequence[Path],
+    kinds: set[str],
 ) -> tuple[str, ...]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            kind, found = _in_folder(path, format, patterns)
+            kind, found = _in_folder(path, format, patterns, ours)
         elif path.is_file():
+            if format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
+                raise UserError(
+                    f"input {path} may hold JSON lines or be one document: give --format jsonl or "
+                    "--format text"
+                )
             kind, found = (_kind(path) if format == "auto" else format), [path]
         else:
             raise UserError(
@@ -151,22 +167,37 @@ def _expand(
             )
         kinds.add(kind)
         files += found
-    absolute = [str(path.resolve()) for path in files]
-    if len(set(absolute)) < len(absolute):
-        twice = next(path for path in absolute if absolute.count(path) > 1)
+    counts = Counter(path.resolve() for path in files)
+    if counts and max(counts.values()) > 1:
+        twice = max(counts, key=counts.__getitem__)
         raise UserError(f"input {twice} is given twice: its documents would be stored twice")
+    # A link keeps its own name, which says how to read it: download caches link to nameless files.
+    absolute = [str(path.parent.resolve() / path.name) for path in files]
+    for path in absolute:
+        if path != path.strip() or "\n" in path or "\r" in path or not _is_unicode(path):
+            raise UserError(
+                f"input {path!r} has a name that a list of files cannot hold (a line break, a "
+                "space at its end, or not UTF-8): rename it"
+            )
     return tuple(absolute)
 
 
-def _in_folder(folder: Path, format: str, patterns: Sequence[str]) -> tuple[str, list[Path]]:
-    every = sorted(path for path in folder.rglob("*") if path.is_file())
-    visible = [
-        path
-        for path in every
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    if len(visible) < len(every):
-        logger.warning("%s: left out %d hidden files", folder, len(every) - len(visible))
+def _resolved(files: Sequence[str]) -> set[Path]:
+    return {Path(path).resolve() for path in files}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _in_folder(
+    folder: Path, format: str, patterns: Sequence[str], ours: Sequence[Path]
+) -> tuple[str, list[Path]]:
+    visible = _visible_files(folder, ours)
     matching = [
         path for path in visible if not patterns or any(path.match(glob) for glob in patterns)
     ]
@@ -174,15 +205,50 @@ def _in_folder(folder: Path, format: str, patterns: Sequence[str]) -> tuple[str,
     if len(kinds) > 1:
         raise UserError(f"input folder {folder} mixes {' and '.join(sorted(kinds))}: give --format")
     kind = kinds.pop() if kinds else "text"
-    found = [path for path in matching if kind == "text" or _kind(path) == kind]
+    chosen = kind == "text" or (format != "auto" and patterns)
+    found = [path for path in matching if chosen or _kind(path) == kind]
     if not found:
         raise UserError(
             f"input folder {folder} has no {'document' if format == 'auto' else format} file"
             + (f" that matches {', '.join(patterns)}" if patterns else "")
+            + ("" if format == "auto" or patterns else ": choose by name with --pattern")
         )
     if len(found) < len(visible):
         logger.info("%s: %d of %d files are %s", folder, len(found), len(visible), kind)
-    return kind, found
+    originals = {path.resolve() for path in found if not path.is_symlink()}
+    once = [path for path in found if not path.is_symlink() or path.resolve() not in originals]
+    if len(once) < len(found):
+        logger.warning("%s: left out %d links to other files of it", folder, len(found) - len(once))
+    return kind, once
+
+
+def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
+    """Return the files below a folder, but for hidden ones and `ours`; count what is left out."""
+    root, written = folder.resolve(), {path.resolve() for path in ours}
+    inside = sorted(folder.rglob("*"))
+    if written:
+        inside = [
+            path
+            for path in inside
+            if written.isdisjoint((real := root / path.relative_to(folder), *real.parents))
+        ]
+    files = {path for path in inside if path.is_file()}
+    shown = [
+        path
+        for path in inside
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    visible = [path for path in shown if path in files]
+    if len(visible) < len(files):
+        logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))
+    links = sum(path not in files and path.is_symlink() for path in shown)
+    if links:
+        logger.warning(
+            "%s: left out %d links to folders or to nothing; give folders as inputs of their own",
+            folder,
+            links,
+        )
+    return visible
 
 
 def _kind(path: Path) -> str:

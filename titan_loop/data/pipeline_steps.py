@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 from titan_loop.data.chatml import control_tokens, encode_chats, parse_turns, render
 from titan_loop.data.documents import Documents
 from titan_loop.data.keyed import keyed_uniform
+from titan_loop.data.tokenizer import keep_whole
 from titan_loop.errors import UserError
 
 # fsspec opens .zst files with this module and, where it is missing, with one that stops at the
@@ -276,9 +277,13 @@ class PlainTextTokenizer(DocumentTokenizer):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts."""
+        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts.
+
+        It takes texts whole, whatever truncation or padding its file asks for.
+        """
         # `func` is the function behind datatrove's cached property.
         tokenizer = DocumentTokenizer.tokenizer.func(self)
+        keep_whole(tokenizer)
         tokenizer.encode_special_tokens = True
         return tokenizer
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTINGS_NAME = "preparation.json"
+_FOLDERS = (*SPLITS, "logs", "work")
 
 
 def tokenize_source(
@@ -128,6 +129,7 @@ def tokenize_source(
         patterns=patterns,
         dataset_config=dataset_config,
         dataset_split=dataset_split,
+        ours=_written(output) if _is_source(output) else (),
     )
     preparation = Preparation(
         output=output,
@@ -197,6 +199,16 @@ def _require_dataset(documents: Documents) -> None:
         )
 
 
+def _is_source(output: Path) -> bool:
+    """Return whether a preparation was started in this folder, or finished."""
+    return (output / CARD_NAME).exists() or (output / SETTINGS_NAME).exists()
+
+
+def _written(output: Path) -> list[Path]:
+    """Return all that a preparation writes: no documents, should they lie in an input folder."""
+    return [output / name for name in (*_FOLDERS, CARD_NAME, SETTINGS_NAME, TOKENIZER_NAME)]
+
+
 def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
     """Make the output ready: new, or with what the same settings finished before."""
     output = preparation.output
@@ -204,12 +216,12 @@ def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> N
     tokenizer = tokenizer_path.read_bytes()  # it may lie in what is removed below
     if (output / CARD_NAME).exists() and not overwrite:
         raise UserError(f"source {output} exists already: give another output or pass overwrite")
-    ours = [*(output / name for name in SPLITS), preparation.logs(""), preparation.work]
     unfinished = output / SETTINGS_NAME
-    if overwrite and (unfinished.exists() or (output / CARD_NAME).exists()):
+    folders = [output / name for name in _FOLDERS]
+    if overwrite and _is_source(output):
         # First what makes the source count, then the rest.
         (output / CARD_NAME).unlink(missing_ok=True)
-        for folder in ours:
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
@@ -221,7 +233,7 @@ def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> N
                 "those again to go on from there, or pass overwrite to begin anew"
             )
     else:
-        foreign = next((folder for folder in ours if folder.exists()), None)
+        foreign = next((folder for folder in folders if folder.exists()), None)
         if foreign is not None:
             raise UserError(
                 f"output {output} holds a {foreign.name!r} that is not a source's: give another "

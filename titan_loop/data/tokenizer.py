@@ -144,7 +144,7 @@ def import_tokenizer(
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a `tokenizer.json`.
+    """Load a `tokenizer.json`, without the truncation and padding it may ask for.
 
     Raises:
         UserError: If the file is missing or not one.
@@ -156,9 +156,20 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     if not path.is_file():
         raise UserError(f"tokenizer {path} is not a file: train one or give a tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises bare Exception
         raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
+    keep_whole(tokenizer)
+    return tokenizer
+
+
+def keep_whole(tokenizer: "Tokenizer") -> None:
+    """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`.
+
+    They would cut or lengthen every document without a trace.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
 
 def vocab_size(tokenizer: "Tokenizer") -> int:
