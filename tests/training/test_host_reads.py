@@ -1,4 +1,6 @@
-"""How often a training step makes the host wait for the device: once, for the verdict on a step.
+"""How often a training step makes the host wait for the device: not once, but where it is logged.
+
+What is read in between is the verdict on the step before.
 
 On CUDA every value that Python reads from a tensor waits for all kernels before it, and so does
 every copy to the device that is not told otherwise. On CPU nothing waits, but the reads and copies
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
+from titan_loop.training.stability import StepVerdict
 from titan_loop.training.trainer import LoopTrainer
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
@@ -86,20 +89,39 @@ def reads_of_steps(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return steps
 
 
-def test_between_logging_steps_the_host_reads_the_verdict_and_nothing_else(
-    alone: None, source: Path, tmp_path: Path, reads_of_steps: list[list[str]]
+def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and_nothing_else(
+    alone: None,
+    source: Path,
+    tmp_path: Path,
+    reads_of_steps: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    config = tiny_config(source, tmp_path, steps=5)
-    config.metrics.log_freq = 4
+    made: list[StepVerdict] = []
+    read: list[int] = []
+    make, look = StepVerdict.__init__, StepVerdict.read
+
+    def numbered(self: StepVerdict, flags: torch.Tensor) -> None:
+        made.append(self)
+        make(self, flags)
+
+    def noted(self: StepVerdict) -> tuple[bool, bool]:
+        read.append(len(made) - 1 - made.index(self))  # steps it is behind
+        return look(self)
+
+    monkeypatch.setattr(StepVerdict, "__init__", numbered)
+    monkeypatch.setattr(StepVerdict, "read", noted)
+    config = tiny_config(source, tmp_path, steps=6)
+    config.metrics.log_freq = 5
+    config.checkpoint.interval = 100
     config.training.local_batch_size = 4  # two micro-batches
     run_training(config)
     # Windows are put together on the host, from tensors that are not on a device yet.
     steps = [[read for read in step if not read.startswith("data/")] for step in reads_of_steps]
-    assert len(steps) == 5
-    for step in (steps[1], steps[2]):  # 1, 4 and 5 are logged
-        assert len(step) == 1, step
-        assert step[0].startswith("training/stability.py:"), step
-    assert any(read == "training/trainer.py:_finish_step" for read in steps[3])
+    assert len(steps) == 6
+    for step in steps[1:4]:  # 1, 5 and 6 are logged
+        assert set(step) <= {"training/stability.py:read"}, step
+    assert read == [0, 1, 1, 1, 0, 0]
+    assert any(read == "training/trainer.py:_finish_step" for read in steps[4])
 
 
 def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):

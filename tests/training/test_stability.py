@@ -1,17 +1,21 @@
 """Stability in one process: verdicts, counting, and the weight that must not be saved."""
 
 import logging
+from collections import OrderedDict
 
 import pytest
 import torch
 from torch import nn
 
 from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.training.learning_rate import AdamWConfig
 from titan_loop.training.stability import (
-    SkipCounter,
+    SkippedSteps,
+    StepVerdict,
     agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
+    update_unless_skipped,
 )
 
 INF, NAN = float("inf"), float("nan")
@@ -22,30 +26,76 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("stop", [False, True])
 def test_verdict(loss: float, grad_norm: float, stop: bool):
     verdict = agree_on_step(torch.tensor([loss]), torch.tensor(grad_norm), stop=stop)
-    assert verdict == (loss == 1.0 and grad_norm == 1.0, stop)
+    finite = loss == 1.0 and grad_norm == 1.0
+    assert verdict.read() == (finite, stop)
+    assert verdict.skip == (not finite)
     assert agree_to_stop(stop) is stop
 
 
-def test_counter_stops_after_skips_in_a_row(caplog: pytest.LogCaptureFixture):
-    counter = SkipCounter(3)
+def add(steps: SkippedSteps, step: int, *, finite: bool, stop: bool = False) -> None:
+    flags = torch.tensor([finite, not stop], dtype=torch.int32)
+    windows = range(8 * step, 8 * step + 8)
+    loss = torch.tensor(NAN)
+    steps.add(StepVerdict(flags), step=step, windows=windows, loss=loss, grad_norm=loss)
 
-    def record(step: int, finite: bool) -> bool:
-        windows = range(8 * step, 8 * step + 8)
-        return counter.record(finite, step=step, windows=windows, loss=NAN, grad_norm=1.0)
 
+def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixture):
+    steps = SkippedSteps(3)
     with caplog.at_level(logging.WARNING):
-        updates = [step for step in range(5) if record(step, finite=step == 2)]
-    assert updates == [2]
+        for step in range(5):
+            add(steps, step, finite=step == 2)
+            assert not steps.read(newest=False)
     assert "step 1 (windows 8 to 15)" in caplog.text
     assert "2 of 3" in caplog.text
-    assert (counter.in_a_row, counter.total) == (2, 4)
+    assert "step 4" not in caplog.text
+    assert (steps.in_a_row, steps.total) == (1, 3)
+    add(steps, 5, finite=False)
+    assert not steps.read(newest=False)
     with pytest.raises(NonFiniteError, match=r"step 5 \(windows 40 to 47\): 3 steps in a row"):
-        record(5, finite=False)
+        steps.read(newest=True)
 
 
-def test_counter_refuses_zero():
+def test_a_stop_is_heard_one_step_later_and_leaves_nothing_unread():
+    steps = SkippedSteps(2)
+    add(steps, 1, finite=True, stop=True)
+    assert not steps.read(newest=False)
+    add(steps, 2, finite=False)
+    assert steps.read(newest=False)
+    assert steps.total == 1
+    add(steps, 3, finite=True, stop=True)
+    assert steps.read(newest=True)
+
+
+def test_max_skipped_steps_below_one_is_refused():
     with pytest.raises(UserError, match="max_skipped_steps=0"):
-        SkipCounter(0)
+        SkippedSteps(0)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_a_skipped_update_leaves_weights_and_moments_alone(implementation: str):
+    """Also the step count of the bias correction: the same end as without the skipped step."""
+
+    def trained(finite_steps: list[bool]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(OrderedDict(norm=nn.RMSNorm(3), linear=nn.Linear(3, 2)))
+        config = AdamWConfig().optimizer_config(exit_gate=False)
+        config.implementation = implementation
+        optimizers = config.build(model_parts=[model])
+        for group in optimizers.optimizers[0].param_groups:
+            group["lr"] = 0.1
+        for finite in finite_steps:
+            model(torch.arange(3.0)).square().sum().backward()
+            if not finite:
+                model.linear.weight.grad[0, 0] = NAN  # pyright: ignore
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            update_unless_skipped(optimizers, agree_on_step(torch.ones(()), norm))
+            optimizers.zero_grad()
+        (optimizer,) = optimizers
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        return [*(p.detach() for p in model.parameters()), *moments]
+
+    for got, want in zip(trained([True, False, True]), trained([True, True]), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_first_non_finite_parameter():

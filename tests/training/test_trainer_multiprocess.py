@@ -39,6 +39,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.held_out.interval = changes.get("held_out", 0)
     config.held_out.windows = 5
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
+    config.metrics.log_freq = changes.get("log_freq", 1)
     config.resolve(world)
     return LoopTrainer(config)
 
@@ -74,7 +75,8 @@ def train_until_rank_one_is_asked_to_stop(source: Path, run: Path, world: int) -
 
 def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: list[int]) -> Any:
     """Inject a NaN into one local gradient of rank 1 only; report what every rank did."""
-    trainer = make_trainer(source, run, world, max_skipped_steps=2)
+    # Steps 1 and 4 are logged, 2 and 4 saved: the verdict on 3 is read a step later.
+    trainer = make_trainer(source, run, world, max_skipped_steps=2, log_freq=10)
     updates: list[int] = []
     real_step, real_body = trainer.optimizers.step, trainer.fwd_bwd_fn
 
@@ -86,8 +88,11 @@ def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: lis
         return loss
 
     def step() -> None:
-        updates.append(trainer.step)
+        weight = trainer.model.norm.weight.detach().to_local()
+        before = weight.clone()
         real_step()
+        if not torch.equal(before, weight):
+            updates.append(trainer.step)
 
     trainer.fwd_bwd_fn, trainer.optimizers.step = body, step
     error = ""

@@ -1,28 +1,62 @@
 """Never step on a non-finite gradient, never save a non-finite weight.
 
-    loss, gradient norm ─► agree_on_step ─┬─► update
-                                          └─► skip, count ─► too many in a row: stop (exit 3)
+    loss, gradient norm ─► agree_on_step ─► verdict ─┬─► update, or none, decided on the device
+                                                     └─► read a step later: counted; too many
+                                                         skipped in a row: stop (exit 3)
 
-All ranks take the same decision, so no rank waits for a collective the others left.
+All ranks take the same decision, so no rank waits for a collective the others left. The host reads
+the verdict on a step when the next step's kernels are queued, so the device never waits for it.
 """
 
 import logging
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_loop.errors import NonFiniteError, UserError
 
 logger = logging.getLogger(__name__)
 
 
+class StepVerdict:
+    """What all ranks agreed on about one step; on the device until it is read.
+
+    Args:
+        flags: (2,) int32, the same on all ranks: 1 if the step was finite, 1 if training goes on.
+
+    Attributes:
+        skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
+    """
+
+    def __init__(self, flags: Tensor) -> None:
+        self.skip = (1 - flags[0]).float()
+        self._flags = flags.to("cpu", non_blocking=True)
+        self._copied = None
+        if flags.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> tuple[bool, bool]:
+        """Return whether the step was finite and whether any rank was asked to stop.
+
+        Waits until the device has come to the end of the step's backward pass.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        finite, goes_on = self._flags.tolist()
+        return bool(finite), not goes_on
+
+
 def agree_on_step(
     loss: Tensor, grad_norm: Tensor, *, stop: bool = False, group: dist.ProcessGroup | None = None
-) -> tuple[bool, bool]:
-    """Return what all ranks do with a step; collective.
+) -> StepVerdict:
+    """Return what all ranks do with a step; collective, and no wait for the device.
 
     Args:
         loss: This rank's loss of the step, any shape.
@@ -31,14 +65,27 @@ def agree_on_step(
         group: The ranks that must agree; None for all of them.
 
     Returns:
-        Whether loss and gradient norm are finite on every rank, and whether any rank was asked to
-        stop.
+        Finite if loss and gradient norm are finite on every rank, stop if any rank was asked to.
     """
     finite = torch.isfinite(_local(loss)).all() & torch.isfinite(_local(grad_norm)).all()
     goes_on = torch.full_like(finite, not stop)
-    flags = _all_reduce_minimum(torch.stack([finite, goes_on]).to(torch.int32), group)
-    all_finite, all_go_on = flags.tolist()
-    return bool(all_finite), not all_go_on
+    flags = torch.stack([finite, goes_on]).to(torch.int32)
+    return StepVerdict(_all_reduce_minimum(flags, group))
+
+
+def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict) -> None:
+    """Update the weights if the step was finite.
+
+    torch's fused optimisers read the verdict on the device, as they do under a gradient scaler, and
+    leave weights, moments and their step count alone. Any other one waits for it.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if all(group.get("fused") for group in groups):
+        for optimizer in optimizers:
+            optimizer.found_inf = verdict.skip  # type: ignore[attr-defined]
+        optimizers.step()
+    elif verdict.read()[0]:
+        optimizers.step()
 
 
 def agree_to_stop(
@@ -55,15 +102,23 @@ def agree_to_stop(
     return not bool(_all_reduce_minimum(goes_on, group))
 
 
-class SkipCounter:
-    """Counts skipped updates and ends the run when too many follow one another.
+class _JudgedStep(NamedTuple):
+    verdict: StepVerdict
+    step: int
+    windows: range
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class SkippedSteps:
+    """Reads verdicts, counts skipped updates and ends the run when too many follow one another.
 
     Args:
         max_skipped_steps: Skipped steps in a row that end the run, ≥ 1.
 
     Attributes:
-        in_a_row: Skipped steps since the last update.
-        total: Skipped steps of this process.
+        in_a_row: Skipped steps since the last update, of those read.
+        total: Skipped steps of this process, of those read.
     """
 
     def __init__(self, max_skipped_steps: int) -> None:
@@ -72,40 +127,53 @@ class SkipCounter:
         self.max_skipped_steps = max_skipped_steps
         self.in_a_row = 0
         self.total = 0
+        self._unread: deque[_JudgedStep] = deque()
 
-    def record(
-        self,
-        finite: bool,
-        *,
-        step: int,
-        windows: range,
-        loss: Tensor | float,
-        grad_norm: Tensor | float,
-    ) -> bool:
-        """Count one step and return whether to update the weights.
+    def add(
+        self, verdict: StepVerdict, *, step: int, windows: range, loss: Tensor, grad_norm: Tensor
+    ) -> None:
+        """Note a step whose verdict is to be read.
 
         Args:
-            finite: The agreed verdict of `agree_on_step`.
+            verdict: Of `agree_on_step`.
             step: The training step.
             windows: The global window numbers the step read, to find the data again.
             loss: This rank's loss, for the log; read only if the step is skipped.
             grad_norm: The gradient norm, likewise.
+        """
+        self._unread.append(_JudgedStep(verdict, step, windows, loss, grad_norm))
+
+    def read(self, *, newest: bool) -> bool:
+        """Read the verdicts on all steps but the newest, and on that one, too, if asked to.
+
+        Returns:
+            Whether any rank was asked to stop; then every verdict was read.
 
         Raises:
             NonFiniteError: At the `max_skipped_steps`-th skipped step in a row.
         """
-        if finite:
-            self.in_a_row = 0
-            return True
+        stop = False
+        while len(self._unread) > (0 if newest or stop else 1):
+            judged = self._unread.popleft()
+            finite, asked = judged.verdict.read()
+            stop = stop or asked
+            if finite:
+                self.in_a_row = 0
+            else:
+                self._count(judged)
+        return stop
+
+    def _count(self, judged: _JudgedStep) -> None:
         self.in_a_row += 1
         self.total += 1
-        where = f"step {step} (windows {windows.start} to {windows.stop - 1})"
+        windows = judged.windows
+        where = f"step {judged.step} (windows {windows.start} to {windows.stop - 1})"
         logger.warning(
             "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
             "in a row)",
             where,
-            float(loss),
-            float(grad_norm),
+            float(judged.loss),
+            float(judged.grad_norm),
             self.in_a_row,
             self.max_skipped_steps,
         )
@@ -115,7 +183,6 @@ class SkipCounter:
                 "gradient; restart from the last checkpoint with a lower learning rate or fewer "
                 "recurrent steps"
             )
-        return False
 
 
 def first_non_finite_parameter(

@@ -92,10 +92,11 @@ from titan_loop.training.recurrence import (
 from titan_loop.training.run_directory import library_versions
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability import (
-    SkipCounter,
+    SkippedSteps,
     agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
+    update_unless_skipped,
 )
 from titan_loop.training.startup import FIRST_STEP, StartupClock
 from titan_loop.training.step_plan import StepPlan, plan_step
@@ -454,7 +455,7 @@ class LoopTrainer(Trainer):
         self.tokens = 0
         self._plan_to_the_end()
         self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
-        self.skipped = SkipCounter(config.max_skipped_steps)
+        self.skipped = SkippedSteps(config.max_skipped_steps)
         self._objective: dict[str, Tensor] = {}  # of the micro-batch just run
         self._collapse: str | None = None
         self.stop_listener = StopListener()
@@ -549,22 +550,21 @@ class LoopTrainer(Trainer):
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()), self.config.training.max_norm, foreach=True
         )
-        finite, stop = agree_on_step(
-            loss, grad_norm, stop=self.stop_listener.requested_by is not None
-        )
-        if self.skipped.record(
-            finite,
-            step=plan.step,
-            windows=range(first_window, first_window + plan.windows),
-            loss=loss,
-            grad_norm=grad_norm,
-        ):
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
+        verdict = agree_on_step(loss, grad_norm, stop=self.stop_listener.requested_by is not None)
+        self.checkpointer.maybe_wait_for_staging()
+        update_unless_skipped(self.optimizers, verdict)
+        windows = range(first_window, first_window + plan.windows)
+        self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
         self.tokens += plan.windows * self.config.training.seq_len
+        waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
+        stop = self.skipped.read(newest=waits)
         self._finish_step(plan, loss, grad_norm, metrics)
         if stop and self.step < self.config.training.steps:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        return step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
 
     def _stop_here(self, where: str) -> None:
         """Let upstream's loop save this step as its last; the plan to the end is made again."""
@@ -712,9 +712,8 @@ class LoopTrainer(Trainer):
 
     def _report_sources(self, step: int) -> None:
         """Say how far every source was read, when a checkpoint is due and at the end."""
-        due = step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
         progress = self.dataloader.progress()
-        if due and progress and torch.distributed.get_rank() == 0:
+        if self._is_saved(step) and progress and torch.distributed.get_rank() == 0:
             sources = ", ".join(f"{s.name} {s.tokens} ({s.epochs:.3f} epochs)" for s in progress)
             logger.info("tokens read by step %d: %s", step, sources)
 
