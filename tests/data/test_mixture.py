@@ -79,6 +79,7 @@ def test_paths_may_contain_an_equals_sign() -> None:
         (["a=nan"], "'a=nan' is not PATH=WEIGHT"),
         (["=1"], "'=1' is not PATH=WEIGHT"),
         (["a=1", "a=2"], "a stands there twice"),
+        (["a=1", "./b/../a/=2"], "./b/../a/ stands there twice"),
         (["a=0", "b=0"], "all weights are 0"),
         (["a=1e308", "b=1e308"], "the sum of the weights overflows: give smaller weights"),
     ],

@@ -132,8 +132,9 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
         PackedIndex.open(source, "train", 9)
     with pytest.raises(UserError, match="no split 'held_out'"):
         PackedIndex.open(source, "held_out", 8)
-    with pytest.raises(UserError, match="seq_len 0 must be at least 1"):
-        pack_source(source, 0)
+    for seq_len in (0, 2**24 + 1):
+        with pytest.raises(UserError, match=f"seq_len {seq_len} must be from 1 to 16777216"):
+            pack_source(source, seq_len)
     windows, pieces = index_paths(source / "train", 8)
     content = pieces.read_bytes()
     pieces.write_bytes(content[:-1])

@@ -49,7 +49,12 @@ def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     assert "epochs" in printed.out
     (line,) = printed.err.splitlines()
     assert "quickstart: total_tokens needs 2736 windows of 256, the mixture has" in line
-    assert "max_epochs=2 times (when_exhausted=stop)" in line
+    assert "max_epochs=2 times (when_exhausted=stop); raise max_epochs, set --data" in line
+    assert plan(mixture, "--dataloader.max-epochs", "2", "--dataloader.when-exhausted",
+                "renormalise") == 2  # fmt: skip
+    assert "raise max_epochs, add documents or lower" in capsys.readouterr().err
+    assert plan(mixture, "--training.seq-len", "0") == 2
+    assert "training.seq_len=0 must be at least 1" in capsys.readouterr().err
 
 
 def test_every_stage_is_planned_and_the_short_ones_are_named(
@@ -75,6 +80,11 @@ def test_every_stage_is_planned_and_the_short_ones_are_named(
     assert "first: total_tokens needs 800 windows of 32, the mixture has" in line
     assert "; third: total_tokens needs 800 windows" in line
     assert "second" not in line
+    stages[0].config.dataloader.mixture = [f"{tmp_path}/missing"]
+    assert main(["data", "plan", "three"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "missing is not a folder" in line
+    assert "; third: total_tokens needs 800 windows" in line
 
 
 def test_a_recipe_of_generated_data_and_a_missing_recipe(

@@ -118,6 +118,10 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--- document 0: 26 tokens from token 0 on, 3 targets\n"
         "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n⟦3.<|im_end|>⟧\n<|endoftext|>\n"
     )
+    assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
+    assert "count 0 must be at least 1" in capsys.readouterr().err
+    assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
+    assert "invalid choice: 'test'" in capsys.readouterr().err
     assert main(["data", "pack", str(source), "--seq-len", "8"]) == EXIT_USER_ERROR
     assert "6 documents of 'train' have more than 8 + 1 tokens" in capsys.readouterr().err
     pack = ["data", "pack", str(source), "--seq-len", "8", "--long-documents", "split"]

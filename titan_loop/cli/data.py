@@ -201,7 +201,9 @@ def show(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("source", help="folder of the source")
     parser.add_argument("--count", type=int, default=3, help="documents to print")
-    parser.add_argument("--split", default="train", help="train or held_out")
+    parser.add_argument(
+        "--split", default="train", choices=("train", "held_out"), help="of the source"
+    )
     given = parser.parse(arguments)
 
     from titan_loop.data.show import show_source

@@ -21,7 +21,8 @@ def plan(arguments: Sequence[str]) -> None:
     """Compare the tokens a recipe needs with those prepared.
 
     Raises:
-        UserError: If a stage cannot be filled, after the table was printed.
+        UserError: With all that keeps stages from being planned or filled, after the tables of the
+            others were printed.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
@@ -36,7 +37,10 @@ def plan(arguments: Sequence[str]) -> None:
     apply_to_stages(recipe, overrides, f"titan-loop data plan {name}")
     shortages: list[str] = []
     for stage in recipe.stages:
-        shortage = _plan_stage(stage.name, stage.config)
+        try:
+            shortage = _plan_stage(stage.name, stage.config)
+        except UserError as error:
+            shortage = str(error)
         if shortage:
             shortages.append(f"{stage.name}: {shortage}")
     if shortages:
@@ -46,7 +50,9 @@ def plan(arguments: Sequence[str]) -> None:
 def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     """Print one stage's table; return why it cannot be filled, empty if it can."""
     from titan_loop.data.loader import WindowLoader
+    from titan_loop.training.value_checks import check_values
 
+    check_values(config)
     windows = config.windows_of_the_run()
     seq_len = config.training.seq_len
     print(f"{name}: {windows * seq_len:,} tokens in {windows:,} windows of {seq_len}")

@@ -201,7 +201,7 @@ class WindowLoader(GlobalWindowLoader):
         if self.order.end is not None and int(window[-1]) >= self.order.end:
             raise UserError(
                 f"the data ends at window {self.order.end}: {self._why_it_ends()}; raise "
-                "max_epochs, set --dataloader.when-exhausted renormalise, or add documents"
+                f"max_epochs{self._go_on()} or add documents"
             )
         source, counter = self.order.locate(window)
         identity = np.empty((len(window), 3), dtype=np.uint64)
@@ -235,8 +235,8 @@ class WindowLoader(GlobalWindowLoader):
         if self.order.end is not None and windows > self.order.end:
             raise UserError(
                 f"total_tokens needs {windows} windows of {self._seq_len}, the mixture has "
-                f"{self.order.end}: {self._why_it_ends()}; raise max_epochs, set "
-                "--dataloader.when-exhausted renormalise, add documents or lower total_tokens"
+                f"{self.order.end}: {self._why_it_ends()}; raise max_epochs{self._go_on()}, "
+                "add documents or lower total_tokens"
             )
 
     def plan(self, windows: int) -> list[SourcePlan]:
@@ -420,6 +420,13 @@ class WindowLoader(GlobalWindowLoader):
             for i in exhausted
         )
         return f"{names} (when_exhausted={self._when_exhausted})"
+
+    def _go_on(self) -> str:
+        """Return what else would help, where another source could go on."""
+        weighted = sum(entry.weight > 0 for entry in self.mixture)
+        if self._when_exhausted == "renormalise" or weighted == 1:
+            return ""
+        return ", set --dataloader.when-exhausted renormalise"
 
 
 def _open_source(

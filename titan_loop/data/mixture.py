@@ -7,6 +7,7 @@ nothing. A source that has reached its cap ends the mixture, or starts a new pie
 
 import heapq
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -50,7 +51,8 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
     mixture: list[MixtureEntry] = []
     for text in entries:
         entry = _parse_entry(text)
-        if entry.path in (known.path for known in mixture):
+        # However it is spelt: two entries would read the same windows in the same order.
+        if os.path.realpath(entry.path) in (os.path.realpath(known.path) for known in mixture):
             raise UserError(
                 f"dataloader.mixture: {entry.path} stands there twice: add its weights up"
             )

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 PIECE = np.dtype([("first_token", "<u8"), ("length", "<u4")])
 _WINDOW_END = np.dtype("<u8")
 
+LARGEST_WINDOW = 1 << 24
+"""Packing takes a few bytes of memory for each of a window's tokens."""
+
 LongDocuments = Literal["refuse", "split"]
 
 
@@ -48,12 +51,12 @@ def pack_source(
         What was written, by split.
 
     Raises:
-        UserError: If the source is unusable, `seq_len` is not positive, a document is too long and
+        UserError: If the source is unusable, `seq_len` is out of range, a document is too long and
             `long_documents` is "refuse", or the folder cannot be written.
     """
     source = Path(source)
-    if seq_len < 1:
-        raise UserError(f"seq_len {seq_len} must be at least 1")
+    if not 1 <= seq_len <= LARGEST_WINDOW:
+        raise UserError(f"seq_len {seq_len} must be from 1 to {LARGEST_WINDOW}")
     card = SourceCard.read(source)
     splits = {name: split for name, split in card.splits.items() if split.tokens}
     packed: dict[str, PackedCard] = {}

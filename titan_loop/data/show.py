@@ -9,6 +9,7 @@ import numpy as np
 
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.tokenizer import TOKENIZER_NAME, load_tokenizer
+from titan_loop.errors import UserError
 
 TARGET_START, TARGET_END = "⟦", "⟧"
 
@@ -34,8 +35,10 @@ def show_source(
     """Yield the first `count` stored documents of a prepared source.
 
     Raises:
-        UserError: If the source or its tokenizer is unusable.
+        UserError: If the source or its tokenizer is unusable, or `count` is below 1.
     """
+    if count < 1:
+        raise UserError(f"count {count} must be at least 1")
     shards = TokenShards(source, split)
     tokenizer = load_tokenizer(Path(source) / TOKENIZER_NAME)
     first_token = 0
