@@ -263,10 +263,13 @@ def _stream(
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV).to(loss_dtype)
+            needs_gradient = hidden_grad_BLD is not None or head_weight_grad_VD is not None
             ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
-                logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss
+                logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss, needs_gradient
             )
-            logits_grad_CV = buffer_CV.copy_(logits_CV)  # nothing to do where the dtypes agree
+            logits_grad_CV = buffer_CV
+            if needs_gradient:
+                logits_grad_CV.copy_(logits_CV)  # nothing to do where the dtypes agree
             del logits_CV
             if hidden_grad_BLD is not None:
                 hidden_grad_BLD.view(hidden_TD.shape)[chunk] = torch.mm(
@@ -292,6 +295,7 @@ def _cross_entropy_to_gradient_(
     weight_C: Tensor,
     shard: _VocabularyShard,
     z_loss: float,
+    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return CE and Z; overwrite the logits with the gradient of weight · (CE + ζ Z²).
 
@@ -306,6 +310,7 @@ def _cross_entropy_to_gradient_(
         weight_C: Loss weights, 0 at ignored labels.
         shard: Which rows of the vocabulary the slice holds.
         z_loss: ζ.
+        needs_gradient: Whether anyone asks for the gradient; else the logits end as exp(z − m).
 
     Returns:
         (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that
@@ -333,6 +338,8 @@ def _cross_entropy_to_gradient_(
     log_sum_C = sum_exp_C.log()
     ce_C = torch.where(valid_C, log_sum_C - label_logit_C, 0.0)
     log_sum_C = torch.where(valid_C, log_sum_C + max_C1.squeeze(-1), 0.0)
+    if not needs_gradient:
+        return ce_C, log_sum_C
 
     softmax_weight_C = weight_C * (1 + 2 * z_loss * log_sum_C) if z_loss else weight_C
     exp_CV.mul_((softmax_weight_C / sum_exp_C).unsqueeze(-1))

@@ -3,18 +3,27 @@
     python tools/bench/growth.py
     python tools/bench/growth.py --size 134m --seq-lens 1024 2048 4096 8192 --batch 4   # a GPU
 
-Expected: time ∝ FLOPs in R and in the window (of which attention is the quadratic part); memory
-linear in R. The last column is the time over what the row before and the FLOPs predict. Worlds
-beyond one run on gloo, one thread a rank, with the same batch per rank: on two cores more than two
-ranks share them, so their time must grow.
+The jobs of a table take turns. Beside each row stands what it takes over the expected law:
+
+- time ∝ FLOPs in R and in the window, of which attention is the quadratic part; memory linear in
+  both, all relative to the first row;
+- over ranks (gloo, one thread a rank, the same batch per rank): the time of one rank alone, times
+  ranks a core where there are more ranks than cores, and one all-reduce of the gradients, timed
+  alone, whose bytes are those of a gather and a reduction; the memory of one rank alone, and the
+  gathered parameters and unreduced gradients beside it.
 """
 
 import argparse
+import os
 import statistics
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from conditions import add_load_flag, machine, require_quiet_machine
+from torch import nn
 from training_step import (
     Job,
     add_step_flags,
@@ -23,6 +32,8 @@ from training_step import (
     extra_bytes,
     flops_per_step,
     in_turn,
+    ratios,
+    seconds_of,
     spread,
     start,
     trainer_step,
@@ -40,7 +51,7 @@ def main() -> int:
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch", type=int, default=2)
-    add_step_flags(parser, pairs=3)
+    add_step_flags(parser)
     add_load_flag(parser)
     options = parser.parse_args()
     require_quiet_machine(options)
@@ -68,36 +79,85 @@ def _job(
 
 
 def _table(options: argparse.Namespace, title: str, values: list[int], jobs: list[Job]) -> None:
-    print(f"\n{title} | step s | tokens/s | GFLOP | extra MB | time over FLOPs, to the row before")
-    before: tuple[float, int] | None = None
-    for value, job in zip(values, jobs, strict=True):
-        model = build(job)
-        step = trainer_step(job, model)
-        (seconds,) = in_turn([step], pairs=options.pairs, warmup=options.warmup)
-        median, flops = statistics.median(seconds), flops_per_step(job)
-        growth = "-" if before is None else f"{median / before[0] / (flops / before[1]):.2f}"
+    print(f"\n{title} | step s | tokens/s | GFLOP | time over law | extra MB | MB over law")
+    models = [build(job) for job in jobs]
+    steps = [trainer_step(job, model) for job, model in zip(jobs, models, strict=True)]
+    taken = in_turn(steps, pairs=options.pairs, warmup=options.warmup)
+    flops = [flops_per_step(job) for job in jobs]
+    extra = [extra_bytes(step, model) for step, model in zip(steps, models, strict=True)]
+    for row, (value, job) in enumerate(zip(values, jobs, strict=True)):
+        law = flops[row] / flops[0]
+        over = [ratio / law for ratio in ratios(taken[row], taken[0])]
         print(
-            f"{value} | {spread(seconds)} | {job.tokens / median:,.0f} | {flops / 1e9:.1f} | "
-            f"{extra_bytes(step, model) / 1e6:.0f} | {growth}"
+            f"{value} | {spread(taken[row])} | {job.tokens / statistics.median(taken[row]):,.0f} | "
+            f"{flops[row] / 1e9:.1f} | {spread(over, 2)} | {extra[row] / 1e6:.0f} | "
+            f"{extra[row] / extra[0] / (value / values[0]):.2f}"
         )
-        before = median, flops
 
 
 def _worlds(options: argparse.Namespace, job: Job) -> None:
-    print("\nranks, R = 4, per_step | step s | tokens/s of all")
-    for world in options.worlds:
-        pool = GlooPool(world)
-        try:
-            (seconds, *_) = pool.run(_timed, job, options.pairs, options.warmup, timeout=300)
-        finally:
+    print(
+        "\nranks, R = 4, per_step | step s | tokens/s of all | all-reduce s | time over law | "
+        "extra MB of a rank | MB over law"
+    )
+    worlds = sorted({1, *options.worlds})
+    pools = [GlooPool(world) for world in worlds]
+    try:
+        # Idle ranks wait for their pipe without taking a core.
+        gradient_bytes, *_ = [pool.run(_prepare, job, timeout=300)[0] for pool in pools]
+        rounds = [
+            [pool.run(_timed, timeout=300)[0] for pool in pools]
+            for _ in range(options.warmup + options.pairs)
+        ][options.warmup :]
+        extra = [pool.run(_extra_bytes, timeout=300)[0] for pool in pools]
+    finally:
+        for pool in pools:
             pool.close()
-        rate = world * job.tokens / statistics.median(seconds)
-        print(f"{world} | {spread(seconds)} | {rate:,.0f}")
+    cores = len(os.sched_getaffinity(0))
+    for index, world in enumerate(worlds):
+        taken = [row[index][0] for row in rounds]
+        reducing = [row[index][1] for row in rounds]
+        laws = [row[0][0] * max(1.0, world / cores) + row[index][1] for row in rounds]
+        law_bytes = extra[0] + (2 * gradient_bytes if world > 1 else 0)
+        print(
+            f"{world} | {spread(taken)} | {world * job.tokens / statistics.median(taken):,.0f} | "
+            f"{spread(reducing)} | {spread(ratios(taken, laws), 2)} | {extra[index] / 1e6:.0f} | "
+            f"{extra[index] / law_bytes:.2f}"
+        )
 
 
-def _timed(job: Job, pairs: int, warmup: int) -> list[float]:
-    (seconds,) = in_turn([trainer_step(job, build(job))], pairs=pairs, warmup=warmup)
-    return seconds
+@dataclass
+class _OnRank:
+    """What one rank keeps between the rounds."""
+
+    step: Callable[[], object]
+    model: nn.Module
+    gradients: torch.Tensor
+
+
+_on_rank: list[_OnRank] = []
+
+
+def _prepare(job: Job) -> int:
+    """Build this rank's model; return the bytes of all gradients, unsharded."""
+    model = build(job)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+    _on_rank.append(_OnRank(trainer_step(job, model), model, gradients))
+    return gradients.nbytes
+
+
+def _timed() -> tuple[float, float]:
+    """Time one step, and an all-reduce of as many bytes as it gathers and reduces."""
+    rank = _on_rank[0]
+    dist.barrier()
+    taken = seconds_of(rank.step)
+    dist.barrier()
+    return taken, seconds_of(lambda: dist.all_reduce(rank.gradients))
+
+
+def _extra_bytes() -> int:
+    rank = _on_rank[0]
+    return extra_bytes(rank.step, rank.model)
 
 
 if __name__ == "__main__":

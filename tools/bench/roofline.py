@@ -6,8 +6,8 @@ large copy, both measured here, in the dtype that layers compute in: what the la
 the operation, and `reached` is that least time over the time taken. Bytes are those of the inputs
 and, once more, of the largest one for the result; so `reached` above 1 means that data came from a
 cache. FLOPs of causal attention are those of half its square. Kernels that the compiler wrote say
-nothing of their shapes: they have no such columns, and do element-wise work and reductions, which
-memory bounds.
+nothing of their shapes, so they have no such columns: its element-wise work and reductions are
+bound by memory; what bounds its templates (FlexAttention, products) is not known here, "?".
 """
 
 import math
@@ -25,6 +25,8 @@ _LARGE = 4096  # of a product whose rate is the device's
 _COPIED_BYTES = 1 << 29
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "aten::baddbmm")
 _ATTENTION = "scaled_dot_product"
+_GENERATED = ("triton_poi", "triton_red", "triton_per")  # element-wise work, reductions
+_TEMPLATE = "flex_attention"
 _BACKWARD_OVER_FORWARD = 2.5  # products of attention: five, where its forward has two
 
 
@@ -52,7 +54,7 @@ def print_operations(step: Callable[[], object], most: int) -> None:
     ranked = sorted(work.items(), key=lambda item: item[1].seconds, reverse=True)
     for name, entry in ranked[:most]:
         compute, memory = entry.flops / flop_rate, entry.bytes / byte_rate
-        columns = ["-", "-", "memory", "-"]
+        columns = ["-", "-", "memory" if _moves_memory(name) else "?", "-"]
         if entry.bytes:
             columns = [
                 f"{entry.flops / entry.seconds / 1e12:.3f}",
@@ -87,6 +89,11 @@ def _profiled(step: Callable[[], object]) -> dict[str, Work]:
         entry.flops += _flops(event.name, shapes)
         entry.bytes += _bytes(event.name, shapes)
     return work
+
+
+def _moves_memory(name: str) -> bool:
+    """Return whether an operation without shapes does element-wise work or reductions."""
+    return name.startswith(_GENERATED) and _TEMPLATE not in name
 
 
 def _product_shape(shapes: list[list[int]]) -> str:

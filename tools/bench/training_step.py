@@ -14,6 +14,7 @@ import titan_loop.compat as compat  # isort: skip  (before any torchtitan module
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -182,9 +183,10 @@ def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[flo
 def extra_bytes(step: Callable[[], object], model: nn.Module) -> int:
     """Return the peak of one step beyond parameters, gradients and optimiser.
 
-    Gradients are made within the step; their whole size is subtracted from the peak.
+    Gradients are made within the step; the whole size of this rank's is subtracted from the peak.
     """
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    local = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    gradients = sum(parameter.nbytes for parameter in local)
     if device().type == "cuda":
         for parameter in model.parameters():
             parameter.grad = None
