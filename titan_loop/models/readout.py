@@ -262,15 +262,12 @@ def _stream(
             chunk = slice(start, start + chunk_tokens)
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
-            logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV).to(loss_dtype)
+            logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV)
             needs_gradient = hidden_grad_BLD is not None or head_weight_grad_VD is not None
             ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
                 logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss, needs_gradient
             )
-            logits_grad_CV = buffer_CV
-            if needs_gradient:
-                logits_grad_CV.copy_(logits_CV)  # nothing to do where the dtypes agree
-            del logits_CV
+            logits_grad_CV = logits_CV  # overwritten
             if hidden_grad_BLD is not None:
                 hidden_grad_BLD.view(hidden_TD.shape)[chunk] = torch.mm(
                     logits_grad_CV, head_weight_VD
@@ -305,12 +302,12 @@ def _cross_entropy_to_gradient_(
     With a vocabulary spread over ranks, m and then (Σ exp, z_label − m) are all-reduced.
 
     Args:
-        logits_CV: z, this rank's slice, fp32 or float64. Overwritten.
+        logits_CV: z, this rank's slice, in the dtype of the products. Overwritten.
         labels_C: Global token ids.
-        weight_C: Loss weights, 0 at ignored labels.
+        weight_C: Loss weights, 0 at ignored labels, in the dtype to compute in.
         shard: Which rows of the vocabulary the slice holds.
         z_loss: ζ.
-        needs_gradient: Whether anyone asks for the gradient; else the logits end as exp(z − m).
+        needs_gradient: Whether anyone asks for the gradient; else the logits are only lost.
 
     Returns:
         (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that
@@ -324,12 +321,13 @@ def _cross_entropy_to_gradient_(
     outside_C = valid_C & ((labels_C < 0) | (labels_C >= shard.global_rows))
     index_C1 = torch.where(here_C, local_label_C, torch.where(outside_C, rows, 0)).unsqueeze(-1)
 
-    max_C1 = logits_CV.amax(dim=-1, keepdim=True)
+    wide_CV = logits_CV.to(weight_C.dtype)  # the logits themselves where the dtypes agree
+    max_C1 = wide_CV.amax(dim=-1, keepdim=True)
     if shard.group is not None:
         dist.all_reduce(max_C1, op=dist.ReduceOp.MAX, group=shard.group)
-    logits_CV.sub_(max_C1)
-    label_logit_C = torch.where(here_C, logits_CV.gather(-1, index_C1).squeeze(-1), 0.0)
-    exp_CV = logits_CV.exp_()
+    wide_CV.sub_(max_C1)
+    label_logit_C = torch.where(here_C, wide_CV.gather(-1, index_C1).squeeze(-1), 0.0)
+    exp_CV = wide_CV.exp_()
     sum_exp_C = exp_CV.sum(dim=-1)
     if shard.group is not None:
         both_2C = torch.stack([sum_exp_C, label_logit_C])
@@ -344,6 +342,7 @@ def _cross_entropy_to_gradient_(
     softmax_weight_C = weight_C * (1 + 2 * z_loss * log_sum_C) if z_loss else weight_C
     exp_CV.mul_((softmax_weight_C / sum_exp_C).unsqueeze(-1))
     exp_CV.scatter_add_(-1, index_C1, -torch.where(here_C, weight_C, 0.0).unsqueeze(-1))
+    logits_CV.copy_(exp_CV)  # nothing to do where the dtypes agree
     return ce_C, log_sum_C
 
 

@@ -1,14 +1,15 @@
-"""Forward and backward of the streamed readout: which chunk wins, and how far it is from its limit.
+r"""The streamed readout, forward and backward: which chunk wins, and how far it is from its limit.
 
     python tools/bench/readout.py
     python tools/bench/readout.py --shapes 1024x49152x4 --tokens 16384 \
-        --chunks 1024 2048 4096 8192 16384 --operations 12                        # a GPU
+        --chunks 1024 2048 4096 8192 16384 --compiled --operations 12             # a GPU
 
 A shape is width × vocabulary × recurrent steps. The limit are the three products of matrices of
 every chunk (logits, gradient of the states, gradient of the head), each into memory that is there
 already; what the readout takes beyond it are passes over the logits. Beside it stand materialised
-logits of all states with torch's cross entropy. All take turns. Extra memory is the peak beyond the
-head's weight and its gradient; gradients of the states count.
+logits of all states with torch's cross entropy; with `--compiled` also the default chunk with all
+between the products compiled. All take turns. Extra memory is the peak beyond the head's weight and
+its gradient; gradients of the states count.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from roofline import print_operations
 from torch import Tensor
 from training_step import add_step_flags, device, extra_bytes, in_turn, ratios, spread, start
 
+from titan_loop.models import readout
 from titan_loop.models.readout import LMHead
 
 DEFAULT_CHUNK = LMHead.Config(in_features=1, out_features=1).chunk_tokens
@@ -57,6 +59,20 @@ class Readout:
             return self._differentiated(loss)
 
         return step
+
+    def compiled(self, chunk_tokens: int) -> Callable[[], Tensor]:
+        """Return the streamed step with all between the products compiled."""
+        step, eager = self.streamed(chunk_tokens), readout._cross_entropy_to_gradient_
+        compiled = torch.compile(eager)
+
+        def compiled_step() -> Tensor:
+            readout._cross_entropy_to_gradient_ = compiled
+            try:
+                return step()
+            finally:
+                readout._cross_entropy_to_gradient_ = eager
+
+        return compiled_step
 
     def materialised(self) -> Tensor:
         """Take the same with the logits of all states at once."""
@@ -100,6 +116,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048, help="of a batch, read out R times")
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--operations", type=int, default=0, help="list the N longest at the best")
+    parser.add_argument("--compiled", action="store_true", help="the passes compiled, too")
     add_step_flags(parser)
     add_load_flag(parser)
     options = parser.parse_args()
@@ -113,11 +130,15 @@ def main() -> int:
 
 
 def _table(options: argparse.Namespace, shape: str) -> None:
-    readout = Readout(shape, options.tokens)
+    task = Readout(shape, options.tokens)
     default = min(DEFAULT_CHUNK, options.tokens)
     chunks = sorted({*(min(chunk, options.tokens) for chunk in options.chunks), default})
-    streamed = [readout.streamed(chunk) for chunk in chunks]
-    steps = [*streamed, readout.materialised, readout.products(default)]
+    streamed = [task.streamed(chunk) for chunk in chunks]
+    named = {f"chunk {chunk}": step for chunk, step in zip(chunks, streamed, strict=True)}
+    if options.compiled:
+        named[f"chunk {default}, compiled"] = task.compiled(default)
+    named["materialised"] = task.materialised
+    steps = [*named.values(), task.products(default)]
     losses = torch.stack([step() for step in steps[:-1]])
     *seconds, limit = in_turn(steps, pairs=options.pairs, warmup=options.warmup)
     print(
@@ -125,12 +146,11 @@ def _table(options: argparse.Namespace, shape: str) -> None:
         f"{float((losses.max() - losses.min()) / losses.min()):.0e} | s | over the products | "
         "over materialised | extra MB"
     )
-    names = [*(f"chunk {chunk}" for chunk in chunks), "materialised"]
-    for name, times, step in zip(names, seconds, steps[:-1], strict=True):
+    for (name, step), times in zip(named.items(), seconds, strict=True):
         print(
             f"{name} | {spread(times)} | {spread(ratios(times, limit), 2)} | "
             f"{spread(ratios(times, seconds[-1]), 2)} | "
-            f"{extra_bytes(step, readout.head) / 1e6:.0f}"
+            f"{extra_bytes(step, task.head) / 1e6:.0f}"
         )
     print(f"products, chunk {default} | {spread(limit)} | 1.00 | - | -")
     best = min(range(len(chunks)), key=lambda index: statistics.median(seconds[index]))
