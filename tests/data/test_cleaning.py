@@ -264,6 +264,20 @@ def test_the_whole_config_file(tmp_path: Path) -> None:
             "[quality]\ngopher_quality = {min_words = 1}",
             "unknown name quality.gopher_quality.min_words; nearest: min_doc_words",
         ),
+        (
+            "[quality]\ngopher_quality = {min_doc_words = '9'}",
+            "quality.gopher_quality.min_doc_words = '9' must be a number",
+        ),
+        (
+            "[quality]\ngopher_repetition = {top_n_grams = 2}",
+            "quality.gopher_repetition.top_n_grams = 2 must be a list",
+        ),
+        ("language = 'egn'\n[minhash]", "language = 'egn' is none that .* words; nearest: "),
+        ("[decontaminate]\ntasks = ['a']\ninclude_path = 3", "include_path = 3 must be a string"),
+        (
+            "[decontaminate]\ntasks = ['a']\nquery_ngrams = 'no'",
+            "decontaminate.query_ngrams = 'no' must be true or false",
+        ),
         ("[minhash]\nngrams = 5", "unknown name minhash.ngrams; nearest: n_grams"),
         ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
         ("[decontaminate]\nn_grams = 5", "decontaminate.tasks = None must be a list"),

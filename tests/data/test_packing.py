@@ -148,3 +148,7 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
         PackedIndex.open(source, "train", 8)
     card = json.loads((source / CARD_NAME).read_text())
     assert card["splits"]["train"]["packed"][0]["windows"] == 1
+    index = next((source / "train").glob("*.index"))
+    index.write_bytes(index.read_bytes()[::-1])
+    with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
+        pack_source(source, 8, long_documents="split")

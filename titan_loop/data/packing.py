@@ -281,6 +281,11 @@ def _pieces(
             for shard in shards.split.shards
         ]
     ).astype(np.int64)
+    if int(lengths.min()) < 1 or int(lengths.sum()) != shards.tokens:
+        raise UserError(
+            f"source {source}: the document ends of {split!r} do not ascend to its last token: "
+            "restore the index or prepare the source again"
+        )
     first_token = np.cumsum(lengths) - lengths
     too_long = lengths > seq_len + 1
     split_documents = int(too_long.sum())

@@ -80,7 +80,8 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
     """Read the file; None gives the defaults, in which nothing is switched on.
 
     Raises:
-        UserError: If the file is missing or not TOML, or a name in it is unknown.
+        UserError: If the file is missing or not TOML, or a name in it is unknown or its value of
+            the wrong type.
     """
     if path is None:
         return PrepareConfig()
@@ -102,7 +103,9 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
             raise UserError(
                 f"config {path}: quality.{name} = {options!r} must be a table, e.g. {{}}"
             )
-        _require_known(path, f"quality.{name}.", options, _parameters(quality_filter(name)))
+        defaults = _parameters(quality_filter(name))
+        _require_known(path, f"quality.{name}.", options, defaults)
+        _require_types(path, f"quality.{name}", options, defaults)
     if "minhash" in raw:
         from datatrove.pipeline.dedup.minhash import MinhashConfig
 
@@ -120,8 +123,12 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
                 f"config {path}: decontaminate.tasks = {tasks!r} must be a list of names"
             )
         _require_positive(path, "decontaminate", {"n_grams": table.get("n_grams", 12)})
+        _require_types(path, "decontaminate", table, {"query_ngrams": True, "include_path": ""})
         raw["decontaminate"] = Decontamination(**table)
-    return PrepareConfig(**raw)
+    config = PrepareConfig(**raw)
+    if config.cleaning():
+        _require_language(path, config.language)
+    return config
 
 
 def hash_config() -> Any:
@@ -140,9 +147,14 @@ def quality_filter(name: str) -> type:
     return getattr(importlib.import_module(f"datatrove.pipeline.filters.{module}"), class_name)
 
 
-def _parameters(cls: type) -> list[str]:
+def _parameters(cls: type) -> dict[str, Any]:
+    """Return the defaults of a class's parameters but for those that are set here."""
     ours = ("self", "exclusion_writer", "language")
-    return [name for name in inspect.signature(cls.__init__).parameters if name not in ours]
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+        if name not in ours
+    }
 
 
 def _require_known(
@@ -152,6 +164,29 @@ def _require_known(
     for name in table:
         if name not in known:
             raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, known)}")
+
+
+def _require_types(
+    path: str | Path, prefix: str, table: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    """Refuse values of another kind than the default; None says nothing about the kind."""
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
+    for name, value in table.items():
+        default = defaults.get(name)
+        kind = kinds.get(type(default), "a list")
+        if default is not None and kinds.get(type(value), "a list") != kind:
+            raise UserError(f"config {path}: {prefix}.{name} = {value!r} must be {kind}")
+
+
+def _require_language(path: str | Path, language: str) -> None:
+    from datatrove.utils.word_tokenizers import load_tokenizer_assignments
+
+    known = load_tokenizer_assignments()
+    if language not in known:
+        raise UserError(
+            f"config {path}: language = {language!r} is none that datatrove splits into words"
+            f"{nearest(language, known)}"
+        )
 
 
 def _require_positive(path: str | Path, prefix: str, table: Mapping[str, Any]) -> None:
