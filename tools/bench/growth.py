@@ -5,8 +5,8 @@
 
 The jobs of a table take turns. Beside each row stands what it takes over the expected law:
 
-- time ∝ FLOPs in R and in the window, of which attention is the quadratic part; memory linear in
-  both, all relative to the first row;
+- time ∝ FLOPs in R and in the window, of attention those of half its square, which is all that a
+  causal kernel computes; memory linear in both; all relative to the first row;
 - over ranks (gloo, one thread a rank, the same batch per rank): the time of one rank alone, times
   ranks a core where there are more ranks than cores, and one all-reduce of the gradients, timed
   alone, whose bytes are those of a gather and a reduction; the memory of one rank alone, and the
@@ -30,7 +30,6 @@ from training_step import (
     build,
     device,
     extra_bytes,
-    flops_per_step,
     in_turn,
     ratios,
     seconds_of,
@@ -39,7 +38,7 @@ from training_step import (
     trainer_step,
 )
 
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.testing.multiprocess import GlooPool
 
 
@@ -79,11 +78,11 @@ def _job(
 
 
 def _table(options: argparse.Namespace, title: str, values: list[int], jobs: list[Job]) -> None:
-    print(f"\n{title} | step s | tokens/s | GFLOP | time over law | extra MB | MB over law")
+    print(f"\n{title} | step s | tokens/s | causal GFLOP | time over law | extra MB | MB over law")
     models = [build(job) for job in jobs]
     steps = [trainer_step(job, model) for job, model in zip(jobs, models, strict=True)]
     taken = in_turn(steps, pairs=options.pairs, warmup=options.warmup)
-    flops = [flops_per_step(job) for job in jobs]
+    flops = [_causal_flops(job) for job in jobs]
     extra = [extra_bytes(step, model) for step, model in zip(steps, models, strict=True)]
     for row, (value, job) in enumerate(zip(values, jobs, strict=True)):
         law = flops[row] / flops[0]
@@ -93,6 +92,12 @@ def _table(options: argparse.Namespace, title: str, values: list[int], jobs: lis
             f"{flops[row] / 1e9:.1f} | {spread(over, 2)} | {extra[row] / 1e6:.0f} | "
             f"{extra[row] / extra[0] / (value / values[0]):.2f}"
         )
+
+
+def _causal_flops(job: Job) -> int:
+    """Return a step's FLOPs, for attention those of L / 2 keys a query, the mean."""
+    config = decoder_config(job.model, max_seq_len=job.seq_len)
+    return job.tokens * config.training_flops_per_token(job.seq_len // 2, config.recurrent_steps)
 
 
 def _worlds(options: argparse.Namespace, job: Job) -> None:
