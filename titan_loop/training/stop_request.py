@@ -1,7 +1,7 @@
 """A signal asks a run to stop: it saves at a step boundary, or ends in time without.
 
     SIGUSR1 (time limit), SIGTERM (preemption, cancellation) ─► StopListener
-        trainer, a step later at most ─► do all ranks go on? ─► no: save, `StoppedError`, EXIT_STOPPED
+        trainer, a step later at most ─► do all go on? ─► no: save, `StoppedError`, EXIT_STOPPED
         a second signal, or no boundary within the grace time ─┐
         no sign of progress for `hang_seconds` ────────────────┴► stacks, traces, EXIT_STOPPED
 
