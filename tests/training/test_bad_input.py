@@ -1,6 +1,8 @@
 """Every mistake a user can make in a config: one line that names field, value and fix."""
 
+import json
 import os
+import shutil
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.data.source_card import CARD_NAME
 from titan_loop.data.synthetic.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -228,6 +231,20 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, case):
         config.resolve(world_size)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_source_that_holds_nothing_out(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run")
+    config.held_out.interval = 1
+    config.held_out.sources = [f"{source}/train/.."]  # a source is known by any spelling
+    config.resolve(1)
+    empty = shutil.copytree(source, tmp_path / "empty")
+    card = json.loads((empty / CARD_NAME).read_text())
+    del card["splits"]["held_out"]
+    (empty / CARD_NAME).write_text(json.dumps(card))
+    config.held_out.sources = [str(empty)]
+    with pytest.raises(UserError, match=r"held_out\.interval=1: source .*empty holds no document"):
+        config.resolve(1)
 
 
 def test_recurrent_steps_below_one_are_refused_when_the_schedule_is_given():

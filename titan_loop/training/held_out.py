@@ -9,8 +9,10 @@ per token) and `SOURCE/bits_per_byte/step_r`.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -27,6 +29,7 @@ from titan_loop.data.loader import (
     held_out_windows,
     named_sources,
 )
+from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 from titan_loop.json_files import append_jsonl
 from titan_loop.models.context import WindowShare
@@ -79,13 +82,22 @@ class HeldOutConfig:
                 f"held_out.interval={self.interval}: this data has no held-out text; set it to 0"
             )
         # As one mixture: that refuses missing sources and another tokenizer than training's.
-        together = [f"{path}=1" for path in dict.fromkeys([*training_sources, *sources])]
+        once = {os.path.realpath(path): path for path in [*training_sources, *sources]}
+        together = [f"{path}=1" for path in once.values()]
         largest = WindowLoader.Config(mixture=together).vocabulary().largest_token
         if largest >= vocab_size:
             raise UserError(
                 f"held_out.sources={list(sources)}: the largest token {largest} does not fit "
                 f"model.vocab_size={vocab_size}"
             )
+        for path in sources:
+            split = SourceCard.read(Path(path)).splits.get("held_out")
+            if split is None or not split.tokens:
+                raise UserError(
+                    f"held_out.interval={self.interval}: source {path} holds no document out; "
+                    "prepare it with a larger --held-out-fraction, name others with "
+                    "--held-out.sources, or set --held-out.interval 0"
+                )
 
 
 @torch.no_grad()
