@@ -241,7 +241,7 @@ def _recompute_some_of(config: LoopTrainer.Config) -> None:
     """Checkpoint selectively where 192 layer visits of width 2,048 would keep 63 GiB a window.
 
     With weights and gradients that is 90 to 98 % of what is usable of 80 GB, while the estimate may
-    be 11 % off (`titan_loop/distributed/README.md`); selectively it is 38 to 63 %.
+    be 13 % off (`titan_loop/distributed/README.md`); selectively it is 38 to 63 %.
     """
     config.activation_checkpoint = SelectiveAC.Config()
 

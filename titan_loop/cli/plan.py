@@ -176,7 +176,7 @@ def _print_columns(needs: Sequence["StageNeeds"], cluster: "Cluster") -> None:
     row("  being recomputed", lambda n: _gib(n.memory.recomputed))
     for policy in needs[0].activations:
         row(f"  activations, {policy}", lambda n, policy=policy: _activations(n, policy))
-    row("GiB of the host, offloaded states", lambda n: _gib(n.memory.offloaded))
+    row("GiB of the host, offloaded", lambda n: _gib(n.memory.offloaded))
     row("collectives in a step", lambda n: f"{sum(t.count for t in n.traffic):,}")
     row("GiB received in a step", lambda n: _gib(sum(t.received_bytes for t in n.traffic)))
     for what in dict.fromkeys(entry.what for need in needs for entry in need.traffic):

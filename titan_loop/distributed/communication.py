@@ -10,7 +10,13 @@ reduce-scatter, twice that for an all-reduce. What travels over which wire is th
 
 from dataclasses import dataclass
 
-from titan_loop.distributed.memory import MASTER_BYTES, REDUCE_BYTES, StepShape, unit_parameters
+from titan_loop.distributed.memory import (
+    MASTER_BYTES,
+    REDUCE_BYTES,
+    StepShape,
+    UnitParameters,
+    unit_parameters,
+)
 from titan_loop.models.decoder import LoopDecoder
 
 
@@ -60,23 +66,17 @@ def step_traffic(
 def _parameter_gathers(
     config: LoopDecoder.Config, shape: StepShape, hold_layers: bool, micro_batches: int
 ) -> list[Traffic]:
-    """Return the gathers: a layer once a step, or once a visit and pass; head and embedding once.
-
-    Without a backward pass (only the gate trains) a layer is not gathered for one.
-    """
-    units, steps = unit_parameters(config), shape.recurrent_steps
+    """Return the gathers of layers, of embedding and head, and of norm and gate."""
+    units = unit_parameters(config)
     share = 1 - 1 / shape.shard_degree
     layer_bytes = share * shape.compute_bytes * units.layer / shape.tensor_parallel_degree
     norm_bytes = share * MASTER_BYTES * units.norm_and_gate
     table_bytes = share * shape.compute_bytes * config.vocab_size * config.dim
     table_bytes /= shape.tensor_parallel_degree
-    if hold_layers:
-        layers, norms = units.n_layers, 1
-    else:
-        visits = steps + shape.steps_with_backward
-        layers = micro_batches * units.n_layers * visits
-        norms = micro_batches * steps
-    tables = micro_batches * (2 if units.embedding else 1)
+    layers, norms = units.n_layers, 1
+    if not hold_layers:
+        layers, norms = (micro_batches * count for count in _gathers_per_visit(units, shape))
+    tables = micro_batches * (3 if shape.reshard_after_forward == "always" else 2)
     return [
         Traffic(
             kind="all-gather", what="layers", count=layers, received_bytes=layers * layer_bytes
@@ -93,20 +93,46 @@ def _parameter_gathers(
     ]
 
 
+def _gathers_per_visit(units: UnitParameters, shape: StepShape) -> tuple[int, int]:
+    """Return how often a micro-batch gathers layers, and norm and gate, under `per_visit`.
+
+    | `reshard_after_forward` | a layer, forward | backward, k steps | norm and gate, forward | backward |
+    |---|---|---|---|---|
+    | default | R | k | 1 | all but the last visit's |
+    | always | R | k | R | every visit's |
+    | never | 1 | k - 1 | 1 | all but the last visit's |
+
+    Where the backward pass ends before step 1, FSDP has fetched one layer ahead in vain.
+    """  # noqa: E501  (a table row is one line)
+    steps, reached = shape.recurrent_steps, shape.steps_with_backward
+    norms = min(steps, reached + 1)
+    if shape.reshard_after_forward == "always":
+        norms += steps
+    if shape.reshard_after_forward == "never":
+        return units.n_layers * max(1, reached) + (0 < reached < steps), norms
+    return units.n_layers * (steps + reached) + (reached < steps), norms
+
+
 def _gradient_reductions(
     config: LoopDecoder.Config, shape: StepShape, micro_batches: int, replicas: int
 ) -> list[Traffic]:
-    """Return the reductions: one per unit and micro-batch, in fp32, and one more over replicas."""
+    """Return the reductions: one per unit and micro-batch, in fp32, and one more over replicas.
+
+    Where the backward pass ends before step 1, the embedding has no gradient, and the gate's, which
+    reads all steps, is reduced before the norm's.
+    """
     units = unit_parameters(config)
-    tables = 2 if units.embedding else 1
+    truncated = 0 < shape.steps_with_backward < shape.recurrent_steps
+    tables = 2 if units.embedding and not truncated else 1
+    norms = 2 if truncated and config.exit_gate is not None else 1
     if shape.trainable == "all":
-        counts = {"layers": units.n_layers, "embedding, head": tables, "norm, gate": 1}
+        counts = {"layers": units.n_layers, "embedding, head": tables, "norm, gate": norms}
     else:
         counts = {"norm, gate": 1}
     parameters = {
         "layers": units.layer / shape.tensor_parallel_degree,
         "embedding, head": config.vocab_size * config.dim / shape.tensor_parallel_degree,
-        "norm, gate": units.norm_and_gate if shape.trainable == "all" else config.dim + 1,
+        "norm, gate": (units.norm_and_gate if shape.trainable == "all" else config.dim + 1) / norms,
     }
     traffic: list[Traffic] = []
     for what, count in counts.items():

@@ -3,7 +3,8 @@
     persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S
     gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
                    the buffer it arrives in, but all layers where a whole recurrent step is
-                   recomputed, since its backward pass follows at once
+                   recomputed, since its backward pass follows at once, or where units are not
+                   resharded after forward (until the backward pass of step R, the embedding, too)
     activations    every visit of every layer, see `visit_bytes_per_token`; with `full-offload` the
                    visits' part is in the host's memory, `offloaded`
     recomputed     one layer's activations again, with checkpointing; all layers' if the unit of
@@ -16,6 +17,8 @@ They do not peak together. Activations are complete when the loss is read out; t
 are there when the backward of step R ends, with 1/R of the activations freed; the embedding's come
 last. The peak is the largest of these three moments. Left out: allocator fragmentation, NCCL's and
 the CUDA context's own memory, attention masks, temporaries of single kernels.
+
+With `training.enable_cpu_offload` parameters, sharded gradients and moments count as `offloaded`.
 
 When only the last k steps are trained through, the others keep nothing but their state. When only
 the gate trains, no layer keeps anything, and gradients and moments are the gate's.
@@ -37,6 +40,7 @@ Checkpointing = Literal[
     "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
 ]
 CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
+ReshardAfterForward = Literal["default", "always", "never"]
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
 MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
 REDUCE_BYTES = 4
@@ -83,6 +87,8 @@ class StepShape:
         backward_steps: The last k steps that the backward pass reaches; None for all.
         trainable: What has gradients and moments.
         fp32_visit_sum: Whether the contributions of R visits are summed in fp32.
+        reshard_after_forward: `parallelism.fsdp_reshard_after_forward`.
+        parameters_on_host: Whether what is sharded is in the memory of a device's host.
         fused_norms: Whether RMSNorm is one kernel (CUDA) or composed of several (CPU).
     """
 
@@ -97,6 +103,8 @@ class StepShape:
     backward_steps: int | None = None
     trainable: Trainable = "all"
     fp32_visit_sum: bool = False
+    reshard_after_forward: ReshardAfterForward = "default"
+    parameters_on_host: bool = False
     fused_norms: bool = True
 
     @property
@@ -121,8 +129,9 @@ class StepMemory:
         gradients: Sharded, fp32.
         optimizer: AdamW's moments, sharded, fp32.
         gathered: Unsharded weights at the end of the forward pass, without the head.
+        gathered_later: The same once the backward pass of step R is over.
         activations: Saved for the backward pass by all visits.
-        offloaded: Activations in the memory of the host, not the device; part of no peak.
+        offloaded: What is in the memory of the host, not the device; part of no peak.
         recomputed: Activations of the layer that is being recomputed.
         readout: Alive while the streamed loss is computed, the gathered head included.
         readout_chunk: The part of `readout` that is logits.
@@ -135,6 +144,7 @@ class StepMemory:
     gradients: float
     optimizer: float
     gathered: float
+    gathered_later: float
     activations: float
     offloaded: float
     recomputed: float
@@ -153,10 +163,13 @@ class StepMemory:
     def transient_peak(self) -> float:
         """Bytes beyond the persistent ones at the worst of the three moments."""
         left = 1 - 1 / max(1, self.steps_with_backward)
-        return self.gathered + max(
-            self.activations + self.readout,
+        later = max(
             self.activations * left + self.recomputed + self.unsharded_gradients,
             self.embedding_gradient,
+        )
+        return max(
+            self.gathered + self.activations + self.readout,
+            self.gathered_later + later,
         )
 
     @property
@@ -229,10 +242,16 @@ def estimate_memory(
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
     units = unit_parameters(config)
     local = MASTER_BYTES * units.total / (shape.shard_degree * tp)
+    on_device = 0 if shape.parameters_on_host else 1
     layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
     by_step = shape.checkpointing.startswith("recurrent-step") and shape.steps_with_backward > 0
-    layers_at_once = units.n_layers if hold_layers or by_step else 3
+    never = shape.reshard_after_forward == "never"
+    all_later = hold_layers or by_step or (never and shape.steps_with_backward == 0)
+    at_once, later = (units.n_layers if every else 3 for every in (all_later or never, all_later))
+    others = MASTER_BYTES * units.norm_and_gate
+    if never and units.embedding:
+        others += c * embedding
     summed_at_once = units.n_layers if shape.steps_with_backward > 1 else 1
     trained, embedding_trained = (layer, embedding) if shape.trainable == "all" else (0.0, 0.0)
     gate = 4 * (config.dim + 1) / (shape.shard_degree * tp)
@@ -240,12 +259,13 @@ def estimate_memory(
     readout_chunk = _readout_chunk_bytes(config, shape)
     reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
     return StepMemory(
-        parameters=local,
-        gradients=trained_local,
-        optimizer=2 * trained_local,
-        gathered=c * layer * layers_at_once + MASTER_BYTES * units.norm_and_gate,
+        parameters=on_device * local,
+        gradients=on_device * trained_local,
+        optimizer=on_device * 2 * trained_local,
+        gathered=c * layer * at_once + others,
+        gathered_later=c * layer * later + others,
         activations=_activation_bytes(config, shape),
-        offloaded=_offloaded_bytes(config, shape),
+        offloaded=_offloaded_bytes(config, shape) + (1 - on_device) * (local + 3 * trained_local),
         recomputed=_recomputed_bytes(config, shape),
         readout=readout_chunk + _readout_rest_bytes(config, shape),
         readout_chunk=readout_chunk,

@@ -181,6 +181,9 @@ def parallelize_loop_decoder(
             backward_steps=backward_steps,
             trainable=trainable,
             fp32_visit_sum=fsdp.fp32_visit_sum,
+            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            # On a CPU the device's memory is the host's.
+            parameters_on_host=training.enable_cpu_offload and compat.device_type() != "cpu",
             fused_norms=compat.device_type() == "cuda",
         )
         reason = fsdp.why_per_visit(parallelism, training)

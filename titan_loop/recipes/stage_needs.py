@@ -155,6 +155,8 @@ def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> Stag
         backward_steps=config.recurrence.backward_steps,
         trainable=config.trainable,
         fp32_visit_sum=config.fsdp.fp32_visit_sum,
+        reshard_after_forward=parallel.fsdp_reshard_after_forward,
+        parameters_on_host=config.training.enable_cpu_offload,
     )
     policy, hold_layers = _policy(config, model, shape, cluster.gpu)
     estimates: dict[Checkpointing, StepMemory] = {
