@@ -21,6 +21,9 @@ MOST_PLANNED = 0.85  # of the usable memory; the estimate was 13 % off at most
 OURO = Cluster(nodes=64, gpus_per_node=8, gpu=H100, mfu=0.4)
 
 
+GRAPHS = ["--training.no-disable-cuda-graphs"]
+
+
 def needs_of(stage: str, cluster: Cluster = OURO) -> StageNeeds:
     config = load_recipe("ouro_1_4b").stage(stage).config
     return stage_needs(stage, config, cluster)
@@ -191,6 +194,10 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
             ["--stage", "longct", "--nodes", "64", "--parallelism.context-parallel-degree", "1"],
             "use --parallelism.context-parallel-degree 4",
         ),
+        (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
+        (["--stage", "1a", "--entropy-weight", "0:0.1 linear 1e9:0.05", *GRAPHS], "1a: training.d"),
+        (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
+        (["--stage", "1b", "--training.global-batch-size", "8"], "1b: training.global_batch_size"),
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
         (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),
         (["--mfu", "2"], "--mfu 2.0 must be above 0"),
@@ -213,6 +220,11 @@ def test_checkpointing_is_a_flag_and_makes_room(capsys):
     assert main([*flags, "activation-checkpoint:full"]) == 0
     assert main([*flags, "activation-checkpoint:recurrent-step"]) == 0
     assert "recurrent-step\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [GRAPHS, ["--recurrence.backward-steps", "2"]])
+def test_a_plan_for_gpus_and_after_a_parent_refuses_neither(flags):
+    assert main(["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", *flags]) == 0
 
 
 def test_too_little_data_is_refused_where_the_data_is_here(source, tmp_path):

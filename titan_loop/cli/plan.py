@@ -61,7 +61,8 @@ def run(arguments: Sequence[str]) -> int:
     needs = []
     for stage in stages:
         try:
-            needs.append(stage_needs(stage.name, stage.config, cluster))
+            trained = stage.parent is not None
+            needs.append(stage_needs(stage.name, stage.config, cluster, starts_trained=trained))
         except UserError as error:
             raise UserError(f"stage {stage.name}: {error}") from error
     _print(name, given, cluster, needs)

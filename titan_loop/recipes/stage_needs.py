@@ -122,20 +122,25 @@ class StageNeeds:
         return smallest / per_pass, largest / per_pass
 
 
-def stage_needs(name: str, config: LoopTrainer.Config, cluster: Cluster) -> StageNeeds:
+def stage_needs(
+    name: str, config: LoopTrainer.Config, cluster: Cluster, *, starts_trained: bool = False
+) -> StageNeeds:
     """Compute what one stage needs.
 
     Args:
         name: Of the stage.
         config: Its run, not resolved: the data need not be there.
         cluster: What it is to run on.
+        starts_trained: Whether it starts from the weights of another stage.
 
     Raises:
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
     """
     check_values(config)
     config.recurrence.check()
+    config.batch.check(config.training.seq_len)
     data, refusals = _data(config)
+    refusals += _setting_refusals(config, starts_trained)
     model = _architecture(config)
     layout_refusals = _layout_refusals(config, model, cluster.ranks)
     refusals += layout_refusals
@@ -223,6 +228,15 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
     except UserError as error:
         return "too little", [f"data: {error}"]
     return "enough", []
+
+
+def _setting_refusals(config: LoopTrainer.Config, starts_trained: bool) -> list[str]:
+    trained = starts_trained or bool(config.checkpoint.carry.parent)
+    try:
+        config.check_settings(starts_trained=trained)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _layout_refusals(

@@ -7,8 +7,6 @@ a GPU by this project yet: the conditions, and what the trainer copies out of a 
 tested on CPU.
 """
 
-import titan_loop.compat as compat
-
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.errors import UserError
 from titan_loop.training.recurrence import (
@@ -39,8 +37,6 @@ def check_cuda_graphs(
     Raises:
         UserError: One line naming the field that varies and the fix.
     """
-    if compat.device_type() == "cpu":
-        raise UserError(f"{_FLAG} captures kernels of a GPU, and there is none; leave it True")
     fewest, most = fewest_recurrent_steps(recurrence), most_recurrent_steps(recurrence)
     if fewest != most:
         raise UserError(

@@ -236,8 +236,8 @@ class LoopTrainer(Trainer):
             Raises:
                 UserError: One line naming field, value and fix.
             """
-            check_values(self)
-            self.loss.build(compile_config=None)  # checks itself
+            self._check_device()
+            self.check_settings()
             shortest = min(self.comm.init_timeout_seconds, self.comm.train_timeout_seconds)
             if self.hang_seconds >= shortest:
                 logger.warning(
@@ -245,33 +245,6 @@ class LoopTrainer(Trainer):
                     "seconds (comm.init_timeout_seconds, comm.train_timeout_seconds)",
                     self.hang_seconds,
                     shortest,
-                )
-            if self.profiler.enable_memory_snapshot and compat.device_type() == "cpu":
-                raise UserError(
-                    "profiler.enable_memory_snapshot=True records CUDA allocations, and there is "
-                    "no CUDA; leave it False"
-                )
-            offloads = isinstance(self.activation_checkpoint, FullOffloadAC.Config)
-            if offloads and compat.device_type() == "cpu":
-                raise UserError(
-                    "activation-checkpoint:full-offload moves states from a GPU to the host, and "
-                    "there is no GPU; use activation-checkpoint:full"
-                )
-            self.recurrence.check()
-            self._check_trainable()
-            self._check_truncation()
-            self.checkpoint.check()
-            if self.training.global_batch_size != -1:
-                raise UserError(
-                    f"training.global_batch_size={self.training.global_batch_size} is not used; "
-                    "set --batch.global-batch-tokens"
-                )
-            if not self.training.disable_cuda_graphs:
-                check_cuda_graphs(
-                    recurrence=self.recurrence,
-                    entropy_weight=self.entropy_weight,
-                    fsdp=self.fsdp,
-                    moves_to_host=offloads or self.training.enable_cpu_offload,
                 )
             model = self._resolve_model()
             self.check_layout(model, world_size)
@@ -286,6 +259,58 @@ class LoopTrainer(Trainer):
                 exit_gate=self.model.exit_gate, trainable=self.trainable
             )
             self.lr_scheduler = TokenLearningRate.Config(schedule=self.learning_rate)
+
+        def check_settings(self, *, starts_trained: bool | None = None) -> None:
+            """Refuse what is wrong on any machine, with any data and any number of ranks.
+
+            Args:
+                starts_trained: Whether the run starts from weights that were trained before; None
+                    for what `checkpoint.carry.parent` and the run directory say.
+
+            Raises:
+                UserError: One line naming field, value and fix.
+            """
+            check_values(self)
+            self.recurrence.check()
+            self.loss.build(compile_config=None)  # checks itself
+            self._check_trainable()
+            self._check_truncation(starts_trained)
+            self.checkpoint.check()
+            if self.training.global_batch_size != -1:
+                raise UserError(
+                    f"training.global_batch_size={self.training.global_batch_size} is not used; "
+                    "set --batch.global-batch-tokens"
+                )
+            if not self.training.disable_cuda_graphs:
+                check_cuda_graphs(
+                    recurrence=self.recurrence,
+                    entropy_weight=self.entropy_weight,
+                    fsdp=self.fsdp,
+                    moves_to_host=self._offloads_states() or self.training.enable_cpu_offload,
+                )
+
+        def _offloads_states(self) -> bool:
+            return isinstance(self.activation_checkpoint, FullOffloadAC.Config)
+
+        def _check_device(self) -> None:
+            """Refuse what needs a GPU where there is none."""
+            if compat.device_type() != "cpu":
+                return
+            if self.profiler.enable_memory_snapshot:
+                raise UserError(
+                    "profiler.enable_memory_snapshot=True records CUDA allocations, and there is "
+                    "no CUDA; leave it False"
+                )
+            if self._offloads_states():
+                raise UserError(
+                    "activation-checkpoint:full-offload moves states from a GPU to the host, and "
+                    "there is no GPU; use activation-checkpoint:full"
+                )
+            if not self.training.disable_cuda_graphs:
+                raise UserError(
+                    "training.disable_cuda_graphs=False captures kernels of a GPU, and there is "
+                    "none; leave it True"
+                )
 
         def check_layout(self, model: LoopDecoder.Config, world_size: int) -> None:
             """Refuse degrees of parallelism that do not fit the model, the window or the ranks.
@@ -410,7 +435,7 @@ class LoopTrainer(Trainer):
                     "it at 2 or more (recurrence.min_steps=2)"
                 )
 
-        def _check_truncation(self) -> None:
+        def _check_truncation(self, starts_trained: bool | None) -> None:
             """Refuse to leave an embedding as it was drawn; say so where it was trained before."""
             reached = self.recurrence.backward_steps
             fewest = fewest_recurrent_steps(self.recurrence)
@@ -422,8 +447,10 @@ class LoopTrainer(Trainer):
                 f"recurrence.backward_steps={reached} never reaches the embedding, which step 1 "
                 f"alone reads, and R is {fewest} or more"
             )
-            checkpoints = Path(self.dump_folder) / self.checkpoint.folder
-            if self.checkpoint.carry.parent or committed_steps(checkpoints):
+            if starts_trained is None:
+                checkpoints = Path(self.dump_folder) / self.checkpoint.folder
+                starts_trained = bool(self.checkpoint.carry.parent or committed_steps(checkpoints))
+            if starts_trained:
                 logger.warning("%s: it stays as it was", untrained)
                 return
             raise UserError(
