@@ -57,6 +57,19 @@ def test_ouro_leaves_more_room_than_the_estimate_may_be_off(recipe):
         assert needs.memory.peak <= MOST_PLANNED * USABLE_SHARE * H100.memory_bytes, stage.name
 
 
+def test_fp32_takes_as_long_as_its_own_peak_says(capsys):
+    flags = ["plan", "ouro_1_4b", "--stage", "1b", "--nodes", "64"]
+    assert main([*flags, "--training.mixed-precision-param", "float32"]) == 0
+    assert "fp32 compute, fp32 masters and AdamW, 40% MFU of 67 TFLOP/s" in capsys.readouterr().out
+    days = {
+        size: stage_needs(
+            "1b", load_recipe("ouro_1_4b").stage("1b").config, replace(OURO, compute_bytes=size)
+        ).gpu_days
+        for size in (2, 4)
+    }
+    assert days[4] == pytest.approx(days[2] * 989 / 67)
+
+
 def test_r_doubles_what_is_visited_but_not_the_weights():
     first, second = needs_of("1a"), needs_of("1b")  # R = 8 and 4
     assert first.units == second.units

@@ -127,7 +127,8 @@ def _print(
     dtype = "bf16" if cluster.compute_bytes == 2 else "fp32"
     print(
         f"{recipe} on {cluster.ranks:,} GPUs ({cluster.nodes} nodes × {cluster.gpus_per_node} "
-        f"{given.gpu}), {dtype} compute, fp32 masters and AdamW, {cluster.mfu:.0%} MFU assumed"
+        f"{given.gpu}), {dtype} compute, fp32 masters and AdamW, {cluster.mfu:.0%} MFU of "
+        f"{cluster.peak_flops / 1e12:g} TFLOP/s assumed"
     )
     for start in range(0, len(needs), _COLUMNS):
         print()

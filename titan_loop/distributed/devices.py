@@ -1,4 +1,4 @@
-"""Memory and dense bf16 peak of the GPUs a plan can be made for, from the vendors' data sheets."""
+"""Memory and peaks of the GPUs a plan can be made for, from the vendors' data sheets."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,20 @@ class Device:
     Attributes:
         memory_bytes: As its driver reports it, a little less than the name says.
         peak_flops: Dense bf16 FLOP/s, without sparsity.
+        fp32_peak_flops: FLOP/s in fp32; torch uses TF32 only where told to.
     """
 
     memory_bytes: float
     peak_flops: float
+    fp32_peak_flops: float
 
 
 DEVICES = {
-    "a100-40gb": Device(39.4 * 2**30, 312e12),
-    "a100-80gb": Device(79.2 * 2**30, 312e12),
-    "h100-80gb": Device(79.2 * 2**30, 989e12),
-    "h200-141gb": Device(139.8 * 2**30, 989e12),
-    "b200-180gb": Device(178.4 * 2**30, 2250e12),
+    "a100-40gb": Device(39.4 * 2**30, 312e12, 19.5e12),
+    "a100-80gb": Device(79.2 * 2**30, 312e12, 19.5e12),
+    "h100-80gb": Device(79.2 * 2**30, 989e12, 67e12),
+    "h200-141gb": Device(139.8 * 2**30, 989e12, 67e12),
+    "b200-180gb": Device(178.4 * 2**30, 2250e12, 75e12),
 }
 
 

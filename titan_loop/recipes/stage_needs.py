@@ -58,6 +58,11 @@ class Cluster:
     compute_bytes: int = 2
 
     @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one GPU in the precision that is computed in."""
+        return self.gpu.peak_flops if self.compute_bytes == 2 else self.gpu.fp32_peak_flops
+
+    @property
     def ranks(self) -> int:
         """GPUs altogether."""
         return self.nodes * self.gpus_per_node
@@ -199,7 +204,7 @@ def stage_needs(
             micro_batches=accumulation,
             replicas=replicas,
         ),
-        gpu_days=tokens * flops["total"] / (cluster.gpu.peak_flops * cluster.mfu * SECONDS_PER_DAY),
+        gpu_days=tokens * flops["total"] / (cluster.peak_flops * cluster.mfu * SECONDS_PER_DAY),
         data=data,
         refusals=refusals,
     )
