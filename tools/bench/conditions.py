@@ -4,11 +4,16 @@ import argparse
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import torch
 
-BUSY_LOAD = 1.0
-"""Load average above which another job would be measured, too."""
+BUSY_PROCESSORS = 0.3
+"""Processors that others keep busy above which a benchmark would measure them, too."""
+BUSY_GPU_BYTES = 2 * 2**30
+"""Memory in use on an otherwise empty GPU: the driver's, and this process' context."""
+SAMPLE_SECONDS = 2.0
 
 
 def add_load_flag(parser: argparse.ArgumentParser) -> None:
@@ -17,11 +22,51 @@ def add_load_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def require_quiet_machine(options: argparse.Namespace) -> None:
-    """Exit with code 2 beside another load, unless `--beside-load` was given."""
-    load = os.getloadavg()[0]
-    if load > BUSY_LOAD and not options.beside_load:
-        print(f"load average {load:.1f}: wait, or pass --beside-load", file=sys.stderr)
+    """Exit with code 2 beside another load, unless `--beside-load` was given.
+
+    To be called before the benchmark starts anything: whatever computes during the next two seconds
+    belongs to others.
+    """
+    if options.beside_load:
+        return
+    found: list[str] = []
+    busy = _processors_of_others()
+    if busy > BUSY_PROCESSORS:
+        found.append(f"other processes keep {busy:.1f} of {os.cpu_count()} processors busy")
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        used = total - free - torch.cuda.memory_reserved()
+        if used > BUSY_GPU_BYTES:
+            found.append(f"others hold {used / 2**30:.1f} GiB of the GPU")
+    if found:
+        fix = "wait until they end, or pass --beside-load"
+        print(f"{' and '.join(found)}; {fix}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _busy_seconds(stat: str) -> float:
+    """Return the processor time of all processes since the machine started.
+
+    Args:
+        stat: Text of `/proc/stat`; time waited for a disk or for another virtual machine is no
+            process'.
+    """
+    _, user, nice, system, _, _, interrupt, soft_interrupt, *_ = stat.split()
+    ticks = sum(map(int, (user, nice, system, interrupt, soft_interrupt)))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _processors_of_others() -> float:
+    """Return how many processors others keep busy, while this process sleeps."""
+    stat = Path("/proc/stat")
+    before, own_before, began = (
+        _busy_seconds(stat.read_text()),
+        time.process_time(),
+        time.monotonic(),
+    )
+    time.sleep(SAMPLE_SECONDS)
+    own = time.process_time() - own_before
+    return (_busy_seconds(stat.read_text()) - before - own) / (time.monotonic() - began)
 
 
 def machine(device: torch.device | None = None) -> str:
