@@ -254,8 +254,8 @@ def test_the_manifest_carries_lineage(source, tmp_path):
 _HOLDER = """
 import sys
 from pathlib import Path
-from titan_loop.checkpoint.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from titan_loop.checkpoint.lock import lock_run
+lock = lock_run(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """

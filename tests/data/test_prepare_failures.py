@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -14,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from titan_loop.data.executors import Stage
+from titan_loop.data.packing import pack_source
 from titan_loop.data.preparation import Preparation
 from titan_loop.data.prepare import tokenize_source
-from titan_loop.data.source_card import CARD_NAME
+from titan_loop.data.source_card import CARD_NAME, LOCK_NAME
 from titan_loop.data.stages import build_stages
 from titan_loop.data.verify import verify_source
 from titan_loop.errors import EXIT_USER_ERROR, UserError
@@ -153,4 +155,64 @@ def test_a_killed_preparation_goes_on(
     assert again is not None
     assert whole is not None
     assert again.splits == whole.splits
+    assert list(verify_source(out)) == []
+
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from titan_loop.errors import UserError
+from titan_loop.folder_lock import FolderLock
+try:
+    lock = FolderLock(Path(sys.argv[1]), sys.argv[2], called="output", user="preparation")
+    print("held", flush=True)
+    sys.stdin.read()
+except UserError as error:
+    print(error)
+"""
+
+
+def hold(source: Path) -> subprocess.Popen[str]:
+    """Start a process that holds a source's folder until its input ends, if it gets it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(source), LOCK_NAME],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_process_at_a_time_prepares_a_source(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "patterns": ["*"], "held_out_fraction": 0.0}
+    with hold(out) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        held = rf"out is in use by another preparation \(process {holder.pid} on .*; wait for it"
+        with pytest.raises(UserError, match=f"output .*{held}"):
+            tokenize_source(files, out, tokenizer_path=small_tokenizer)
+        assert [path.name for path in out.iterdir()] == [LOCK_NAME]
+        holder.kill()
+    refused: list[str] = []
+
+    def build_stages_and_compete(preparation: Preparation) -> list[Stage]:
+        with hold(out) as second:
+            refused.append(second.communicate()[0])
+        return build_stages(preparation)
+
+    # What the killed process left means nothing, nor is it read where outputs lie among inputs.
+    monkeypatch.setattr("titan_loop.data.stages.build_stages", build_stages_and_compete)
+    card = tokenize_source(tmp_path, out, format="jsonl", **options)
+    assert card is not None
+    assert sum(split.documents for split in card.splits.values()) == 805
+    assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
+    assert tokenize_source(tmp_path, out, format="jsonl", overwrite=True, **options) == card
+    with hold(out) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
+            pack_source(out, 256)
+    assert pack_source(out, 256)
     assert list(verify_source(out)) == []

@@ -123,7 +123,7 @@ def rm(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
 
     from titan_loop.checkpoint.listing import look_at, why_not_delete
-    from titan_loop.checkpoint.lock import LOCK, RunLock
+    from titan_loop.checkpoint.lock import LOCK, lock_run
     from titan_loop.checkpoint.retention import discard
 
     with contextlib.ExitStack() as locks:
@@ -132,7 +132,7 @@ def rm(arguments: Sequence[str]) -> int:
             run = path.absolute().parent.parent
             if not look_at(path).committed and run not in locked and (run / LOCK).exists():
                 # Refuses if a job may be writing this one now, and keeps one from beginning to.
-                locks.callback(RunLock(run).release)
+                locks.enter_context(lock_run(run))
                 locked.add(run)
             reasons = [] if given.force else why_not_delete(path, keep_every=_keep_every(run))
             if reasons:

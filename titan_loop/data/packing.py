@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from titan_loop.data.shards import OpenFiles, TokenShards, index_path
-from titan_loop.data.source_card import PackedCard, SourceCard
+from titan_loop.data.source_card import PackedCard, SourceCard, lock_source
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,19 @@ def pack_source(
         What was written, by split.
 
     Raises:
-        UserError: If the source is unusable, `seq_len` is out of range, a document is too long and
-            `long_documents` is "refuse", or the folder cannot be written.
+        UserError: If the source is unusable or another process prepares or packs it, `seq_len` is
+            out of range, a document is too long and `long_documents` is "refuse", or the folder
+            cannot be written.
     """
     source = Path(source)
     if not 1 <= seq_len <= LARGEST_WINDOW:
         raise UserError(f"seq_len {seq_len} must be from 1 to {LARGEST_WINDOW}")
+    SourceCard.read(source)  # before a lock file is left in what is no source
+    with lock_source(source, "source"):
+        return _pack(source, seq_len, long_documents)
+
+
+def _pack(source: Path, seq_len: int, long_documents: LongDocuments) -> dict[str, PackedCard]:
     card = SourceCard.read(source)
     splits = {name: split for name, split in card.splits.items() if split.tokens}
     packed: dict[str, PackedCard] = {}

@@ -23,7 +23,7 @@ from titan_loop.data.chatml import control_tokens
 from titan_loop.data.documents import Documents, Format, find_documents, require_local
 from titan_loop.data.preparation import SPLITS, Preparation
 from titan_loop.data.prepare_config import read_prepare_config
-from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256
+from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, SourceCard, file_sha256, lock_source
 from titan_loop.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_NAME,
@@ -100,8 +100,9 @@ def tokenize_source(
         The card that was written; None if jobs were submitted, the last of which writes it.
 
     Raises:
-        UserError: For inputs, settings or an output that cannot be used, too many malformed
-            records, or a source without a token to train on.
+        UserError: For inputs, settings or an output that cannot be used, an output that another
+            process prepares or packs, too many malformed records, or a source without a token to
+            train on.
     """
     from titan_loop.data.executors import EXECUTORS, Stage, run_stages
     from titan_loop.data.finish import write_card
@@ -129,7 +130,7 @@ def tokenize_source(
         patterns=patterns,
         dataset_config=dataset_config,
         dataset_split=dataset_split,
-        ours=_written(output) if _is_source(output) else (),
+        ours=[output / LOCK_NAME, *(_written(output) if _is_source(output) else ())],
     )
     preparation = Preparation(
         output=output,
@@ -153,19 +154,21 @@ def tokenize_source(
         control_tokens(tokenizer, eos_token)
     if documents.format == "huggingface":
         _require_dataset(documents)
+    _refuse_output(output, overwrite)  # before a lock file is left in it
     try:
-        _start(preparation, Path(tokenizer_path), overwrite)
-        stages = build_stages(preparation)
-        if executor == "slurm":  # nobody waits there, so a last job finishes
-            finish = partial(_finish, preparation)
-            stages.append(
-                Stage(name="card", steps=[finish], tasks=1, logs=preparation.logs("card"))
-            )
-        options = {"slurm": config.slurm, "ray": config.ray}.get(executor, {})
-        if not run_stages(stages, executor, workers, options):
-            logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
-            return None
-        return write_card(preparation)
+        with lock_source(output, "output"):
+            _start(preparation, Path(tokenizer_path), overwrite)
+            stages = build_stages(preparation)
+            if executor == "slurm":  # nobody waits there, so a last job finishes
+                finish = partial(_finish, preparation)
+                stages.append(
+                    Stage(name="card", steps=[finish], tasks=1, logs=preparation.logs("card"))
+                )
+            options = {"slurm": config.slurm, "ray": config.ray}.get(executor, {})
+            if not run_stages(stages, executor, workers, options):
+                logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
+                return None
+            return write_card(preparation)
     except OSError as error:
         raise UserError(
             f"output {output} cannot be written ({error.strerror or error}): free space or mend "
@@ -209,20 +212,29 @@ def _written(output: Path) -> list[Path]:
     return [output / name for name in (*_FOLDERS, CARD_NAME, SETTINGS_NAME, TOKENIZER_NAME)]
 
 
+def _refuse_output(output: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds a complete source, or what no preparation wrote."""
+    foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
+    if (output / CARD_NAME).exists() and not overwrite:
+        raise UserError(f"source {output} exists already: give another output or pass overwrite")
+    if foreign is not None and not _is_source(output):
+        raise UserError(
+            f"output {output} holds a {foreign!r} that is not a source's: give another output"
+        )
+
+
 def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
     """Make the output ready: new, or with what the same settings finished before."""
     output = preparation.output
     settings = _settings(preparation, tokenizer_path)
     tokenizer = tokenizer_path.read_bytes()  # it may lie in what is removed below
-    if (output / CARD_NAME).exists() and not overwrite:
-        raise UserError(f"source {output} exists already: give another output or pass overwrite")
+    _refuse_output(output, overwrite)  # it may have been finished meanwhile
     unfinished = output / SETTINGS_NAME
-    folders = [output / name for name in _FOLDERS]
     if overwrite and _is_source(output):
         # First what makes the source count, then the rest.
         (output / CARD_NAME).unlink(missing_ok=True)
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
+        for name in _FOLDERS:
+            shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
         known = json.loads(unfinished.read_text())
@@ -232,14 +244,6 @@ def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> N
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
                 "those again to go on from there, or pass overwrite to begin anew"
             )
-    else:
-        foreign = next((folder for folder in folders if folder.exists()), None)
-        if foreign is not None:
-            raise UserError(
-                f"output {output} holds a {foreign.name!r} that is not a source's: give another "
-                "output"
-            )
-    output.mkdir(parents=True, exist_ok=True)
     (output / TOKENIZER_NAME).write_bytes(tokenizer)
     write_json(unfinished, settings)
 

@@ -11,10 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
+from titan_loop.folder_lock import FolderLock
 from titan_loop.json_files import write_json
 
 CARD_NAME = "source.json"
+LOCK_NAME = "source.lock"
 FORMAT_VERSION = 2
+
+
+def lock_source(folder: Path, field: str) -> FolderLock:
+    """Keep other processes from writing to a source's folder, which is created if it is missing.
+
+    Args:
+        folder: The source's folder; the file that is locked stays in it and is no part of it.
+        field: What messages call it, such as "output".
+
+    Raises:
+        UserError: Another process prepares or packs there, or the folder cannot be written.
+    """
+    return FolderLock(folder, LOCK_NAME, called=f"{field} {folder}", user="preparation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

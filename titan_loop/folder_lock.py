@@ -1,0 +1,93 @@
+"""One folder belongs to one process at a time: a run to its job, a source to what prepares it.
+
+The lock is the operating system's (`fcntl.lockf`). A killed process releases it at once, on every
+file system that supports locks; the file that stays behind means nothing by itself. The lock
+belongs to the process, so children do not hold it and may do what they like in the folder.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import socket
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from titan_loop.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class FolderLock:
+    """Holds a folder until `release`, the end of a `with` block, or the end of this process.
+
+    It keeps other processes out, not other threads of this one; taking it twice in one process is
+    an error that shows only when the first of the two is released, which releases both.
+
+    Args:
+        folder: Created if it is missing.
+        name: Of the file in it that is locked.
+        called: What messages call the folder, such as "output sources/my".
+        user: What they call the holder, such as "run".
+
+    Raises:
+        UserError: Another process holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:
+        path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # Not through a child: `lockf` locks belong to the process that took them.
+            self._file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{called} cannot be written ({error.strerror}); choose a folder you can write to"
+            ) from error
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                # Some network file systems have no locks; work there is better than none.
+                logger.warning(
+                    "%s cannot be locked (%s): a second %s there will not be noticed",
+                    path,
+                    error,
+                    user,
+                )
+                return
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            self._file.close()
+            raise UserError(
+                f"{called} is in use by another {user} ({owner}); wait for it, stop it, or choose "
+                f"another folder (if its host is gone for good, delete {path})"
+            ) from error
+        self._name_owner()
+
+    def __enter__(self) -> Self:
+        """Return the lock, which is held already."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Release it."""
+        self.release()
+
+    def release(self) -> None:
+        """Let another process have the folder."""
+        self._file.close()
+
+    def _name_owner(self) -> None:
+        job = os.environ.get("SLURM_JOB_ID")
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self._file.truncate(0)
+            self._file.write(
+                f"process {os.getpid()} on {socket.gethostname()}"
+                + (f", SLURM job {job}" if job else "")
+                + f", since {started}\n"
+            )
+            self._file.flush()
+        except OSError as error:  # a full disk: the lock holds all the same
+            logger.warning("%s does not say who holds it: %s", self._file.name, error)
