@@ -11,6 +11,7 @@ where parameters are bf16 under FSDP.
 """
 
 import argparse
+import gc
 import statistics
 import sys
 
@@ -44,6 +45,8 @@ def main() -> int:
     print(" R | tokens/s (range) | MFU | peak memory GiB | step s")
     for steps in options.recurrent_steps:
         _measure(options, steps)
+        gc.collect()  # a model under FSDP has cycles; a later row's peak must not hold it
+        titan_utils.device_module.empty_cache()
     dist.destroy_process_group()
     return 0
 
