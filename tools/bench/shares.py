@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from conditions import add_load_flag, machine, require_quiet_machine
+from small_run import add_run_flags, run_config
 from torchtitan.tools import utils as titan_utils
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.loader import WindowLoader
-from titan_loop.models.sizes import ModelOptions
-from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_source
-from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.testing.tiny import tiny_source
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.run import run_training
-from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 WARMUP_STEPS = 5
@@ -36,9 +34,7 @@ WARMUP_STEPS = 5
 def main() -> int:
     """Train and print the shares."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="quickstart")
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4, help="windows of a step")
+    add_run_flags(parser, size="quickstart")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
     add_load_flag(parser)
@@ -80,17 +76,8 @@ def _timed(owner: type, name: str, seconds: dict[str, list[float]]) -> str:
 
 
 def _config(options: argparse.Namespace, folder: Path) -> LoopTrainer.Config:
-    source = tiny_source(folder)
-    tokens = options.batch * options.seq_len
-    config = LoopTrainer.Config(
-        dump_folder=str(folder / "run"),
-        total_tokens=options.steps * tokens,
-        model=ModelOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
-        dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
-    )
-    config.training.seq_len = options.seq_len
-    config.training.local_batch_size = options.batch
+    config = run_config(options, tiny_source(folder), steps=options.steps)
+    config.dump_folder = str(folder / "run")
     config.checkpoint.interval = options.interval
     config.metrics.log_freq = 1
     return config

@@ -20,9 +20,10 @@ import tempfile
 from pathlib import Path
 
 from conditions import add_load_flag, machine, require_quiet_machine
+from small_run import add_run_flags, run_config
 from torchtitan.tools import utils as titan_utils
 
-from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_source
+from titan_loop.testing.tiny import tiny_source
 
 CHILD = "--child"
 COUNTERS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
@@ -31,9 +32,7 @@ COUNTERS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_
 def main() -> int:
     """Start in turn cold and warm, and print the parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="debugmodel")
-    parser.add_argument("--seq-len", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4, help="windows of a step")
+    add_run_flags(parser, size="debugmodel")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(CHILD, nargs=2, metavar=("SOURCE", "RUN"), help=argparse.SUPPRESS)
@@ -76,23 +75,10 @@ def _train_one_step(options: argparse.Namespace, source: Path, run: Path) -> int
     """Run in the child: train, then print the hits as the last line."""
     from torch._dynamo.utils import counters
 
-    from titan_loop.data.loader import WindowLoader
-    from titan_loop.models.sizes import ModelOptions
     from titan_loop.recipes.recipe import Recipe
     from titan_loop.recipes.runner import run_recipe
-    from titan_loop.training.batch_schedule import BatchConfig
-    from titan_loop.training.schedule import Schedule
-    from titan_loop.training.trainer import LoopTrainer
 
-    tokens = options.batch * options.seq_len
-    config = LoopTrainer.Config(
-        total_tokens=tokens,
-        model=ModelOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
-        dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
-    )
-    config.training.seq_len = options.seq_len
-    config.training.local_batch_size = options.batch
+    config = run_config(options, source, steps=1)
     config.compile.enable = not options.no_compile
     config.checkpoint.enable = False
     run_recipe(Recipe.of_one_run("startup", config), folder=str(run))
