@@ -292,7 +292,6 @@ GATE_PADDING = 2 * 4 * (64 + 1)
         ("per_visit", 1, "float32", {}),
         ("per_step", 1, "bfloat16", {}),
         ("per_step", 2, "float32", {}),
-        ("per_step", 1, "float32", {"reshard": "never", "trainable": "exit_gate"}),
         ("per_visit", 1, "float32", {"reshard": "never"}),
         ("per_visit", 1, "float32", {"reshard": "never", "backward_steps": 2}),
         ("per_visit", 1, "float32", {"reshard": "never", "trainable": "exit_gate"}),

@@ -210,6 +210,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
         (["--stage", "1a", "--entropy-weight", "0:0.1 linear 1e9:0.05", *GRAPHS], "1a: training.d"),
         (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
+        (["--stage", "1b", "--held-out.windows", "0"], "1b: held_out.windows=0 must be at least"),
         (["--stage", "1b", "--training.global-batch-size", "8"], "1b: training.global_batch_size"),
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
         (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),

@@ -61,19 +61,22 @@ class HeldOutConfig:
         """Whether there is anything to do."""
         return self.interval > 0
 
-    def check(self, training_sources: Sequence[str], vocab_size: int) -> None:
-        """Raise `UserError` for values that cannot work.
-
-        Args:
-            training_sources: Prepared sources of the mixture, the default for `sources`.
-            vocab_size: Of the model.
-        """
+    def check_settings(self) -> None:
+        """Raise `UserError` for values that cannot work, whatever the data."""
         if self.interval < 0:
             raise UserError(f"held_out.interval={self.interval} is negative; 0 turns it off")
         if self.windows < 1:
             raise UserError(f"held_out.windows={self.windows} must be at least 1")
         if self.enabled and (not self.depths or min(self.depths) < 1):
             raise UserError(f"held_out.depths={self.depths} must name depths of at least 1")
+
+    def check(self, training_sources: Sequence[str], vocab_size: int) -> None:
+        """Raise `UserError` for data that cannot be evaluated on.
+
+        Args:
+            training_sources: Prepared sources of the mixture, the default for `sources`.
+            vocab_size: Of the model.
+        """
         if not self.enabled:
             return
         sources = self.sources or training_sources

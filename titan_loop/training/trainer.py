@@ -276,6 +276,7 @@ class LoopTrainer(Trainer):
             self._check_trainable()
             self._check_truncation(starts_trained)
             self.checkpoint.check()
+            self.held_out.check_settings()
             if self.training.global_batch_size != -1:
                 raise UserError(
                     f"training.global_batch_size={self.training.global_batch_size} is not used; "
