@@ -92,14 +92,20 @@ def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
 
 def test_unreadable_or_newer_card(source: Path) -> None:
     edit_card(source, lambda card: card.update(format_version=3))
-    with pytest.raises(UserError, match="has format 3, this version reads 2"):
+    with pytest.raises(UserError, match=r"^source .* has format 3, this version reads 2"):
         TokenShards(source)
     edit_card(source, lambda card: card.update(format_version=2, surprise=1))
     with pytest.raises(UserError, match="is unreadable"):
         TokenShards(source)
-    (source / CARD_NAME).write_text("{")
+    edit_card(source, lambda card: card.pop("surprise"))
+    TokenShards(source)
+    edit_card(source, lambda card: card.update(splits=[*card["splits"]]))
     with pytest.raises(UserError, match="is unreadable"):
         TokenShards(source)
+    for content in (b"{", b"[]", b'{"name": "\xff"}'):
+        (source / CARD_NAME).write_bytes(content)
+        with pytest.raises(UserError, match="is unreadable"):
+            TokenShards(source)
 
 
 def test_missing_split(source: Path) -> None:

@@ -135,7 +135,7 @@ class SourceCard:
                 "preparation was interrupted; run titan-loop data tokenize again"
             )
         try:
-            raw = json.loads(path.read_text())
+            raw = json.loads(path.read_text(encoding="utf-8"))
             version = raw["format_version"]
             if version != FORMAT_VERSION:
                 raise UserError(
@@ -153,7 +153,13 @@ class SourceCard:
                 for name, split in raw["splits"].items()
             }
             return cls(**raw)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+        ) as error:
             raise UserError(
                 f"source card {path} is unreadable ({error}): prepare it again"
             ) from error
