@@ -1,4 +1,5 @@
 import json
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_loop.data import packing
 from titan_loop.data.packing import PackedIndex, best_fit_decreasing, index_paths, pack_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.data.verify import verify_source
 from titan_loop.errors import UserError
 
 
@@ -99,6 +102,48 @@ def test_packing_is_deterministic_and_replaces_only_its_own_length(
     assert pack_source(source, 32) == first
     packed = SourceCard.read(source).splits["train"].packed
     assert sorted(card.seq_len for card in packed) == [32, 64]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_packing_again_may_be_interrupted_anywhere(
+    write_source: Callable[..., Path],
+    documents: Callable[[int, int, int], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    same: bool,
+) -> None:
+    """Stopped at any rename, the card names a whole index, or none that is half replaced."""
+    source = write_source("s", [documents(1, 50, 20)], [documents(2, 20, 20)])
+    if not same:  # an earlier index that is not what packing gives now: a window a document
+        with monkeypatch.context() as other:
+            other.setattr(
+                packing, "best_fit_decreasing", lambda lengths, _: np.arange(len(lengths))
+            )
+            pack_source(source, 32)
+    wanted = pack_source(write_source("t", [documents(1, 50, 20)], [documents(2, 20, 20)]), 32)
+    if same:
+        pack_source(source, 32)
+    rename, named = os.replace, list[bool]()
+    for renames in range(6):  # four files and the card
+        left = renames
+
+        def rename_or_stop(old: str | Path, new: str | Path) -> None:
+            nonlocal left
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            rename(old, new)
+
+        with monkeypatch.context() as stop:
+            stop.setattr(os, "replace", rename_or_stop)
+            if renames < 5:
+                with pytest.raises(KeyboardInterrupt):
+                    pack_source(source, 32)
+            else:
+                assert pack_source(source, 32) == wanted
+        assert [fault for fault in verify_source(source) if "packed_32" in fault] == []
+        assert not list(source.glob("**/.*"))
+        named.append(bool(SourceCard.read(source).splits["train"].packed))
+    assert named == [True, *[same] * 4, True]
 
 
 def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:

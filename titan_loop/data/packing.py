@@ -10,6 +10,8 @@ longer than a window. Both files lie beside the shards; their checksums are in `
 
 import hashlib
 import logging
+import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -40,7 +42,7 @@ def pack_source(
     token but the document's first is predicted once, as in fixed cuts.
 
     Needs about 70 bytes of memory a document. Deterministic; an existing index for the same window
-    length is replaced.
+    length is replaced; whenever that is interrupted, the card names no index that is half replaced.
 
     Args:
         source: The prepared source.
@@ -65,14 +67,40 @@ def pack_source(
 
 def _pack(source: Path, seq_len: int, long_documents: LongDocuments) -> dict[str, PackedCard]:
     card = SourceCard.read(source)
-    splits = {name: split for name, split in card.splits.items() if split.tokens}
+    splits = [name for name, split in card.splits.items() if split.tokens]
+    files = [path for name in splits for path in index_paths(source / name, seq_len)]
     packed: dict[str, PackedCard] = {}
-    for name in splits:
-        pieces, split_documents = _pieces(source, name, seq_len, long_documents)
-        window_of_piece = best_fit_decreasing(pieces["length"].astype(np.int64), seq_len + 1)
-        packed[name] = _write(source / name, seq_len, pieces, window_of_piece, split_documents)
-        _log(source / name, packed[name])
-    updated = {
+    try:
+        for name in splits:
+            pieces, split_documents = _pieces(source, name, seq_len, long_documents)
+            window_of_piece = best_fit_decreasing(pieces["length"].astype(np.int64), seq_len + 1)
+            packed[name] = _write(source / name, seq_len, pieces, window_of_piece, split_documents)
+            _log(source / name, packed[name])
+        _commit(source, card, seq_len, packed)
+    finally:
+        for path in files:
+            _beside(path).unlink(missing_ok=True)
+    return packed
+
+
+def _commit(source: Path, card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> None:
+    """Give the files of a new index their names; the card that says so is last."""
+    known = {name: split.packed_for(seq_len) for name, split in card.splits.items()}
+    try:
+        if any(old not in (None, packed.get(name)) for name, old in known.items()):
+            # From here to the end files may be of two packings, which no card may name.
+            _with_packed(card, seq_len, {}).write(source)
+        for name in packed:
+            for path in index_paths(source / name, seq_len):
+                os.replace(_beside(path), path)
+        _with_packed(card, seq_len, packed).write(source)
+    except OSError as error:
+        raise UserError(f"source {source} cannot be written ({error.strerror})") from error
+
+
+def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> SourceCard:
+    """Return the card with these indexes for windows of `seq_len`, by split, and no others."""
+    splits = {
         name: replace(
             split,
             packed=(
@@ -82,11 +110,12 @@ def _pack(source: Path, seq_len: int, long_documents: LongDocuments) -> dict[str
         )
         for name, split in card.splits.items()
     }
-    try:
-        replace(card, splits=updated).write(source)
-    except OSError as error:
-        raise UserError(f"source {source} cannot be written ({error.strerror})") from error
-    return packed
+    return replace(card, splits=splits)
+
+
+def _beside(path: Path) -> Path:
+    """Return where a file of the index is written before it takes its name."""
+    return path.with_name(f".{path.name}")
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -318,18 +347,21 @@ def _write(
     window_of_piece: np.ndarray,
     split_documents: int,
 ) -> PackedCard:
-    windows_path, pieces_path = index_paths(folder, seq_len)
+    """Write the index beside its files' places and return what the card says of it."""
     by_window = np.argsort(window_of_piece, kind="stable")
     ends = np.cumsum(np.bincount(window_of_piece)).astype(_WINDOW_END)
     stored = pieces[by_window]
-    try:
-        windows_path.write_bytes(ends.tobytes())
-        pieces_path.write_bytes(stored.tobytes())
-    except OSError as error:
-        raise UserError(
-            f"packed index {pieces_path} cannot be written ({error.strerror}): free space or mend "
-            "the path"
-        ) from error
+    for path, content in zip(index_paths(folder, seq_len), (ends, stored), strict=True):
+        try:
+            with _beside(path).open("wb") as file:
+                file.write(content.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(
+                f"packed index {path} cannot be written ({error.strerror}): free space or mend "
+                "the path"
+            ) from error
     return PackedCard(
         seq_len=seq_len,
         windows=len(ends),
