@@ -183,6 +183,9 @@ def test_an_index_that_does_not_ascend_ends_the_search(write_source: Callable[..
     ends.astype("<u8").tofile(index_path(folder / "train" / "00000.ds"))
     with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
         shards.read(12_785, 1)
+    for number in (1532, 1533):  # one ends beyond its shard, the next before it begins
+        with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
+            shards.document(number)
 
 
 def test_missing_shard(source: Path) -> None:

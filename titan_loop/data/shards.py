@@ -279,6 +279,8 @@ class TokenShards:
             if number < card.documents:
                 first = int(self._index(shard, number - 1, 1)[0]) if number else 0
                 last = int(self._index(shard, number, 1)[0])
+                if not 0 <= first < last <= card.tokens:
+                    raise self._not_ascending(shard)
                 return self._tokens_of(shard, first, last).astype(np.int64)
             number -= card.documents
         raise IndexError(number)
@@ -332,7 +334,10 @@ class TokenShards:
             else:
                 return block[block.searchsorted(token, side="right") :], stop
             tries += 1
-        raise UserError(
+        raise self._not_ascending(shard)
+
+    def _not_ascending(self, shard: int) -> UserError:
+        return UserError(
             f"index {self._index_paths[shard]} does not ascend: restore it or prepare the source "
             "again"
         )
