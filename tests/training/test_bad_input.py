@@ -239,10 +239,15 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     config.held_out.sources = [f"{source}/train/.."]  # a source is known by any spelling
     config.resolve(1)
     empty = shutil.copytree(source, tmp_path / "empty")
+    config.held_out.sources = [str(empty)]
     card = json.loads((empty / CARD_NAME).read_text())
+    seq_len = config.training.seq_len
+    card["splits"]["held_out"]["tokens"] = seq_len
+    (empty / CARD_NAME).write_text(json.dumps(card))
+    with pytest.raises(UserError, match=rf"out {seq_len} tokens, less than .* = {seq_len + 1}:"):
+        config.resolve(1)
     del card["splits"]["held_out"]
     (empty / CARD_NAME).write_text(json.dumps(card))
-    config.held_out.sources = [str(empty)]
     with pytest.raises(UserError, match=r"held_out\.interval=1: source .*empty holds no document"):
         config.resolve(1)
 

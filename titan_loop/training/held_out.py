@@ -70,12 +70,13 @@ class HeldOutConfig:
         if self.enabled and (not self.depths or min(self.depths) < 1):
             raise UserError(f"held_out.depths={self.depths} must name depths of at least 1")
 
-    def check(self, training_sources: Sequence[str], vocab_size: int) -> None:
+    def check(self, training_sources: Sequence[str], vocab_size: int, seq_len: int) -> None:
         """Raise `UserError` for data that cannot be evaluated on.
 
         Args:
             training_sources: Prepared sources of the mixture, the default for `sources`.
             vocab_size: Of the model.
+            seq_len: L, the tokens predicted in a window.
         """
         if not self.enabled:
             return
@@ -98,6 +99,13 @@ class HeldOutConfig:
             if split is None or not split.tokens:
                 raise UserError(
                     f"held_out.interval={self.interval}: source {path} holds no document out; "
+                    "prepare it with a larger --held-out-fraction, name others with "
+                    "--held-out.sources, or set --held-out.interval 0"
+                )
+            if split.tokens < seq_len + 1:
+                raise UserError(
+                    f"held_out.interval={self.interval}: source {path} holds out {split.tokens} "
+                    f"tokens, less than one window of training.seq_len + 1 = {seq_len + 1}: "
                     "prepare it with a larger --held-out-fraction, name others with "
                     "--held-out.sources, or set --held-out.interval 0"
                 )

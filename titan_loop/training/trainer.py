@@ -254,7 +254,9 @@ class LoopTrainer(Trainer):
             )
             self._check_batches(world_size // model_parallel)
             self.open_data().require_windows(self.windows_of_the_run())
-            self.held_out.check(self.dataloader.source_paths(), model.vocab_size)
+            self.held_out.check(
+                self.dataloader.source_paths(), model.vocab_size, self.training.seq_len
+            )
             self.optimizer = self.adamw.optimizer_config(
                 exit_gate=self.model.exit_gate, trainable=self.trainable
             )
