@@ -1,5 +1,6 @@
 """Deduplication, quality filters and decontamination, on documents that must and must not go."""
 
+import functools
 import json
 import re
 from importlib.util import find_spec
@@ -198,13 +199,19 @@ doc_to_target: "{{{{answer}}}}"
 
 @needs_lm_eval
 @needs_spacy
-@pytest.mark.slow  # the harness lists all its tasks
-def test_an_unknown_task_is_named(tmp_path: Path) -> None:
+def test_an_unknown_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import tasks
+
     from titan_loop.data.decontamination import build_ngram_index
     from titan_loop.data.prepare_config import Decontamination
 
+    # Listing the thousands of tasks the harness brings along takes many seconds.
+    known_only = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", known_only)
+    (tmp_path / "hellaswag.yaml").write_text("task: hellaswag\ndataset_path: json\n")
+    settings = Decontamination(tasks=["helaswag"], include_path=str(tmp_path))
     with pytest.raises(UserError, match=r"has no 'helaswag'; nearest: hellaswag"):
-        build_ngram_index(Decontamination(tasks=["helaswag"]), tmp_path, "eng")
+        build_ngram_index(settings, tmp_path / "index", "eng")
 
 
 @needs_spacy
