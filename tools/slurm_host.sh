@@ -41,7 +41,7 @@ import sys
 from contextlib import ExitStack
 
 for _ in range(100):
-    first = random.randrange(20000, 30000)
+    first = random.randrange(10000, 20000 - int(sys.argv[1]))  # jobs' ranks meet above, srun higher
     try:
         with ExitStack() as stack:
             for port in range(first, first + int(sys.argv[1])):

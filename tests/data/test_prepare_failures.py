@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -140,7 +140,8 @@ def test_a_killed_preparation_goes_on(
     for path in more:
         path.write_bytes(files[1].read_bytes())
     every, out = [*files, *more], tmp_path / "out"
-    process = subprocess.Popen(command(every, small_tokenizer, out, "--tasks", "8"))
+    started = command(every, small_tokenizer, out, "--tasks", "8")
+    process = subprocess.Popen(started, start_new_session=True)
     completions = out / "logs/train/completions"
     while process.poll() is None and not (completions / "00000").exists():
         time.sleep(0.005)
@@ -156,6 +157,8 @@ def test_a_killed_preparation_goes_on(
     assert whole is not None
     assert again.splits == whole.splits
     assert list(verify_source(out)) == []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what the killed one left waiting
 
 
 _HOLDER = """
