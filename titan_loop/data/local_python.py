@@ -131,6 +131,10 @@ def build_local_python_corpus(
     distributions = installed_distributions()
     if "sympy" not in distributions:
         raise UserError("the math domain needs sympy, which is not installed: pip install sympy")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
     domains = {
         name: DomainFiles(output / name, held_out_fraction, int(size * _MEGABYTE))
         for name, size in sizes.items()
