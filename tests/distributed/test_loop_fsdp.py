@@ -27,7 +27,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_loop.distributed import loop_fsdp
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
-from titan_loop.distributed.communication import step_traffic
+from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import StepShape, estimate_memory, unit_parameters
@@ -306,6 +306,21 @@ def test_bytes_of_a_step_are_those_predicted(gloo_pool, policy, replicate, dtype
             assert counted == pytest.approx(predicted, rel=PADDING, abs=GATE_PADDING)
 
 
+def counted_and_predicted(
+    collectives: Collectives, traffic: list[Traffic]
+) -> list[tuple[int, int, float, float]]:
+    """Return counted and predicted calls, and bytes likewise, of gathers and of scatters."""
+    return [
+        (
+            collectives.calls[name],
+            sum(t.count for t in traffic if t.kind == kind),
+            collectives.whole_bytes[name] / 2,
+            sum(t.received_bytes for t in traffic if t.kind == kind),
+        )
+        for name, kind in (("part-gather", "all-gather"), ("part-scatter", "reduce-scatter"))
+    ]
+
+
 def keys_and_values_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
     """Return counted and predicted collectives of keys and values, their bytes likewise."""
     model = build(PER_STEP, context=2, checkpointing=checkpointing)
@@ -336,15 +351,7 @@ def keys_and_values_of_a_step(checkpointing: str) -> list[tuple[int, int, float,
         context_parallel_degree=2,
     )
     traffic = [t for t in step_traffic(config, shape, hold_layers=True) if t.what == "keys, values"]
-    return [
-        (
-            collectives.calls[name],
-            sum(t.count for t in traffic if t.kind == kind),
-            collectives.whole_bytes[name] / 2,
-            sum(t.received_bytes for t in traffic if t.kind == kind),
-        )
-        for name, kind in (("part-gather", "all-gather"), ("part-scatter", "reduce-scatter"))
-    ]
+    return counted_and_predicted(collectives, traffic)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "recurrent-step+full"])
@@ -376,15 +383,7 @@ def states_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
         tensor_parallel_degree=2,
     )
     traffic = [t for t in step_traffic(config, shape, hold_layers=False) if t.what == "states"]
-    return [
-        (
-            collectives.calls[name],
-            sum(t.count for t in traffic if t.kind == kind),
-            collectives.whole_bytes[name] / 2,
-            sum(t.received_bytes for t in traffic if t.kind == kind),
-        )
-        for name, kind in (("part-gather", "all-gather"), ("part-scatter", "reduce-scatter"))
-    ]
+    return counted_and_predicted(collectives, traffic)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "recurrent-step+full"])
