@@ -10,19 +10,15 @@ above `--limit`. Runs unchanged on a GPU, where parameters are bf16 under FSDP.
 import argparse
 import dataclasses
 import statistics
-import sys
 
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
 from training_step import (
     Job,
-    add_step_flags,
+    begin,
     build,
-    device,
     in_turn,
     ratios,
     spread,
-    start,
     trainer_step,
 )
 
@@ -39,12 +35,7 @@ def main() -> int:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=float, default=0.45)
-    add_step_flags(parser, pairs=9)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
+    options = begin(parser, pairs=9)
     print(" R | whole model, s | gate only, s | ratio (range)")
     worst = max(_measure(options, steps) for steps in options.recurrent_steps)
     dist.destroy_process_group()

@@ -16,17 +16,15 @@ The jobs of a table take turns. Beside each row stands what it takes over the ex
 import argparse
 import os
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
 from torch import nn
 from training_step import (
     Job,
-    add_step_flags,
+    begin,
     build,
     device,
     extra_bytes,
@@ -34,7 +32,6 @@ from training_step import (
     ratios,
     seconds_of,
     spread,
-    start,
     trainer_step,
 )
 
@@ -50,12 +47,7 @@ def main() -> int:
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch", type=int, default=2)
-    add_step_flags(parser)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
+    options = begin(parser)
     shortest = options.seq_lens[0]
     by_steps = [_job(options, steps, shortest) for steps in options.recurrent_steps]
     _table(options, f"R at L = {shortest}", options.recurrent_steps, by_steps)

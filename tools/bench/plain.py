@@ -20,14 +20,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conditions import add_load_flag, machine, require_quiet_machine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from training_step import (
     ENTROPY_WEIGHT,
     Job,
-    add_step_flags,
     batch,
+    begin,
     build,
     device,
     extra_bytes,
@@ -38,7 +37,6 @@ from training_step import (
     optimizer_step,
     ratios,
     spread,
-    start,
     trainer_step,
 )
 
@@ -183,12 +181,7 @@ def main() -> int:
     parser.add_argument(
         "--compile-plain", action="store_true", help="compile the plain layers, too"
     )
-    add_step_flags(parser)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
+    options = begin(parser)
     cases = CASES
     if options.size is not None:
         named = ModelOptions(size=options.size)

@@ -14,16 +14,14 @@ its gradient; gradients of the states count.
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conditions import add_load_flag, machine, require_quiet_machine
 from roofline import print_operations
 from torch import Tensor
-from training_step import add_step_flags, device, extra_bytes, in_turn, ratios, spread, start
+from training_step import begin, device, extra_bytes, in_turn, ratios, spread
 
 from titan_loop.models import readout
 from titan_loop.models.readout import LMHead
@@ -117,12 +115,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--operations", type=int, default=0, help="list the N longest at the best")
     parser.add_argument("--compiled", action="store_true", help="the passes compiled, too")
-    add_step_flags(parser)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
+    options = begin(parser)
     for shape in options.shapes:
         _table(options, shape)
     dist.destroy_process_group()

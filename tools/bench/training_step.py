@@ -6,6 +6,7 @@ ranks of the default process group.
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
 import torch
 import torch.distributed as dist
+from conditions import add_load_flag, machine, require_quiet_machine
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -233,6 +235,17 @@ def add_step_flags(parser: argparse.ArgumentParser, *, pairs: int = 7) -> None:
     """Add `--pairs` and `--warmup`."""
     parser.add_argument("--pairs", type=int, default=pairs, help="timed rounds")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
+
+
+def begin(parser: argparse.ArgumentParser, *, pairs: int = 7) -> argparse.Namespace:
+    """Parse the flags and those all programs share, refuse beside another load, print a heading."""
+    add_step_flags(parser, pairs=pairs)
+    add_load_flag(parser)
+    options = parser.parse_args()
+    require_quiet_machine(options)
+    start()
+    print(" ".join(sys.argv), "|", machine(device()))
+    return options
 
 
 def start() -> None:
