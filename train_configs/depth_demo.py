@@ -8,7 +8,7 @@ LOG.md has the length it needs and what came out.
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
 """
 
-from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig

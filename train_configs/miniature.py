@@ -13,7 +13,7 @@ those of a small model; see LOG.md.
 
 from dataclasses import dataclass
 
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage

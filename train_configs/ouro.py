@@ -21,7 +21,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Append
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.sizes import SIZES, ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss

@@ -4,7 +4,7 @@
 batch were chosen by measurement on two cores, see LOG.md.
 """
 
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.held_out import HeldOutConfig

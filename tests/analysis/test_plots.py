@@ -11,8 +11,8 @@ from titan_loop.analysis.tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
-from titan_loop.json_files import append_jsonl
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 
 PNG_MAGIC = b"\x89PNG\r\n"
 

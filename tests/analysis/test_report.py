@@ -13,14 +13,14 @@ import pytest
 
 from tests.analysis.test_plots import REPORT, write_metrics
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.lineage import read_lineage
 from titan_loop.analysis.report import REPORT_NAME, write_report
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.json_files import append_jsonl, read_jsonl
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.lineage import read_lineage
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SECTIONS = [

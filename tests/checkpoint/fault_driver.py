@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from titan_loop import json_files
 from titan_loop.checkpoint import retention, saving
 from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
+from titan_loop.storage import json_files
 
 NOBODY = 65534
 

@@ -18,9 +18,9 @@ from titan_loop.checkpoint.lock import LOCK
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.retention import add_tag, committed_steps
 from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -11,9 +11,9 @@ from titan_loop.cli.main import main
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import EXIT_OK
 from titan_loop.models.sizes import ModelOptions
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 
 README = Path(titan_loop.checkpoint.__path__[0]) / "UPCYCLING.md"
 

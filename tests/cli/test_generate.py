@@ -7,11 +7,11 @@ import pytest
 
 from tests.inference.conftest import byte_level_tokenizer
 from titan_loop.cli.main import main
-from titan_loop.data.chatml import Turn
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
 from titan_loop.inference.text import TextEngine, chat_prompt
+from titan_loop.text.chatml import Turn
 
 NEW = ("--max-new-tokens", "12")
 

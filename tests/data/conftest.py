@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.shards import index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
-from titan_loop.data.tokenizer import train_tokenizer
 
 EOS = 0
 VOCAB_SIZE = 300

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.testing.tiny import tiny_config
 

@@ -9,8 +9,8 @@ import pytest
 
 import titan_loop.data
 from titan_loop.cli.main import main
-from titan_loop.data.loader import WindowLoader
-from titan_loop.data.prepare_config import read_prepare_config
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.prepare.config import read_prepare_config
 from titan_loop.errors import EXIT_OK
 
 README = (Path(titan_loop.data.__path__[0]) / "README.md").read_text()

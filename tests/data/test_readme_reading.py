@@ -9,8 +9,8 @@ import pytest
 
 import titan_loop.data
 from titan_loop.cli.main import main
-from titan_loop.data.packing import pack_source
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.runs.run_directory import RunDirectory
 
 README = (Path(titan_loop.data.__path__[0]) / "README.md").read_text()
 

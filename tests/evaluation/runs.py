@@ -6,8 +6,8 @@ from tests.inference.reference import make_model
 from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN
-from titan_loop.training.run_directory import RunDirectory
 
 TOKENS_A_STEP, TOTAL_STEPS = 100, 9
 

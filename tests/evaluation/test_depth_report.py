@@ -9,7 +9,7 @@ import pytest
 
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.depth_report import DepthReport, require_gain, summarise_source
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 
 def report(step: int) -> DepthReport:

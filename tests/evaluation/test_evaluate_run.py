@@ -6,7 +6,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_run import evaluate_run, name_of_total
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 
 def test_the_total_never_replaces_a_source():

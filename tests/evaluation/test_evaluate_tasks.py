@@ -16,8 +16,8 @@ from titan_loop.evaluation.offline_tasks import (
 )
 from titan_loop.evaluation.suites import SUITES, SuiteTask, expand_tasks
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.json_files import write_json
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
 
 
 def test_generated_questions_are_the_same_every_time_and_solvable():

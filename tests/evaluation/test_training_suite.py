@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
@@ -15,8 +15,8 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
-from titan_loop.training.run_directory import RunDirectory, read_jsonl
 from titan_loop.training.suite_config import SuiteConfig
 from titan_loop.training.trainer import LoopTrainer
 

@@ -20,8 +20,8 @@ from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.wandb_log import training_run_id
 from titan_loop.evaluation.watch import Watcher
-from titan_loop.json_files import read_jsonl
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
 
 OPTIONS = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2, depths=(1, 2))
 

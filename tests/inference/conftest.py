@@ -12,8 +12,8 @@ from tests.inference.reference import CONTEXT, make_model
 from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
-from titan_loop.data.tokenizer import SPECIAL_TOKENS
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.tokenizer import SPECIAL_TOKENS
 
 VOCABULARY = 300
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.inference.reference import CONTEXT, make_model
-from titan_loop.data.tokenizer import END_OF_TEXT
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
@@ -16,6 +15,7 @@ from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.inference.text import TextEngine
 from titan_loop.inference.text_stream import TextStream
+from titan_loop.text.tokenizer import END_OF_TEXT
 
 
 def byte_tokenizer(letters: str = "") -> Tokenizer:

@@ -13,8 +13,8 @@ from titan_loop.errors import UserError
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_config
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.mixture import parse_mixture
+from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.training.step_plan import plan_step

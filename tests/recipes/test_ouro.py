@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titan_loop.data.loader import WindowLoader
-from titan_loop.data.mixture import parse_mixture
-from titan_loop.data.packing import pack_source
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.mixture import parse_mixture
+from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 from titan_loop.errors import UserError

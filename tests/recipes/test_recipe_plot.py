@@ -7,11 +7,11 @@ import pytest
 
 from titan_loop.analysis.plots import StageCurve
 from titan_loop.errors import UserError
-from titan_loop.json_files import append_jsonl
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.recipe_plot import plot_stages
 from titan_loop.recipes.status import write_plan
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 from titan_loop.training.trainer import LoopTrainer
 
 TREE = {"1a": None, "1b": "1a", "annealing": "1b", "upcycled": "1a", "later": "upcycled"}

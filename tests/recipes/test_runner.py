@@ -14,14 +14,14 @@ import torch.distributed as dist
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli import main
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.recipes.status import read_status
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

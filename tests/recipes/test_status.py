@@ -8,10 +8,10 @@ import pytest
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main
 from titan_loop.errors import UserError
-from titan_loop.json_files import append_jsonl
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.status import read_status, status_lines, write_plan
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 from titan_loop.training.trainer import LoopTrainer
 
 

@@ -10,12 +10,12 @@ import torch
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.cli.main import main
-from titan_loop.data.loader import held_out_windows
-from titan_loop.data.windows import IGNORED
+from titan_loop.data.load.loader import held_out_windows
+from titan_loop.data.load.windows import IGNORED
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN, tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

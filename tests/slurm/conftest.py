@@ -13,11 +13,11 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.slurm.commands import show, slurm
 from titan_loop.slurm.record import slurm_folder
 from titan_loop.slurm.script import Resources, render_script, stage_directives
 from titan_loop.slurm.site import Site
-from titan_loop.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
 RECIPES, ENDINGS = "tests.slurm.recipes", "tests.slurm.endings"

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.cuda_graphs import check_cuda_graphs
 from titan_loop.training.recurrence import RecurrenceConfig
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.checkpoint.tensors import CheckpointReader
-from titan_loop.data.prepare import tokenize_source
-from titan_loop.data.synthetic.mano_loader import ManoLoader
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import act_as_launched, standard_library_texts, tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -13,11 +13,11 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as titan_utils
 
-from titan_loop.data.batches import SourceProgress
+from titan_loop.data.load.batches import SourceProgress
 from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training import metrics
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
-from titan_loop.training.run_directory import RunDirectory
 
 KEYS = [
     "step",

@@ -16,9 +16,9 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_STOPPED, StoppedError, UserError
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 from titan_loop.training.trainer import LoopTrainer
 

@@ -17,11 +17,11 @@ import torch
 
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
-from titan_loop.training.run_directory import RunDirectory, read_jsonl
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -14,9 +14,9 @@ from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import NonFiniteError, StoppedError
-from titan_loop.json_files import read_jsonl
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 

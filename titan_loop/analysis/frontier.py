@@ -12,7 +12,7 @@ from typing import NamedTuple
 from titan_loop.analysis.drawing import plain, pyplot, save_figure
 from titan_loop.analysis.tables import text_table
 from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 FAMILIES = {
     "static": "static depth",

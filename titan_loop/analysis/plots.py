@@ -24,7 +24,7 @@ from titan_loop.analysis.drawing import (
 )
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

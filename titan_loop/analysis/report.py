@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import titan_loop
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.lineage import Ancestor, read_lineage
 from titan_loop.analysis.plots import (
     StageCurve,
     plot_depths,
@@ -31,8 +30,9 @@ from titan_loop.analysis.training_plots import (
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import TaskReport, headline
-from titan_loop.json_files import write_text
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.lineage import Ancestor, read_lineage
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_text
 
 REPORT_NAME = "report.html"
 

@@ -17,8 +17,8 @@ from titan_loop.analysis.drawing import (
     smoothed,
     token_axis,
 )
-from titan_loop.data.loader import named_sources
-from titan_loop.data.mixture import parse_mixture
+from titan_loop.data.load.loader import named_sources
+from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, lower_is_better
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.checkpoint.files import find_damage
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps, unfinished_steps
 from titan_loop.errors import UserError
+from titan_loop.ranks import from_rank_zero
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """The commit record alone; the size of every file, too; or every byte."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_loop.errors import UserError
-from titan_loop.folder_lock import FolderLock
+from titan_loop.storage.folder_lock import FolderLock
 
 LOCK = "run.lock"
 

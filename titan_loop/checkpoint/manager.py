@@ -30,7 +30,6 @@ from torchtitan.components.checkpointer.base import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.carry import CHECKPOINTS, Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
 from titan_loop.checkpoint.keys import KeyPolicy
@@ -46,6 +45,7 @@ from titan_loop.checkpoint.safe_reading import load_checkpoint
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError
+from titan_loop.ranks import from_rank_zero
 
 INHERITED = ("origin", "upcycled")
 """What every checkpoint of a run repeats of where the run started: the keep policy may delete the

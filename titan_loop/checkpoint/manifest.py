@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 
 from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.errors import UserError
-from titan_loop.json_files import finite_or_null, write_json
+from titan_loop.storage.json_files import finite_or_null, write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2

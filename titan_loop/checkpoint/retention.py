@@ -12,7 +12,7 @@ from pathlib import Path
 
 from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
+from titan_loop.storage.json_files import write_json
 
 TAGS = "tags.json"
 _STEP = re.compile(r"step-(\d+)")

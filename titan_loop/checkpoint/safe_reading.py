@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.checkpoint.dcp_errors import root_cause
 from titan_loop.checkpoint.files import METADATA
 from titan_loop.checkpoint.keys import SHOWN, KeyMatch, KeyPolicy, check_keys
 from titan_loop.errors import UserError
+from titan_loop.ranks import from_rank_zero
 
 
 def load_checkpoint(

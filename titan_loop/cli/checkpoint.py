@@ -210,7 +210,7 @@ def _checkpoint_of(path: Path) -> Path:
 
 def _folder_of(path: Path) -> tuple[Path, int]:
     """Return the folder of a run's checkpoints, and which multiples the run keeps."""
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     run_directory = RunDirectory(path)
     if run_directory.run_json.exists():
@@ -223,7 +223,7 @@ def _folder_of(path: Path) -> tuple[Path, int]:
 
 
 def _keep_every(run: Path) -> int:
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     run_directory = RunDirectory(run)
     if not run_directory.config_json.exists():

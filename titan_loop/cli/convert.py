@@ -48,8 +48,8 @@ def import_(arguments: Sequence[str]) -> None:
         import_folder,
         model_options,
     )
-    from titan_loop.checkpoint.hugging_face.staging import staged_folder
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.storage.staged_folder import staged_folder
 
     folder = OuroFolder(Path(given.folder))
     config = {
@@ -109,7 +109,7 @@ def export(arguments: Sequence[str]) -> None:
     from titan_loop.checkpoint.hugging_face.tokenizer_files import open_tokenizer
     from titan_loop.checkpoint.tensors import CheckpointReader
     from titan_loop.inference.loading import find_checkpoint
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     checkpoint, run = find_checkpoint(Path(given.checkpoint))
     config = RunDirectory(run).read_config()
@@ -162,7 +162,7 @@ def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> 
         TextFormat,
         load_tokenizer,
     )
-    from titan_loop.data.mixture import parse_mixture
+    from titan_loop.data.load.mixture import parse_mixture
     from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256
 
     imported = run / TOKENIZER

@@ -29,7 +29,7 @@ def local_python(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data.local_python import build_local_python_corpus
+    from titan_loop.demo.local_python import build_local_python_corpus
 
     build_local_python_corpus(
         given.output,
@@ -54,7 +54,7 @@ def local_chats(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data.local_chats import build_local_chats
+    from titan_loop.demo.local_chats import build_local_chats
 
     build_local_chats(
         given.output, megabytes=given.megabytes, held_out_fraction=given.held_out_fraction
@@ -69,9 +69,9 @@ def train_tokenizer(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", required=True, help="where the tokenizer.json goes")
     given = parser.parse(arguments)
 
-    from titan_loop.data import tokenizer
+    from titan_loop.data.prepare import make_tokenizer
 
-    path = tokenizer.train_tokenizer(
+    path = make_tokenizer.train_tokenizer(
         given.inputs,
         vocab_size=given.vocab_size,
         output=given.output,
@@ -92,9 +92,9 @@ def import_tokenizer(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data import tokenizer
+    from titan_loop.data.prepare import make_tokenizer
 
-    path = tokenizer.import_tokenizer(
+    path = make_tokenizer.import_tokenizer(
         given.input, output=given.output, split_pattern=given.split_pattern
     )
     print(path)
@@ -145,7 +145,7 @@ def tokenize(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data.prepare import tokenize_source
+    from titan_loop.data.prepare.tokenize_source import tokenize_source
 
     tokenize_source(
         given.inputs,
@@ -187,7 +187,7 @@ def pack(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data.packing import pack_source
+    from titan_loop.data.prepare.packing import pack_source
 
     pack_source(given.source, given.seq_len, long_documents=given.long_documents)
 
@@ -206,7 +206,7 @@ def show(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    from titan_loop.data.show import show_source
+    from titan_loop.data.prepare.show import show_source
 
     for document in show_source(given.source, given.count, given.split):
         targets = "" if document.targets is None else f", {document.targets} targets"
@@ -226,7 +226,7 @@ def verify(arguments: Sequence[str]) -> None:
     parser.add_argument("source", help="folder of the source")
     given = parser.parse(arguments)
 
-    from titan_loop.data.verify import verify_source
+    from titan_loop.data.prepare.verify import verify_source
 
     faults = 0
     for fault in verify_source(given.source):

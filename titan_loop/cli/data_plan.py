@@ -49,7 +49,7 @@ def plan(arguments: Sequence[str]) -> None:
 
 def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     """Print one stage's table; return why it cannot be filled, empty if it can."""
-    from titan_loop.data.loader import WindowLoader
+    from titan_loop.data.load.loader import WindowLoader
     from titan_loop.training.value_checks import check_values
 
     check_values(config)

@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     from titan_loop.analysis.tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_directory = RunDirectory(given.run)
@@ -150,7 +150,7 @@ def _tasks(given: argparse.Namespace) -> int:
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.ranks import join_ranks
     from titan_loop.inference.loading import find_checkpoint
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     _quiet_logs()
     rank, _ = join_ranks()

@@ -127,7 +127,7 @@ class _Session:
         generator: "torch.Generator",
         given: "argparse.Namespace",
     ) -> None:
-        from titan_loop.data.chatml import Turn
+        from titan_loop.text.chatml import Turn
 
         self._text = text
         self._given = given
@@ -141,9 +141,9 @@ class _Session:
 
     def answer(self, prompt: str) -> None:
         """Stream one completion, or one turn of the chat."""
-        from titan_loop.data.chatml import ASSISTANT, Turn
         from titan_loop.inference.request import Completion
         from titan_loop.inference.text import chat_prompt
+        from titan_loop.text.chatml import ASSISTANT, Turn
 
         start = time.perf_counter()
         completion = Completion()

@@ -9,7 +9,7 @@ from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.recipes.registry import load_recipe
 
 if TYPE_CHECKING:
-    from titan_loop.recipes.stage_needs import Cluster, StageNeeds
+    from titan_loop.planning.stage_needs import Cluster, StageNeeds
 
 USAGE = """usage: titan-loop plan RECIPE [--nodes N] [--gpus-per-node N] [--gpu NAME] [--mfu SHARE]
                        [--stage NAME] [--FLAG VALUE ...] [--stages.NAME.FLAG VALUE ...]
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from titan_loop.cli.overrides import take_flag
     from titan_loop.cli.stage_flags import apply_to_stages
-    from titan_loop.recipes.stage_needs import stage_needs
+    from titan_loop.planning.stage_needs import stage_needs
 
     flags, given = _take_cluster_flags(flags)
     flags, only = take_flag(flags, "--stage")
@@ -108,7 +108,7 @@ def _asks_for_fp32(flags: Sequence[str]) -> bool:
 
 def _cluster(given: argparse.Namespace, *, full_precision: bool) -> "Cluster":
     from titan_loop.distributed.devices import get_device
-    from titan_loop.recipes.stage_needs import Cluster
+    from titan_loop.planning.stage_needs import Cluster
 
     cluster = Cluster(
         nodes=given.nodes,

@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     from titan_loop.analysis.plots import plot_run
     from titan_loop.recipes.recipe_plot import plot_stages
     from titan_loop.recipes.status import RECIPE_JSON
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     folder = Path(given.folder)
     runs = [folder]

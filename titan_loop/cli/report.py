@@ -17,7 +17,7 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
 
     from titan_loop.analysis.report import write_report
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     print(write_report(RunDirectory(given.run)))
     return EXIT_OK

@@ -42,9 +42,9 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
 
     from titan_loop.checkpoint.upcycling import Upcycling
+    from titan_loop.evaluation.upcycling_report import held_out_sources, report_upcycling
     from titan_loop.recipes.upcycled_run import upcycle_run
-    from titan_loop.recipes.upcycling_report import held_out_sources, report_upcycling
-    from titan_loop.training.run_directory import RunDirectory
+    from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     upcycling = Upcycling(given.layers, given.mode, given.moments)

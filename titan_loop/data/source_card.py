@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.folder_lock import FolderLock
-from titan_loop.json_files import write_json
+from titan_loop.storage.folder_lock import FolderLock
+from titan_loop.storage.json_files import write_json
 
 CARD_NAME = "source.json"
 LOCK_NAME = "source.lock"
@@ -51,7 +51,7 @@ class ShardCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedCard:
-    """One packed index of a split, for windows of `seq_len` (see `titan_loop.data.packing`).
+    """One packed index of a split for windows of `seq_len`; `data/prepare/packing.py` writes it.
 
     `tokens` counts the tokens in all windows, `split_documents` the documents longer than a window,
     which were cut into several pieces.

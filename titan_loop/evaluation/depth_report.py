@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, bootstrap_bits_per_byte
-from titan_loop.json_files import write_json
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

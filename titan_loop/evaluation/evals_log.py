@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from typing import IO
 
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.json_files import append_jsonl
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 
 LOCKS = "claims"
 WHILE_TRAINING = "while training"

@@ -17,13 +17,13 @@ import torch
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.model import load_model
-from titan_loop.data.loader import HeldOutWindows, WindowLoader, held_out_windows
+from titan_loop.data.load.loader import HeldOutWindows, WindowLoader, held_out_windows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
 from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.held_out import losses_at_depths, named_sources
-from titan_loop.training.run_directory import RunDirectory
 
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8

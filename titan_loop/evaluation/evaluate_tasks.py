@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
-from titan_loop.data.tokenizer import load_tokenizer
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out_task import (
     held_out_frontier_readings,
@@ -29,7 +28,8 @@ from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from titan_loop.evaluation.harness_model import LoopLM

@@ -24,7 +24,6 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from titan_loop.data.tokenizer import END_OF_TEXT
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.ranks import rank_device, share_work
 from titan_loop.evaluation.readings import Reading, policy_reading
@@ -36,6 +35,7 @@ from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.text import TextEngine
+from titan_loop.text.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

@@ -10,8 +10,13 @@ from typing import Any
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.loader import HeldOutWindows, WindowLoader, held_out_windows, named_sources
-from titan_loop.data.synthetic.mano import ManoVocabulary, exam
+from titan_loop.data.load.loader import (
+    HeldOutWindows,
+    WindowLoader,
+    held_out_windows,
+    named_sources,
+)
+from titan_loop.data.tasks.mano import ManoVocabulary, exam
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work

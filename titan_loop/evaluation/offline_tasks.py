@@ -21,7 +21,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-from titan_loop.data.synthetic.mano import held_out_questions
+from titan_loop.data.tasks.mano import held_out_questions
 from titan_loop.errors import UserError
 
 HELD_OUT = "held_out"

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.evaluation.ranks import join_ranks
-from titan_loop.json_files import append_jsonl, read_jsonl
+from titan_loop.ranks import from_rank_zero
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 
 def digest(value: Any) -> str:

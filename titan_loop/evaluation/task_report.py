@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
 
 
 @dataclass(kw_only=True)

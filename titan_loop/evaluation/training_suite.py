@@ -24,18 +24,18 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.loader import HeldOutWindows, held_out_windows, named_sources
-from titan_loop.data.synthetic.mano import ManoVocabulary, exam, held_out_questions
-from titan_loop.data.synthetic.mano_loader import ManoLoader
-from titan_loop.data.tokenizer import TOKENIZER_NAME, load_tokenizer
+from titan_loop.data.load.loader import HeldOutWindows, held_out_windows, named_sources
+from titan_loop.data.tasks.mano import ManoVocabulary, exam, held_out_questions
+from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 from titan_loop.training.held_out import window_nats
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.suite_config import SuiteConfig
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ from typing import IO, Any, NamedTuple
 
 import torch.distributed as dist
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
@@ -33,8 +32,9 @@ from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
-from titan_loop.json_files import read_jsonl
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.ranks import from_rank_zero
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
 
 logger = logging.getLogger(__name__)
 

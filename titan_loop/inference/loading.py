@@ -18,12 +18,12 @@ import torch
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.model import load_model
-from titan_loop.data.mixture import parse_mixture
+from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.source_card import CARD_NAME, SourceCard
-from titan_loop.data.tokenizer import TOKENIZER_NAME, load_tokenizer
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_loop.data.chatml import ASSISTANT, TURN_END, Turn, control_tokens
-from titan_loop.data.tokenizer import END_OF_TEXT
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import check_vocabulary
 from titan_loop.inference.request import Completion, GeneratedToken, Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.text_stream import TextStream
+from titan_loop.text.chatml import ASSISTANT, TURN_END, Turn, control_tokens
+from titan_loop.text.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

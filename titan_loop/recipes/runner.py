@@ -18,12 +18,13 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.compiler import keep_compiled_code
 from titan_loop.errors import UserError
 from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.status import write_plan
+from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import (
     architecture_of,
@@ -31,7 +32,6 @@ from titan_loop.training.run import (
     run_training,
     shutdown,
 )
-from titan_loop.training.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer

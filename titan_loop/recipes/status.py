@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
 
 if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe  # imports the trainer, which takes seconds

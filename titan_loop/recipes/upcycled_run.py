@@ -9,12 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from titan_loop.checkpoint.architecture import architecture, check_architecture
-from titan_loop.checkpoint.hugging_face.staging import staged_folder
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
 from titan_loop.inference.loading import find_checkpoint
 from titan_loop.models.sizes import ModelOptions, decoder_config
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.staged_folder import staged_folder
 
 
 def upcycle_run(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_loop.json_files import write_json
 from titan_loop.slurm.allocation import PORTS_A_JOB
+from titan_loop.storage.json_files import write_json
 
 _TIMEOUT = timedelta(seconds=120)  # imports from a cold network disk take their time
 _SENT_FLOATS = 2**20

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
+from titan_loop.storage.json_files import write_json
 
 FORMAT_VERSION = 1
 

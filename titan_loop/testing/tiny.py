@@ -7,9 +7,9 @@ from pathlib import Path
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
 
-from titan_loop.data.loader import WindowLoader
-from titan_loop.data.prepare import tokenize_source
-from titan_loop.data.tokenizer import train_tokenizer
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.prepare.make_tokenizer import train_tokenizer
+from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.recurrence import RecurrenceConfig

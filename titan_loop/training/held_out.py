@@ -23,7 +23,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.loader import (
+from titan_loop.data.load.loader import (
     HeldOutWindows,
     WindowLoader,
     held_out_windows,
@@ -31,10 +31,10 @@ from titan_loop.data.loader import (
 )
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
-from titan_loop.json_files import append_jsonl
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
 
 if TYPE_CHECKING:
     from titan_loop.training.trainer import LoopTrainer

@@ -33,10 +33,10 @@ from torchtitan.components.metrics import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.batches import SourceProgress
+from titan_loop.data.load.batches import SourceProgress
 from titan_loop.errors import UserError
-from titan_loop.json_files import append_jsonl, finite_or_null
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl, finite_or_null
 
 _A100_PEAK_FLOPS = 312e12
 """What upstream's table answers for an A100, and for every device it does not know."""

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_loop.checkpoint.agreement import from_rank_zero
 from titan_loop.checkpoint.architecture import architecture, check_architecture
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
@@ -22,8 +21,9 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.ranks import from_rank_zero
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
-from titan_loop.training.run_directory import RunDirectory
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer

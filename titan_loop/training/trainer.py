@@ -53,8 +53,8 @@ from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.data.batches import GlobalWindowLoader
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.batches import GlobalWindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import (
     ActivationCheckpointingConfig,
     FullOffloadAC,
@@ -64,13 +64,14 @@ from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
-from titan_loop.json_files import finite_or_null
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
+from titan_loop.runs.run_directory import library_versions
+from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.batch_schedule import (
     BatchConfig,
     accumulation_steps,
@@ -89,7 +90,6 @@ from titan_loop.training.recurrence import (
     fewest_recurrent_steps,
     most_recurrent_steps,
 )
-from titan_loop.training.run_directory import library_versions
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability import (
     SkippedSteps,
@@ -144,7 +144,7 @@ class LoopTrainer(Trainer):
         """A complete run; every field not marked as derived can be set on the command line."""
 
         dump_folder: str = "runs/run"
-        """The run directory; its layout is described in `titan_loop/training/run_directory.py`."""
+        """The run directory; its layout is described in `titan_loop/runs/run_directory.py`."""
 
         stage: str = ""
         """Name of the stage in its recipe; recorded in every checkpoint."""

@@ -51,11 +51,11 @@ import numpy as np
 import torch
 from conditions import add_load_flag, machine, require_quiet_machine
 
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.text_stream import TextStreamLoader
+from titan_loop.data.load.windows import SourceWindows
+from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
-from titan_loop.data.text_stream import TextStreamLoader
-from titan_loop.data.tokenizer import train_tokenizer
-from titan_loop.data.windows import SourceWindows
 
 VOCABULARY = 50_000
 EOS = 0

@@ -22,7 +22,7 @@ from small_run import add_run_flags, run_config
 from torchtitan.tools import utils as titan_utils
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.testing.tiny import tiny_source
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.run import run_training

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.testing.tiny import TINY_VOCABULARY
 from titan_loop.training.batch_schedule import BatchConfig

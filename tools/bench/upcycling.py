@@ -22,11 +22,11 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
-from titan_loop.data.loader import WindowLoader
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.inference.loading import find_checkpoint
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.expected_loss import ExpectedLoss, expected_loss
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 Batch = tuple[dict[str, Tensor], Tensor]
 SEED = 1  # other windows than the run's own order begins with

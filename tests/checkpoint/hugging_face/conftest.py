@@ -20,7 +20,7 @@ from titan_loop.cli import main as cli
 from titan_loop.data.source_card import SourceCard, file_sha256
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 VOCABULARY = 300
 WINDOW = 64

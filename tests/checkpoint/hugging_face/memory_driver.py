@@ -22,7 +22,7 @@ from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.models.sizes import ModelOptions, build_decoder
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 
 def write_run(run: RunDirectory, options: ModelOptions) -> int:

@@ -21,7 +21,7 @@ from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_n
 from titan_loop.cli import main as cli
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.training.run_directory import RunDirectory
+from titan_loop.runs.run_directory import RunDirectory
 
 
 def load_run(run: Path) -> LoopDecoder:

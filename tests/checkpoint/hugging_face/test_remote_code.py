@@ -17,9 +17,9 @@ from torch import Tensor
 from tests.checkpoint.hugging_face.conftest import VOCABULARY, Exported, convert
 from tests.checkpoint.hugging_face.reference import run_reference
 from tests.checkpoint.hugging_face.test_export import tensors_of
-from titan_loop.data.chatml import Turn, render
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.exit_distribution import q_exit_step
+from titan_loop.text.chatml import Turn, render
 
 # fp32 rounding through 2 layers and up to 5 steps, at states of size 1 and logits of size 10.
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}

@@ -10,11 +10,11 @@ from torch import Tensor
 from titan_loop.checkpoint.hugging_face.model_card import model_card
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.hugging_face.safetensors_files import write_folder
-from titan_loop.checkpoint.hugging_face.staging import staged_folder
 from titan_loop.checkpoint.hugging_face.tokenizer_files import TokenizerExport
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
+from titan_loop.storage.json_files import write_json
+from titan_loop.storage.staged_folder import staged_folder
 
 CONFIG = "config.json"
 _REMOTE_CODE = "titan_loop.checkpoint.hugging_face.remote_code"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_writer import write_safetensors
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
+from titan_loop.storage.json_files import write_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

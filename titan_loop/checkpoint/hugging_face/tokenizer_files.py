@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
-from titan_loop.json_files import write_json
+from titan_loop.storage.json_files import write_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

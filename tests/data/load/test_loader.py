@@ -1,0 +1,260 @@
+import logging
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.data.load.batches import Batch
+from titan_loop.data.load.loader import WindowLoader, held_out_windows
+from titan_loop.errors import UserError
+
+L = 12
+GLOBAL_BATCH = 24
+STEPS = 6
+
+DocumentMaker = Callable[[int, int, int], list[list[int]]]
+Build = Callable[..., WindowLoader]
+
+
+@pytest.fixture
+def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
+    """Return a function that builds a loader over three sources of 0.5, 0.3 and 0.2."""
+    shards = {"a": [documents(1, 60, 20)], "b": [documents(2, 9, 9), documents(3, 20, 30)],
+              "c": [documents(4, 30, 9)]}  # fmt: skip
+    folders = [write_source(name, stored) for name, stored in shards.items()]
+    mixture = [f"{f}={w}" for f, w in zip(folders, (0.5, 0.3, 0.2), strict=True)]
+
+    def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, seed: int = 0, seq_len: int = L):
+        return WindowLoader.Config(mixture=mixture, seed=seed).build(
+            dp_world_size=ranks,
+            dp_rank=rank,
+            tokenizer=None,
+            seq_len=seq_len,
+            local_batch_size=local_batch,
+            snapshot_every_n_steps=None,
+        )
+
+    return build
+
+
+def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
+    """Return every window of a rank's micro-batches as one tuple of all its numbers."""
+    return [
+        tuple(torch.cat([inputs["input"][i], inputs["positions"][i], labels[i]]).tolist())
+        for inputs, labels in batches
+        for i in range(len(labels))
+    ]
+
+
+splits = st.sampled_from([(r, b) for r in (1, 2, 3, 4, 6) for b in (1, 2, 3, 4, 6)]).filter(
+    lambda split: GLOBAL_BATCH % (split[0] * split[1]) == 0
+)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(splits, splits, st.integers(0, STEPS))
+def test_any_split_and_kill_point_reads_the_same(
+    build: Build, before: tuple[int, int], after: tuple[int, int], killed_at: int
+) -> None:
+    reference = build()
+    expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
+
+    loaders = [build(before[0], rank, before[1]) for rank in range(before[0])]
+    for step in range(STEPS):
+        if step == killed_at:
+            state = loaders[0].state_dict()
+            loaders = [build(after[0], rank, after[1]) for rank in range(after[0])]
+            for loader in loaders:
+                loader.load_state_dict(state)
+        read = [window for loader in loaders for window in rows(loader.read_step(GLOBAL_BATCH))]
+        assert Counter(read) == expected[step]
+    assert {loader.data_hash for loader in loaders} == {reference.data_hash}
+    assert {loader.windows_consumed for loader in loaders} == {STEPS * GLOBAL_BATCH}
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
+def test_the_stream_does_not_depend_on_batch_sizes(build: Build, batches: list[int]) -> None:
+    reference, loader = build(), build()
+    read = [window for size in batches for window in rows(loader.read_step(size))]
+    assert read == rows(reference.read_step(sum(batches)))
+    assert loader.state_dict() == reference.state_dict()
+
+
+def test_a_rank_gets_its_rows_of_every_micro_batch(build: Build) -> None:
+    ordered = rows(build().read_step(GLOBAL_BATCH))
+    for rank in range(2):
+        batches = build(2, rank, 3).read_step(GLOBAL_BATCH)
+        assert [len(labels) for _, labels in batches] == [3] * 4
+        mine = [ordered[m * 6 + rank * 3 + row] for m in range(4) for row in range(3)]
+        assert rows(batches) == mine
+
+
+def test_iterating_equals_reading_steps(build: Build) -> None:
+    iterated, stepped = iter(build(2, 1, 3)), build(2, 1, 3)
+    batches = [next(iterated) for _ in range(4)]
+    assert rows(batches) == rows(stepped.read_step(GLOBAL_BATCH))
+
+
+def test_dtype_and_shape(build: Build) -> None:
+    ((inputs, labels),) = build(local_batch=4).read_step(4)
+    for tensor in (inputs["input"], inputs["positions"], labels):
+        assert tensor.shape == (4, L)
+        assert tensor.dtype == torch.int64
+    assert set(inputs) == {"input", "positions"}
+    crosses = inputs["positions"][:, 1:] == 0
+    assert torch.equal(labels[:, :-1] == IGNORE_INDEX, crosses)
+
+
+def test_seed_and_window_length_change_the_hash(build: Build) -> None:
+    hashes = {build().data_hash, build(seed=1).data_hash, build(seq_len=L + 1).data_hash}
+    assert len(hashes) == 3
+    one, other = build(), build(seed=1)
+    assert rows(one.read_step(GLOBAL_BATCH)) != rows(other.read_step(GLOBAL_BATCH))
+
+
+def test_resuming_far_away_replays_nothing(build: Build) -> None:
+    loader = build()
+    far = 10**12
+    saved = build()
+    saved.windows_consumed = far
+    loader.load_state_dict(saved.state_dict())
+    assert len(rows(loader.read_step(4))) == 4
+    assert loader.windows_consumed == far + 4
+    assert sum(progress.windows for progress in loader.progress()) == far + 4
+
+
+def test_empty_state_means_the_start(build: Build) -> None:
+    loader = build()
+    loader.load_state_dict({})
+    assert loader.state_dict() == build().state_dict()
+
+
+def test_progress_and_a_warning_when_a_source_repeats(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = build()
+    per_epoch = loader.sources[2].windows_per_epoch
+    windows = 5 * per_epoch  # share 0.2 of them
+    with caplog.at_level(logging.WARNING):
+        loader.read_step(windows)
+        assert not [record for record in caplog.records if "c is read again" in record.message]
+        assert loader.progress()[2] == ("c", per_epoch, per_epoch * L, 1.0)
+        loader.read_step(10)
+    assert 1 < loader.progress()[2].epochs < 2
+    assert len([r for r in caplog.records if "c is read again: epoch 1" in r.message]) == 1
+    caplog.clear()
+    resumed = build()
+    resumed.load_state_dict(loader.state_dict())
+    resumed.read_step(1)
+    assert not caplog.records
+
+
+def test_unread_tokens_are_reported_once(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        loader = build()
+        loader.log_sources(4)
+        loader.read_step(4)
+    messages = [r.message for r in caplog.records if "lie outside the cuts" in r.message]
+    assert len(messages) == 3
+    assert f"{loader.sources[0].unread_tokens_per_epoch} tokens an epoch" in messages[0]
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_repetition_is_announced_when_training_starts(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = build()
+    per_epoch = loader.sources[2].windows_per_epoch  # the share is 0.2
+    with caplog.at_level(logging.WARNING):
+        loader.log_sources(5 * per_epoch)
+        assert "source c " not in caplog.text
+        loader.log_sources(15 * per_epoch)
+    assert (
+        f"source c will be read 3.00 times: it has {per_epoch * L} of the {3 * per_epoch * L} "
+        "tokens that total_tokens takes from it"
+    ) in caplog.text
+
+
+@pytest.mark.parametrize("windows", [0, -4, 5])
+def test_a_global_batch_that_does_not_split(build: Build, windows: int) -> None:
+    loader = build(2, 0, 2)
+    with pytest.raises(UserError, match=f"global batch of {windows} windows"):
+        loader.read_step(windows)
+    assert loader.windows_consumed == 0
+
+
+def test_sources_with_different_tokenizers(write_source: Callable[..., Path]) -> None:
+    one = write_source("one", [[[1, 2, 0]]])
+    other = write_source("other", [[[1, 2, 0]]], tokenizer_sha256="another")
+    config = WindowLoader.Config(mixture=[f"{one}=1", f"{other}=1"])
+    with pytest.raises(UserError, match="other was tokenised with another tokenizer"):
+        config.vocabulary()
+
+
+def test_vocabulary_and_paths_from_the_config(write_source: Callable[..., Path]) -> None:
+    folder = write_source("s", [[[1, 250, 0]]], held_out=[[[1, 260, 0]]])
+    config = WindowLoader.Config(mixture=[str(folder)])
+    assert config.vocabulary() == (300, 260)
+    assert config.source_paths() == [str(folder)]
+
+
+def test_torchtitans_own_fields_have_no_effect_and_say_so() -> None:
+    config = WindowLoader.Config(mixture=["a"], dataset="c4")
+    with pytest.raises(UserError, match=r"dataloader\.dataset"):
+        config.build(dp_world_size=1, dp_rank=0, seq_len=4, local_batch_size=1)
+
+
+def test_mixture_on_the_command_line() -> None:
+    import tyro
+    from torchtitan.config.manager import ConfigManager, custom_registry
+
+    ConfigManager.register_tyro_rules(custom_registry)
+    args = ["--mixture", "data/code=0.5,data/prose=0.3", "--seed", "3"]
+    config = tyro.cli(WindowLoader.Config, args=args, registry=custom_registry)
+    assert config.mixture == ["data/code=0.5", "data/prose=0.3"]
+    assert config.seed == 3
+
+
+def test_held_out_windows(write_source: Callable[..., Path], documents: DocumentMaker) -> None:
+    folder = write_source("s", [documents(0, 5, 9)], held_out=[documents(1, 40, 9)])
+    windows = held_out_windows(folder, seq_len=L, count=5)
+    again = held_out_windows(folder, seq_len=L, count=5)
+    assert all(torch.equal(a, b) for a, b in zip(windows, again, strict=True))
+    assert windows.input.shape == windows.label_bytes.shape == (5, L)
+    ignored = windows.labels == IGNORE_INDEX
+    assert ignored.any()
+    assert not windows.label_bytes[ignored].any()
+    assert not windows.label_bytes[windows.labels <= 2].any()  # special tokens
+    assert (windows.label_bytes[windows.labels > 2] >= 1).all()
+    assert len({tuple(row) for row in windows.input.tolist()}) == 5
+
+
+def test_held_out_split_with_too_few_windows(
+    write_source: Callable[..., Path], documents: DocumentMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_source("s", [documents(0, 5, 9)], held_out=[documents(1, 10, 9)])
+    windows = held_out_windows(folder, seq_len=L, count=1000)
+    assert 0 < len(windows.input) < 1000
+    assert f"only {len(windows.input)} held-out windows, 1000 were asked for" in caplog.text
+    with pytest.raises(UserError, match="count 0 must be at least 1"):
+        held_out_windows(folder, seq_len=L, count=0)
+
+
+def test_reading_leaves_the_shards_unchanged(build: Build) -> None:
+    loader = build()
+    before = np.array(loader.sources[0].shards.read(0, 100)[0])
+    ((inputs, labels), *_) = loader.read_step(4)
+    inputs["input"].fill_(-1)
+    labels.fill_(-1)
+    assert np.array_equal(before, loader.sources[0].shards.read(0, 100)[0])

@@ -1,0 +1,193 @@
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan_loop.data.load.mixture import (
+    PERIOD_WINDOWS,
+    CappedMixture,
+    Exhausted,
+    MixtureEntry,
+    MixtureOrder,
+    parse_mixture,
+    weight_shares,
+)
+from titan_loop.errors import UserError
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(any))
+def test_every_prefix_is_within_the_stated_bound(shares: list[int]) -> None:
+    order = MixtureOrder(shares)
+    windows = 2 * order.period + 3
+    source, _ = order.locate(np.arange(windows))
+    bound = 1 - Fraction(1, 2 * len(shares) - 2) if len(shares) > 1 else Fraction(0)
+    served = [0] * len(shares)
+    for step, index in enumerate(source.tolist(), start=1):
+        served[index] += 1
+        for count, share in zip(served, shares, strict=True):
+            assert abs(count - Fraction(step * share, order.period)) <= bound
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any), st.integers(0, 200))
+def test_counters_count_and_counts_are_prefix_sums(shares: list[int], windows: int) -> None:
+    order = MixtureOrder(shares)
+    source, counter = order.locate(np.arange(windows))
+    for index in range(len(shares)):
+        assert counter[source == index].tolist() == list(range(int((source == index).sum())))
+    assert order.counts(windows).tolist() == np.bincount(source, minlength=len(shares)).tolist()
+
+
+def test_far_positions_are_looked_up() -> None:
+    order = MixtureOrder([5, 3, 2])
+    far = 10**15 + 7
+    source, counter = order.locate(np.asarray([far]))
+    near_source, near_counter = order.locate(np.asarray([far % 10]))
+    assert source == near_source
+    assert counter == near_counter + far // 10 * order.shares[source]
+
+
+def test_proportions_after_ten_thousand_windows() -> None:
+    mixture = parse_mixture(["a=0.123456", "b=1.7", "c=0.31", "d=0.009"])
+    order = MixtureOrder(weight_shares(mixture))
+    wanted = np.asarray([source.weight for source in mixture])
+    realised = order.counts(10_000) / 10_000
+    assert np.abs(realised - wanted / wanted.sum()).max() < 0.001
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [([0.5, 0.3, 0.2], [5, 3, 2]), ([1], [1]), ([2, 0], [1, 0]), ([1, 1, 1], [3334, 3333, 3333])],
+)
+def test_shares(weights: list[float], shares: list[int]) -> None:
+    mixture = [MixtureEntry(path=f"{n}", weight=weight) for n, weight in enumerate(weights)]
+    assert weight_shares(mixture) == shares
+    assert sum(shares) <= PERIOD_WINDOWS
+
+
+def test_paths_may_contain_an_equals_sign() -> None:
+    assert parse_mixture(["a=b=2"]) == (MixtureEntry(path="a=b", weight=2),)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "dataloader.mixture is empty"),
+        (["a=x"], "'a=x' is not PATH=WEIGHT"),
+        (["a=-1"], "'a=-1' is not PATH=WEIGHT"),
+        (["a=nan"], "'a=nan' is not PATH=WEIGHT"),
+        (["=1"], "'=1' is not PATH=WEIGHT"),
+        (["a=1", "a=2"], "a stands there twice"),
+        (["a=1", "./b/../a/=2"], "./b/../a/ stands there twice"),
+        (["a=0", "b=0"], "all weights are 0"),
+        (["a=1e308", "b=1e308"], "the sum of the weights overflows: give smaller weights"),
+    ],
+)
+def test_mistakes_name_field_and_value(entries: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_mixture(entries)
+
+
+def test_a_weight_that_would_never_be_read_is_refused() -> None:
+    with pytest.raises(UserError, match="b=1e-06 is less than 1/10000"):
+        weight_shares(parse_mixture(["a=1", "b=0.000001"]))
+
+
+def test_options_of_an_entry() -> None:
+    assert parse_mixture(["a=b:c=0.5:packed:max_epochs=4", "d:max_epochs=1", "e:packed=2"]) == (
+        MixtureEntry(path="a=b:c", weight=0.5, packed=True, max_epochs=4),
+        MixtureEntry(path="d", weight=1, max_epochs=1),
+        MixtureEntry(path="e:packed", weight=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("a=1:max_epochs=0", "max_epochs=0 must be at least 1"),
+        ("a=1:max_epochs=two", "max_epochs=two must be at least 1"),
+        ("a=1:pakced", r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
+        ("s3://bucket/a=1", "s3://bucket/a is in an object store, which is not read"),
+    ],
+)
+def test_mistakes_in_an_entry(entry: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse_mixture([entry])
+
+
+capped = st.lists(
+    st.tuples(st.integers(0, 20), st.one_of(st.none(), st.integers(0, 40))), min_size=1, max_size=5
+).filter(lambda sources: any(share for share, _ in sources))
+
+
+@settings(deadline=None)
+@given(capped, st.sampled_from(["stop", "renormalise"]), st.integers(0, 10))
+def test_a_capped_mixture_equals_a_window_by_window_reference(
+    sources: list[tuple[int, int | None]], when_exhausted: Exhausted, first: int
+) -> None:
+    """Weights in force are those of the sources below their caps, from the piece's start on."""
+    mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
+    caps = [cap for _, cap in sources]
+    before = [min(i, cap or 0) for i, cap in enumerate(caps)]
+    order = CappedMixture(mixture, caps, when_exhausted, first_window=first, first_counts=before)
+    windows = first + 150 if order.end is None else min(order.end, first + 150)
+    located = zip(*(part.tolist() for part in order.locate(np.arange(first, windows))), strict=True)
+    counts, start, in_piece = list(before), first, [0] * len(sources)
+    piece_starts = [piece.first_window for piece in order.pieces]
+    for window, (source, counter) in enumerate(located, start=first):
+        if window in piece_starts:
+            start, in_piece = window, [0] * len(sources)
+            left = [
+                when_exhausted == "stop" or cap is None or count < cap
+                for count, cap in zip(counts, caps, strict=True)
+            ]
+            shares = [share * keep for (share, _), keep in zip(sources, left, strict=True)]
+        assert counter == counts[source]
+        counts[source] += 1
+        in_piece[source] += 1
+        cap = caps[source]
+        assert cap is None or counts[source] <= cap
+        active = sum(map(bool, shares))
+        bound = 1 - Fraction(1, 2 * active - 2) if active > 1 else Fraction(0)
+        rounding = Fraction(window + 1 - start, PERIOD_WINDOWS)  # of weights to 1/10,000
+        for count, share in zip(in_piece, shares, strict=True):
+            wanted = Fraction((window + 1 - start) * share, sum(shares))
+            assert abs(count - wanted) <= bound + rounding
+        assert order.counts(window + 1).tolist() == counts
+
+
+@settings(deadline=None)
+@given(capped, st.sampled_from(["stop", "renormalise"]))
+def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
+    sources: list[tuple[int, int | None]], when_exhausted: Exhausted
+) -> None:
+    mixture = [MixtureEntry(path=str(i), weight=share) for i, (share, _) in enumerate(sources)]
+    caps = [cap for _, cap in sources]
+    order = CappedMixture(mixture, caps, when_exhausted)
+    weighted = [cap for share, cap in sources if share]
+    endless = None in weighted and (when_exhausted == "renormalise" or set(weighted) == {None})
+    assert (order.end is None) == endless
+    if order.end is None:
+        return
+    counts = order.counts(order.end).tolist()
+    if when_exhausted == "renormalise":
+        assert counts == [cap if share else 0 for share, cap in sources]
+    else:
+        uncapped = CappedMixture(mixture, [None] * len(mixture))
+        ((source,), (counter,)) = uncapped.locate(np.asarray([order.end]))
+        assert counts == uncapped.counts(order.end).tolist()
+        assert counter == caps[source]
+    assert len(order.pieces) <= len(mixture)
+
+
+def test_a_far_position_of_a_capped_mixture_is_looked_up() -> None:
+    mixture = parse_mixture(["a=1", "b=1", "c=3"])
+    order = CappedMixture(mixture, [10**12, None, None], "renormalise")
+    first, second = (piece.first_window for piece in order.pieces)
+    assert first == 0
+    assert 0 <= second - 5 * 10**12 < 5  # where a's next window would have been
+    a, b, c = order.counts(second + 4 * 10**6).tolist()
+    assert a == 10**12
+    assert abs(b - 10**12 - 10**6) <= 2
+    assert a + b + c == second + 4 * 10**6

@@ -1,0 +1,199 @@
+"""Packed and masked windows: whole documents, no label across them, none in padding or masks."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titan_loop.data.load.loader import WindowLoader, held_out_windows
+from titan_loop.data.load.packed_windows import PackedWindows
+from titan_loop.data.load.windows import IGNORED, CutWindows
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.shards import LOSS_SUFFIX, TokenShards
+from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.errors import UserError
+
+L = 16
+EOS = 0
+
+WriteSource = Callable[..., Path]
+DocumentMaker = Callable[[int, int, int], list[list[int]]]
+
+
+def add_masks(source: Path) -> np.ndarray:
+    """Give every shard a random mask; return the training split's, joined."""
+    card = json.loads((source / CARD_NAME).read_text())
+    card["has_loss_mask"] = True
+    (source / CARD_NAME).write_text(json.dumps(card))
+    generator = np.random.default_rng(0)
+    masks: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}
+    for split, written in masks.items():
+        for shard in card["splits"][split]["shards"]:
+            written.append(generator.integers(0, 2, shard["tokens"]).astype(np.uint8))
+            (source / split / (shard["file"] + LOSS_SUFFIX)).write_bytes(written[-1].tobytes())
+    return np.concatenate(masks["train"])
+
+
+@pytest.fixture
+def source(write_source: WriteSource, documents: DocumentMaker) -> Path:
+    stored = documents(3, 60, L)
+    return write_source("chat", [stored[:23], stored[23:]], held_out=[documents(4, 40, L)])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: bool) -> None:
+    mask = add_masks(source) if masked else None
+    pack_source(source, L)
+    shards = TokenShards(source)
+    stream, ends = shards.read(0, shards.tokens)
+    allowed = np.ones(shards.tokens) if mask is None else mask
+    starts = [0, *ends[:-1].tolist()]
+    wanted: Counter = Counter()  # (document, position, label) of every token that is learnt
+    for start, end in zip(starts, ends.tolist(), strict=True):
+        text = stream[start:end].tolist()
+        for at in range(1, len(text)):
+            if allowed[start + at]:
+                wanted[tuple(text), at - 1, text[at]] += 1
+    by_text = {tuple(stream[s:e].tolist()): s for s, e in zip(starts, ends.tolist(), strict=True)}
+
+    windows = PackedWindows(shards, L, key=1)
+    epochs, numbers = windows.locate(np.arange(2 * windows.windows_per_epoch))
+    found: Counter = Counter()
+    for epoch, number in zip(epochs.tolist(), numbers.tolist(), strict=True):
+        window = windows.read(epoch, number)
+        pieces = np.split(np.arange(L), np.flatnonzero(window.positions == 0)[1:])
+        for piece in pieces:
+            assert window.positions[piece].tolist() == list(range(len(piece)))
+            learnt = piece[window.labels[piece] != IGNORED]
+            inputs = window.input[piece].tolist()
+            last = window.labels[piece[-1]]
+            text = tuple(t for t in (*inputs, last) if t != IGNORED)
+            matches = [t for t in by_text if t[: len(inputs)] == tuple(inputs)]
+            assert matches or set(inputs) == {EOS}  # a document, or padding
+            for at in learnt.tolist():
+                text = next(t for t in matches if t[at - piece[0] + 1] == window.labels[at])
+                found[text, at - piece[0], int(window.labels[at])] += 1
+    assert found == Counter({key: 2 * count for key, count in wanted.items()})
+
+
+def test_padding_is_never_valid(source: Path) -> None:
+    pack_source(source, 4 * L)
+    windows = PackedWindows(TokenShards(source), 4 * L, key=0)
+    for number in range(windows.windows_per_epoch):
+        window = windows.read(0, number)
+        tokens = sum(length for _, length in windows._index.documents(number))
+        assert (window.input[tokens:] == EOS).all()
+        assert (window.labels[max(0, tokens - 1) :] == IGNORED).all()
+        if tokens < 4 * L:
+            assert window.positions[tokens] == 0
+
+
+def test_a_mask_removes_labels_from_cuts_alone(source: Path) -> None:
+    plain = CutWindows(TokenShards(source), L, key=2)
+    windows = [plain.read(0, number) for number in range(plain.windows_per_epoch)]
+    mask = add_masks(source)
+    masked = CutWindows(TokenShards(source), L, key=2)
+    for number, before in enumerate(windows):
+        after = masked.read(0, number)
+        start = masked.offset(0) + number * L + 1
+        assert np.array_equal(after.input, before.input)
+        assert np.array_equal(after.positions, before.positions)
+        wanted = np.where(mask[start : start + L] == 0, IGNORED, before.labels)
+        assert np.array_equal(after.labels, wanted)
+
+
+def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, documents) -> None:
+    other = write_source("text", [documents(8, 60, 20)])
+    pack_source(source, L)
+
+    def load(option: str) -> WindowLoader:
+        return WindowLoader.Config(mixture=[f"{source}=1{option}", f"{other}=1"]).build(
+            dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=8
+        )
+
+    loader, plain = load(":packed"), load("")
+    ((inputs, labels),) = loader.read_step(8)
+    assert inputs["input"].dtype == labels.dtype == torch.int64
+    assert loader.data_hash != plain.data_hash
+    with pytest.raises(UserError, match=r"packed None → True"):
+        loader.load_state_dict(plain.state_dict())
+    resumed = load(":packed")
+    resumed.load_state_dict(loader.state_dict())
+    assert torch.equal(resumed.read_step(8)[0][1], loader.read_step(8)[0][1])
+
+
+def test_a_plan_counts_no_padding(source: Path) -> None:
+    pack_source(source, 3 * L, long_documents="split")
+    loader = WindowLoader.Config(mixture=[f"{source}:packed"]).build(
+        dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
+    )
+    (packed,) = SourceCard.read(source).splits["train"].packed
+    (row,) = loader.plan(2 * packed.windows)
+    text = packed.tokens * 3 * L / (3 * L + 1)  # a window of L + 1 tokens predicts L
+    assert packed.tokens < packed.windows * (3 * L + 1)
+    assert (row.available_tokens, row.needed_tokens) == (round(text), round(2 * text))
+
+
+def test_packed_for_another_length_is_refused(source: Path) -> None:
+    pack_source(source, L)
+    config = WindowLoader.Config(mixture=[f"{source}:packed"])
+    with pytest.raises(UserError, match=f"not packed for windows of {2 * L}"):
+        config.build(dp_world_size=1, dp_rank=0, seq_len=2 * L, local_batch_size=1)
+
+
+@pytest.mark.parametrize("suffix", ["windows", "pieces"])
+def test_a_packed_index_truncated_while_training_is_named(source: Path, suffix: str) -> None:
+    pack_source(source, L)
+    loader = WindowLoader.Config(mixture=[f"{source}:packed"], prefetch=False).build(
+        dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=2
+    )
+    loader.read_step(8)  # the index is open
+    path = source / "train" / f"packed_{L}.{suffix}"
+    os.truncate(path, 4)
+    state = loader.state_dict()
+    with pytest.raises(UserError, match=rf"packed_{L}\.{suffix} ends before its value \d+: it was"):
+        loader.read_step(2)
+    assert loader.state_dict() == state
+
+
+def test_a_missing_or_truncated_mask_is_refused(source: Path) -> None:
+    add_masks(source)
+    mask = source / "train" / f"00000.ds{LOSS_SUFFIX}"
+    mask.write_bytes(mask.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"00000\.ds\.loss has \d+ bytes, its card says"):
+        TokenShards(source)
+    mask.unlink()
+    with pytest.raises(UserError, match=r"00000\.ds\.loss is missing"):
+        TokenShards(source)
+
+
+def test_a_mask_truncated_while_training_is_named(source: Path) -> None:
+    add_masks(source)
+    windows = CutWindows(TokenShards(source), L, key=2)
+    for mask in (source / "train").glob(f"*{LOSS_SUFFIX}"):
+        os.truncate(mask, 1)
+    with pytest.raises(UserError, match=rf"0000\d\.ds\{LOSS_SUFFIX} ends before its value \d+"):
+        windows.read(0, 1)
+
+
+def test_held_out_windows_honour_masks(source: Path) -> None:
+    before = held_out_windows(source, seq_len=L, count=6)
+    add_masks(source)
+    after = held_out_windows(source, seq_len=L, count=6)
+    assert torch.equal(before.input, after.input)
+    fewer = after.labels == IGNORED
+    assert fewer.sum() > (before.labels == IGNORED).sum()
+    assert not after.label_bytes[fewer].any()
+
+
+def test_held_out_windows_without_a_label_are_refused(source: Path) -> None:
+    add_masks(source)
+    for mask in (source / "held_out").glob(f"*{LOSS_SUFFIX}"):
+        mask.write_bytes(bytes(mask.stat().st_size))
+    with pytest.raises(UserError, match=r"/chat: none of its 6 held-out windows has a label"):
+        held_out_windows(source, seq_len=L, count=6)

@@ -1,0 +1,235 @@
+"""Resuming in changed data: refused with every difference, or accepted and recorded."""
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_loop.data.load.changes import data_changes, match_sources
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.source_card import SourceCard
+from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.errors import UserError
+
+L = 12
+READ = 40
+
+WriteSource = Callable[..., Path]
+DocumentMaker = Callable[[int, int, int], list[list[int]]]
+
+
+def load(*mixture: str, seq_len: int = L, **config: object) -> WindowLoader:
+    return WindowLoader.Config(mixture=list(mixture), **config).build(  # pyright: ignore
+        dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=1
+    )
+
+
+@pytest.fixture
+def sources(write_source: WriteSource, documents: DocumentMaker) -> list[Path]:
+    return [write_source(name, [documents(i, 90, 20)]) for i, name in enumerate("abc")]
+
+
+@pytest.fixture
+def state(sources: list[Path]) -> dict:
+    a, b, _ = sources
+    loader = load(f"{a}=0.75", f"{b}=0.25")
+    loader.read_step(READ)
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def test_the_state_is_little_json_whatever_the_position(sources: list[Path]) -> None:
+    loader = load(*(f"{source}=1" for source in sources))
+    loader.windows_consumed = 10**13
+    state = loader.state_dict()
+    paths = sum(len(str(source)) for source in sources)
+    assert len(json.dumps(state)) - paths < 800
+    windows = state["read"]["windows"]
+    assert sum(windows) == 10**13
+    assert state["read"]["tokens"] == [count * L for count in windows]
+    assert state["read"]["epochs"] == pytest.approx(
+        [n / s.windows_per_epoch for n, s in zip(windows, loader.sources, strict=True)], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("mixture", "config", "differences"),
+    [
+        (("a=0.5", "b=0.5"), {}, ["a: share 0.75 → 0.5", "b: share 0.25 → 0.5"]),
+        (("a=0.75", "b=0.25"), {"seed": 3}, ["dataloader.seed 0 → 3"]),
+        (("a=0.75", "b=0.25"), {"seq_len": 24}, ["training.seq_len 12 → 24"]),
+        (("a=0.75", "c=0.25"), {}, ["c is new (share 0.25)", "b is gone"]),
+        (("b=0.25", "a=0.75"), {}, ["the sources stand in another order"]),
+        (("a=0.75:max_epochs=2", "b=0.25"), {}, ["max_epochs None → 2", "when_exhausted"]),
+    ],
+)
+def test_a_change_is_refused_with_every_difference(
+    sources: list[Path],
+    state: dict,
+    mixture: tuple[str, ...],
+    config: dict,
+    differences: list[str],
+) -> None:
+    folder = sources[0].parent
+    loader = load(*(f"{folder}/{entry}" for entry in mixture), **config)
+    start = loader.state_dict()
+    with pytest.raises(UserError) as refused:
+        loader.load_state_dict(state)
+    message = str(refused.value)
+    for difference in differences:
+        assert difference in message
+    assert "--dataloader.accept-change" in message
+    assert "\n" not in message
+    assert loader.state_dict() == start
+
+
+def test_a_changed_source_and_another_tokenizer_are_named(
+    sources: list[Path], state: dict, write_source: WriteSource, documents: DocumentMaker
+) -> None:
+    a, b, _ = sources
+    saved = json.loads(json.dumps(state))
+    saved["data"]["tokenizer"] = "0123456789abcdef"
+    with pytest.raises(UserError, match="tokenizer 0123456789abcdef → same"):
+        load(f"{a}=0.75", f"{b}=0.25").load_state_dict(saved)
+    a.rename(a.with_name("old"))
+    write_source("a", [documents(7, 80, 20)])
+    with pytest.raises(UserError, match=r"/a: tokens \d+ → \d+, contents \w{16} → \w{16}\."):
+        load(f"{a}=0.75", f"{b}=0.25").load_state_dict(state)
+
+
+def test_what_is_no_change(sources: list[Path], state: dict) -> None:
+    a, b, _ = sources
+    moved = a.rename(a.with_name("moved"))
+    card = SourceCard.read(b)
+    train = replace(card.splits["train"], eos_only_at_ends=False)  # as on an older card
+    replace(card, splits={"train": train}).write(b)
+    loader = load(f"{moved}=3", f"{b}=1", prefetch=False)  # only shares and contents count
+    loader.load_state_dict(state)
+    assert loader.state_dict()["read"] == state["read"]
+    assert loader.data_hash == state["data_hash"]
+    assert loader.accepted == []
+
+
+def test_accepted_changes_are_logged_recorded_and_resumed(
+    sources: list[Path], state: dict, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, c = sources
+    changed = [f"{b}=0.5", f"{c}=0.5"]
+    loader = load(*changed, accept_change=True)
+    with caplog.at_level(logging.WARNING):
+        loader.load_state_dict(state)
+    assert f"continuing at window {READ} in other data" in caplog.text
+    assert "source b continues at window 10 of epoch 0" in caplog.text
+    assert "source c continues at window 0 of epoch 0" in caplog.text
+    (record,) = loader.accepted
+    assert record["window"] == READ
+    assert record["windows"] == [10, 0]
+    assert f"source {a} is gone" in record["changes"]
+    assert loader.data_hash not in (state["data_hash"], load(*changed).data_hash)
+
+    loader.read_step(8)
+    assert [source.windows for source in loader.progress()] == [14, 4]
+    middle = json.loads(json.dumps(loader.state_dict()))
+    loader.read_step(8)
+    resumed = load(*changed)  # accepted once: the flag is not needed again
+    resumed.load_state_dict(middle)
+    resumed.read_step(8)
+    assert resumed.state_dict() == loader.state_dict()
+
+
+def test_a_source_continues_in_its_own_order_beside_others(
+    sources: list[Path], state: dict
+) -> None:
+    """What was read of a source before is not read again in the same epoch."""
+    a, b, c = sources
+    loader = load(f"{c}=0.5", f"{b}=0.5", accept_change=True)
+    loader.load_state_dict(state)
+    before = load(f"{a}=0.75", f"{b}=0.25")
+    read_before = before.locate(range(READ))  # pyright: ignore
+    read_after = loader.locate(range(READ, READ + 20))  # pyright: ignore
+    numbers_before = {int(n) for source, _, n in read_before if source == 1}
+    numbers_after = {int(n) for source, _, n in read_after if source == 1}
+    assert len(numbers_before) == len(numbers_after) == 10
+    assert not numbers_before & numbers_after
+
+
+@pytest.mark.parametrize("change", ["seed", "seq_len", "contents", "packed", "weights"])
+def test_a_source_in_another_order_is_said(
+    sources: list[Path],
+    write_source: WriteSource,
+    documents: DocumentMaker,
+    caplog: pytest.LogCaptureFixture,
+    change: str,
+) -> None:
+    a, b, _ = sources
+    loader = load(f"{a}=0.75", f"{b}=0.25", seq_len=24)
+    loader.read_step(READ)
+    state = json.loads(json.dumps(loader.state_dict()))
+    if change == "contents":
+        a.rename(a.with_name("old"))
+        write_source("a", [documents(7, 80, 20)])
+    pack_source(a, 24)
+    resumed = load(
+        f"{a}={0.5 if change == 'weights' else 0.75}{':packed' if change == 'packed' else ''}",
+        f"{b}=0.25",
+        seq_len=12 if change == "seq_len" else 24,
+        accept_change=True,
+        **({"seed": 3} if change == "seed" else {}),
+    )
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(state)
+    said = {
+        name: re.search(rf"source {name} continues .*, in another order", caplog.text) is not None
+        for name in ("a", "b")
+    }
+    both = change in ("seed", "seq_len")
+    assert said == {"a": change != "weights", "b": both}
+
+
+def test_another_window_length_keeps_the_tokens_of_every_source(
+    sources: list[Path], state: dict
+) -> None:
+    a, b, _ = sources
+    loader = load(f"{a}=0.75", f"{b}=0.25", seq_len=36, accept_change=True)
+    loader.load_state_dict(state)
+    assert loader.accepted[0]["windows"] == [10, 4]  # 30 and 10 windows of a third, rounded up
+
+
+def test_older_and_damaged_states_are_refused(sources: list[Path], state: dict) -> None:
+    a, b, _ = sources
+    loader = load(f"{a}=0.75", f"{b}=0.25")
+    loader.check_state({})
+    with pytest.raises(UserError, match="older titan_loop"):
+        loader.load_state_dict({"windows_consumed": 3, "data_fingerprint": "a"})
+    state["read"]["windows"] = [29, 11]
+    with pytest.raises(UserError, match=r"is damaged: 40 windows are \[30, 10\]"):
+        loader.load_state_dict(state)
+
+
+def test_generated_tasks_name_their_differences_too() -> None:
+    def build(**config: object) -> ManoLoader:
+        return ManoLoader.Config(modulus=5, max_operations=2, **config).build(  # pyright: ignore
+            dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1
+        )
+
+    loader = build()
+    loader.read_step(4)
+    with pytest.raises(UserError, match=r"dataloader\.seed 0 → 1"):
+        build(seed=1).load_state_dict(loader.state_dict())
+    accepting = build(seed=1, accept_change=True)
+    accepting.load_state_dict(loader.state_dict())
+    assert accepting.windows_consumed == 4
+    assert accepting.accepted == [{"window": 4, "changes": ["dataloader.seed 0 → 1"]}]
+
+
+def test_sources_are_matched_by_path_then_by_contents() -> None:
+    saved = [{"path": "a", "contents": "1"}, {"path": "b", "contents": "2"}]
+    assert match_sources(saved, [{"path": "b", "contents": "1"}]) == [1]
+    assert match_sources(saved, [{"path": "c", "contents": "1"}]) == [0]
+    here = [{"path": "x", "contents": "1"}, {"path": "y", "contents": "1"}]
+    assert match_sources(saved, here) == [0, None]
+    assert data_changes({"sources": saved}, {"sources": saved}) == []

@@ -1,0 +1,185 @@
+"""Data of trillions of tokens: opened and resumed without touching it, read anywhere.
+
+The files are sparse: their sizes and indices are valid, their tokens are holes.
+"""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.windows import IGNORED, CutWindows
+from titan_loop.data.shards import OpenFiles, TokenShards, index_path
+from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
+
+SOURCES = 10
+SHARDS, SHARD_TOKENS = 100, 10**10
+INDEX = np.linspace(0, SHARD_TOKENS, 101)[1:].astype("<u8")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Ten sources of 10**12 tokens in a hundred shards each."""
+    folders = [tmp_path_factory.mktemp("huge") / f"s{number}" for number in range(SOURCES)]
+    for folder in folders:
+        (folder / "train").mkdir(parents=True)
+        cards = []
+        for number in range(SHARDS):
+            path = folder / "train" / f"{number}.ds"
+            path.touch()
+            os.truncate(path, 2 * SHARD_TOKENS)
+            index_path(path).write_bytes(INDEX.tobytes())
+            cards.append(
+                ShardCard(
+                    file=path.name,
+                    documents=len(INDEX),
+                    tokens=SHARD_TOKENS,
+                    bytes=2 * SHARD_TOKENS,
+                    sha256=f"{folder.name} {number}",
+                )
+            )
+        split = SplitCard(
+            documents=SHARDS * len(INDEX),
+            tokens=SHARDS * SHARD_TOKENS,
+            text_bytes=0,
+            max_token_id=9,
+            shards=tuple(cards),
+        )
+        SourceCard(
+            name=folder.name,
+            tokenizer_sha256="same",
+            vocab_size=10,
+            eos_id=0,
+            token_bytes=2,
+            splits={"train": split},
+            licence="test",
+            versions={},
+            command="test",
+        ).write(folder)
+    return folders
+
+
+def resident_bytes() -> int | None:
+    """Return what this process has in memory, or None where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else None
+
+
+def test_opening_and_resuming_touch_no_shard(sources: list[Path]) -> None:
+    config = WindowLoader.Config(mixture=[f"{source}=1" for source in sources], prefetch=False)
+
+    def build() -> WindowLoader:
+        return config.build(dp_world_size=1, dp_rank=0, seq_len=4096, local_batch_size=1)
+
+    resident_before = resident_bytes()
+    tracemalloc.start()
+    began = time.process_time()
+    loader = build()
+    loader.windows_consumed = 10**9
+    resumed = build()
+    resumed.load_state_dict(loader.state_dict())
+    seconds = (time.process_time() - began) / 2
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # Ten to a hundred times what it takes, so that neither depends on the machine.
+    assert seconds < 1
+    assert peak_bytes < 200e6
+    files = resumed.sources[0].shards.files
+    assert len(files) == 0
+    resumed.read_step(1)
+    assert len(files) <= 4  # tokens and index, of two shards where the window spans both
+    if resident_before is not None:  # counts mapped pages, which `tracemalloc` does not see
+        grown = (resident_bytes() or 0) - resident_before
+        assert grown < 200e6
+
+
+def test_document_ends_are_found_anywhere(sources: list[Path]) -> None:
+    shards = TokenShards(sources[0])
+    generator = np.random.default_rng(0)
+    for start in generator.integers(0, shards.tokens - 4096, 50).tolist():
+        assert shards.read(start, 4097)[1].tolist() == []
+    step = SHARD_TOKENS // len(INDEX)
+    for document in (1, 77, 5000, 100 * len(INDEX) - 1):
+        _, ends = shards.read(document * step - 3, 10)
+        assert ends.tolist() == [3]
+
+
+def test_a_process_keeps_few_files_open(sources: list[Path]) -> None:
+    files = OpenFiles(most=8)
+    shards = TokenShards(sources[0], files=files)
+    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else None
+    for shard in range(SHARDS):
+        shards.read(shard * SHARD_TOKENS, 8)
+        assert len(files) <= 8
+    if descriptors is not None:
+        assert len(os.listdir("/proc/self/fd")) - descriptors <= 8
+        del files, shards
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
+    sources: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = OpenFiles(most=64)
+    opened = os.open
+
+    def open_at_most_four(path: str, flags: int) -> int:
+        if len(files) >= 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", open_at_most_four)
+    shards = TokenShards(sources[0], files=files)
+    for shard in range(8):
+        shards.read(shard * SHARD_TOKENS, 8)
+        assert len(files) <= 4
+
+
+@pytest.mark.parametrize("seq_len", [4096, 16384, 32768, 65536])
+def test_long_windows_equal_a_vectorised_reference(
+    write_source: Callable[..., Path], documents: Callable, seq_len: int
+) -> None:
+    stored = documents(0, 60, 9000)
+    folder = write_source("long", [stored[:20], stored[20:]])
+    stream = np.concatenate([np.asarray(document) for document in stored])
+    document_of = np.repeat(np.arange(len(stored)), [len(document) for document in stored])
+    windows = CutWindows(TokenShards(folder), seq_len, key=0)
+    assert windows.windows_per_epoch >= 2
+    for number in range(windows.windows_per_epoch):
+        window = windows.read(0, number)
+        first = windows.offset(0) + number * seq_len
+        here = slice(first, first + seq_len)
+        after = slice(first + 1, first + seq_len + 1)
+        assert np.array_equal(window.input, stream[here])
+        same = document_of[here] == document_of[after]
+        assert np.array_equal(window.labels, np.where(same, stream[after], IGNORED))
+        starts = np.searchsorted(document_of[here], document_of[here], side="left")
+        assert np.array_equal(window.positions, np.arange(seq_len) - starts)
+    assert torch.from_numpy(window.labels).dtype == torch.int64
+
+
+_LIMITS = """
+import resource, sys
+soft, hard = int(sys.argv[1]), int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+from titan_loop.data.shards import OpenFiles, open_file_limit
+print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be() -> None:
+    for hard, kept_open in (("1000", "500"), ("4000", "2976")):
+        program = subprocess.run(
+            [sys.executable, "-c", _LIMITS, "256", hard], capture_output=True, text=True, check=True
+        )
+        assert program.stdout.split() == [hard, kept_open, hard, hard]

@@ -1,0 +1,100 @@
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_loop.data.load.windows import IGNORED, CutWindows, Window
+from titan_loop.data.shards import TokenShards
+from titan_loop.errors import UserError
+
+DocumentMaker = Callable[[int, int, int], list[list[int]]]
+
+
+def open_cuts(folder: Path, seq_len: int, key: int) -> CutWindows:
+    return CutWindows(TokenShards(folder), seq_len, key)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(0, 5))
+def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: int) -> None:
+    document_of = [n for n, length in enumerate(lengths) for _ in range(length)][skip:]
+    if len(document_of) < 2:
+        return
+    ids = np.arange(100, 100 + len(document_of))
+    ends = np.asarray([e - skip for e in np.cumsum(lengths) if e > skip])
+    window = Window.empty(len(ids) - 1)
+    window.fill(ids, ends)
+    positions, position = [], 0
+    for i in range(len(document_of) - 1):
+        position = 0 if i == 0 or document_of[i] != document_of[i - 1] else position + 1
+        positions.append(position)
+    assert window.input.tolist() == ids[:-1].tolist()
+    assert window.positions.tolist() == positions
+    same = [a == b for a, b in itertools.pairwise(document_of)]
+    wanted = [label if kept else IGNORED for label, kept in zip(ids[1:], same, strict=True)]
+    assert window.labels.tolist() == wanted
+
+
+@pytest.mark.parametrize("seq_len", [4, 7, 16, 49])
+def test_an_epoch_predicts_every_token_between_the_cuts_once(
+    write_source: Callable[..., Path], documents: DocumentMaker, seq_len: int
+) -> None:
+    stored = documents(0, 30, 9)
+    folder = write_source("source", [stored[:11], stored[11:]])
+    stream = [token for document in stored for token in document]
+    windows = open_cuts(folder, seq_len, key=5)
+    per_epoch = windows.windows_per_epoch
+    for epoch in range(4):
+        counters = np.arange(epoch * per_epoch, (epoch + 1) * per_epoch)
+        epochs, cuts = windows.locate(counters)
+        assert epochs.tolist() == [epoch] * per_epoch
+        assert sorted(cuts.tolist()) == list(range(per_epoch))
+        read = [windows.read(epoch, int(cut)) for cut in cuts]
+        first = windows.offset(epoch)
+        assert Counter(t for window in read for t in window.input.tolist()) == Counter(
+            stream[first : first + per_epoch * seq_len]
+        )
+        # The label of an EOS is another document's first token.
+        inside = itertools.pairwise(stream[first : first + per_epoch * seq_len + 1])
+        labels = Counter(t for window in read for t in window.labels.tolist() if t != IGNORED)
+        assert labels == Counter(label for token, label in inside if token != 0)
+    assert windows.unread_tokens_per_epoch == len(stream) - 1 - per_epoch * seq_len
+    assert windows.unread_tokens_per_epoch < 2 * seq_len
+
+
+def test_epochs_differ_in_order_and_offset(
+    write_source: Callable[..., Path], documents: DocumentMaker
+) -> None:
+    windows = open_cuts(write_source("s", [documents(1, 200, 20)]), 32, key=0)
+    per_epoch = windows.windows_per_epoch
+    _, cuts = windows.locate(np.arange(3 * per_epoch))
+    orders = {tuple(order) for order in cuts.reshape(3, per_epoch).tolist()}
+    assert len(orders) == 3
+    assert len({windows.offset(epoch) for epoch in range(20)}) > 10
+
+
+def test_a_lookup_across_epochs_equals_one_by_one(
+    write_source: Callable[..., Path], documents: DocumentMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan_loop.data.load.windows._BLOCK", 8)  # does not divide an epoch
+    windows = open_cuts(write_source("s", [documents(1, 40, 9)]), 16, key=0)
+    assert windows.windows_per_epoch % 8
+    counters = np.arange(3 * windows.windows_per_epoch)
+    together = np.stack(windows.locate(counters), axis=1).tolist()
+    assert together == [[int(v[0]) for v in windows.locate(counters[i : i + 1])] for i in counters]
+
+
+def test_a_source_of_exactly_one_window(write_source: Callable[..., Path]) -> None:
+    windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
+    assert windows.windows_per_epoch == 1
+    assert windows.read(3, 0).input.tolist() == [1, 2, 3, 4]
+    assert windows.unread_tokens_per_epoch == 0
+
+
+def test_a_source_shorter_than_a_window(write_source: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=r"has 5 tokens in 'train', .* training.seq_len \+ 1 = 6"):
+        open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 5, key=0)

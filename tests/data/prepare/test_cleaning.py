@@ -1,0 +1,303 @@
+"""Deduplication, quality filters and decontamination, on documents that must and must not go."""
+
+import functools
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titan_loop.data.prepare.config import PrepareConfig, read_prepare_config
+from titan_loop.data.prepare.show import show_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+
+WORDS = [
+    first + last
+    for first in ["stone", "river", "cloud", "winter", "garden", "market", "silver", "engine"]
+    for last in ("", "s", "like", "less", "ward", "ing")
+]
+
+
+def sentence(seed: int, words: int = 60) -> str:
+    """Return prose-like words, each sentence with a stop word or two."""
+    chosen = np.random.default_rng(seed).choice(WORDS, words).tolist()
+    return (
+        "The river that will be with "
+        + " of ".join(" ".join(chosen[at : at + 6]) for at in range(0, words, 6))
+        + "."
+    )
+
+
+def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **options: Any):
+    for name, part in {"a": texts[0::2], "b": texts[1::2]}.items():
+        lines = [json.dumps({"text": text}) + "\n" for text in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    (tmp_path / "prepare.toml").write_text(config)
+    card = tokenize_source(
+        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
+        tmp_path / "out",
+        tokenizer_path=tokenizer,
+        config_path=tmp_path / "prepare.toml",
+        tasks=2,
+        **{"held_out_fraction": 0} | options,
+    )
+    assert card is not None
+    return card
+
+
+def stored(source: Path, split: str = "train") -> list[str]:
+    return sorted(
+        shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 999, split)
+    )
+
+
+needs_spacy = pytest.mark.skipif(find_spec("spacy") is None, reason="needs the extra `clean`")
+needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the extra `clean`")
+
+
+@needs_spacy
+def test_near_duplicates_are_dropped_across_files_and_splits(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    distinct = [sentence(seed) for seed in range(12)]
+    # One word of sixty changes: about 5 of 56 five-word shingles, a similarity of 0.84.
+    near = [text.replace("The ", "A ", 1).replace(".", "!") for text in distinct[:5]]
+    texts = distinct + near + [distinct[6]]
+    card = prepare(texts, "[minhash]\n", small_tokenizer, tmp_path, held_out_fraction=0.4)
+    assert card.dropped == {"near_duplicate": 6}
+    assert card.cleaning == {"language": "eng", "minhash": {}}
+    assert "dropped 6 near_duplicate of 18 records" in caplog.text
+    kept = stored(tmp_path / "out") + stored(tmp_path / "out", "held_out")
+    assert len(card.splits) == 2
+    clusters = [{text, copy} for text, copy in zip(distinct, near, strict=False)]
+    clusters += [{text} for text in distinct[5:]]
+    assert all(len(cluster & set(kept)) == 1 for cluster in clusters)
+    assert len(kept) == 12
+    assert not (tmp_path / "out" / "work").exists()
+
+
+@needs_spacy
+def test_quality_filters_come_before_deduplication(small_tokenizer: Path, tmp_path: Path) -> None:
+    good = [sentence(seed) for seed in range(3)]
+    short = "The few words of this."
+    hashes = sentence(9) + " #" * 30
+    config = """
+        [quality]
+        gopher_quality = {min_doc_words = 20}
+        [minhash]
+        n_grams = 4
+    """
+    card = prepare([*good, short, hashes, good[0]], config, small_tokenizer, tmp_path)
+    assert card.dropped == {
+        "gopher_short_doc": 1,
+        "gopher_too_many_hashes": 1,
+        "near_duplicate": 1,
+    }
+    assert stored(tmp_path / "out") == sorted(good)
+    assert card == SourceCard.read(tmp_path / "out")
+    assert card.versions.keys() == {"titan_loop", "datatrove", "tokenizers", "numpy", "spacy"}
+
+
+@needs_spacy
+def test_every_quality_filter_runs(small_tokenizer: Path, tmp_path: Path) -> None:
+    good = [sentence(seed) + "\n" + sentence(seed + 9) for seed in range(3)]
+    bad = {
+        "gopher_short_doc": "The few words of this.",
+        "dup_line_frac": (sentence(20) + "\n") * 4,
+        "line_punct_ratio": "\n".join(sentence(seed)[:-1] for seed in range(30, 33)),
+        "lorem_ipsum": sentence(40) + "\nAnd lorem ipsum is here.",
+    }
+    config = """
+        [quality]
+        gopher_quality = {}
+        gopher_repetition = {}
+        fineweb_quality = {}
+        c4_quality = {min_num_sentences = 1}
+    """
+    card = prepare([*good, *bad.values()], config, small_tokenizer, tmp_path)
+    assert card.dropped == dict.fromkeys(bad, 1)
+    assert stored(tmp_path / "out") == sorted(good)
+
+
+def mmlu_questions() -> list[dict[str, str]]:
+    """Return MMLU development questions that ship with lm-evaluation-harness."""
+    import lm_eval.tasks
+
+    (folder,) = lm_eval.tasks.__path__
+    prompts = json.loads((Path(folder) / "mmlu/flan_cot_fewshot/_cot_prompts.json").read_text())
+    found = []
+    for prompt in prompts.values():
+        for question, options, answer in re.findall(
+            r"\nQ: (.*?)\n(\(A\).*?)\nA: .*?The answer is \(([A-D])\)", prompt, flags=re.DOTALL
+        ):
+            choices = re.split(r"\s*\([A-D]\)\s*", options)[1:]
+            if len(choices) == 4 and len(question.split()) > 20:
+                found.append({"question": question, "answer": choices["ABCD".index(answer)]})
+    return found
+
+
+@needs_lm_eval
+@needs_spacy
+def test_documents_with_evaluation_questions_are_dropped(
+    small_tokenizer: Path, tmp_path: Path
+) -> None:
+    questions = mmlu_questions()[:40]
+    assert len(questions) == 40
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    data = tasks / "questions.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (tasks / "local_mmlu.yaml").write_text(
+        f"""
+task: local_mmlu
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}\\nAnswer:"
+doc_to_target: "{{{{answer}}}}"
+"""
+    )
+    clean = [sentence(seed) for seed in range(4)]
+    leaked = [
+        f"{clean[0]} Found in an exam: {questions[3]['question'].upper()} {clean[1]}",
+        f"{questions[7]['question']}\nAnswer: {questions[7]['answer']}",
+    ]
+    config = f"""
+        [decontaminate]
+        tasks = ["local_mmlu"]
+        include_path = "{tasks}"
+    """
+    card = prepare([*clean, *leaked], config, small_tokenizer, tmp_path)
+    assert card.dropped == {"contaminated": 2}
+    assert stored(tmp_path / "out") == sorted(clean)
+    assert "lm_eval" in card.versions
+
+    from titan_loop.data.prepare.config import Decontamination
+    from titan_loop.data.prepare.decontamination import build_ngram_index
+
+    def settings(**options: Any) -> Decontamination:
+        return Decontamination(**{"tasks": ["local_mmlu"], "include_path": str(tasks)} | options)
+
+    # Without query n-grams a question alone is no leak, so fewer n-grams count.
+    every = build_ngram_index(settings(), tmp_path / "index", "eng")["local_mmlu"]
+    fewer = build_ngram_index(settings(query_ngrams=False), tmp_path / "answers", "eng")
+    assert 0 < fewer["local_mmlu"] < every
+    with pytest.raises(UserError, match="no question of 400 words"):
+        build_ngram_index(settings(n_grams=400), tmp_path / "x", "eng")
+    data.unlink()
+    with pytest.raises(UserError, match=r"local_mmlu cannot be loaded .*: download them"):
+        build_ngram_index(settings(), tmp_path / "x", "eng")
+
+
+@needs_lm_eval
+@needs_spacy
+def test_an_unknown_task_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval import tasks
+
+    from titan_loop.data.prepare.config import Decontamination
+    from titan_loop.data.prepare.decontamination import build_ngram_index
+
+    # Listing the thousands of tasks the harness brings along takes many seconds.
+    known_only = functools.partial(tasks.TaskManager, include_defaults=False)
+    monkeypatch.setattr(tasks, "TaskManager", known_only)
+    (tmp_path / "hellaswag.yaml").write_text("task: hellaswag\ndataset_path: json\n")
+    settings = Decontamination(tasks=["helaswag"], include_path=str(tmp_path))
+    with pytest.raises(UserError, match=r"has no 'helaswag'; nearest: hellaswag"):
+        build_ngram_index(settings, tmp_path / "index", "eng")
+
+
+@needs_spacy
+def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> None:
+    records = [{"question": sentence(seed), "answer": sentence(seed + 50)} for seed in range(4)]
+    records.append(records[2])
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tmp_path / "prepare.toml"
+    config.write_text("[minhash]\n")
+    options = {"tokenizer_path": small_tokenizer, "chat": True, "config_path": config}
+    card = tokenize_source(path, tmp_path / "out", held_out_fraction=0, **options)
+    assert card is not None
+    assert card.dropped == {"near_duplicate": 1}
+    assert card.splits["train"].documents == 4
+    config.write_text("[quality]\nc4_quality = {}\n")
+    with pytest.raises(UserError, match="c4_quality rewrites texts, which chats do not allow"):
+        tokenize_source(path, tmp_path / "b", **options)
+
+
+def test_the_whole_config_file(tmp_path: Path) -> None:
+    assert read_prepare_config(None) == PrepareConfig()
+    assert PrepareConfig().cleaning() == {}
+    path = tmp_path / "prepare.toml"
+    path.write_text(
+        """
+        language = "deu"
+        [quality]
+        gopher_repetition = {}
+        fineweb_quality = {short_line_thr = 0.5}
+        [decontaminate]
+        tasks = ["mmlu"]
+        n_grams = 13
+        [slurm]
+        partition = "cpu"
+        """
+    )
+    config = read_prepare_config(path)
+    assert list(config.quality) == ["gopher_repetition", "fineweb_quality"]
+    assert config.minhash is None
+    assert config.decontaminate is not None
+    assert config.decontaminate.n_grams == 13
+    assert config.slurm == {"partition": "cpu"}
+    assert config.cleaning().keys() == {"language", "quality", "decontaminate"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = ", "is not TOML"),
+        ("[minhsh]", "unknown name minhsh; nearest: minhash"),
+        ("language = 5", "language = 5 must be a str"),
+        ("minhash = true", "minhash = True must be a dict"),
+        ("[quality]\ngopher = {}", "unknown name quality.gopher; nearest: gopher_quality"),
+        ("[quality]\ngopher_quality = true", r"quality.gopher_quality = True must be a table"),
+        (
+            "[quality]\ngopher_quality = {min_words = 1}",
+            "unknown name quality.gopher_quality.min_words; nearest: min_doc_words",
+        ),
+        (
+            "[quality]\ngopher_quality = {min_doc_words = '9'}",
+            "quality.gopher_quality.min_doc_words = '9' must be a number",
+        ),
+        (
+            "[quality]\ngopher_repetition = {top_n_grams = 2}",
+            "quality.gopher_repetition.top_n_grams = 2 must be a list",
+        ),
+        ("language = 'egn'\n[minhash]", "language = 'egn' is none that .* words; nearest: "),
+        ("[decontaminate]\ntasks = ['a']\ninclude_path = 3", "include_path = 3 must be a string"),
+        (
+            "[decontaminate]\ntasks = ['a']\nquery_ngrams = 'no'",
+            "decontaminate.query_ngrams = 'no' must be true or false",
+        ),
+        ("[minhash]\nngrams = 5", "unknown name minhash.ngrams; nearest: n_grams"),
+        ("[minhash]\nn_grams = 0", "minhash.n_grams = 0 must be a positive whole number"),
+        ("[decontaminate]\nn_grams = 5", "decontaminate.tasks = None must be a list"),
+        ("[decontaminate]\ntasks = ['a']\nn_grams = '5'", "decontaminate.n_grams = '5' must be"),
+        ("[decontaminate]\ntasks = ['a']\ntask = 1", "unknown name decontaminate.task; nearest"),
+    ],
+)
+def test_config_mistakes(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "prepare.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_prepare_config(tmp_path / "prepare.toml")
+
+
+def test_a_missing_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_prepare_config(tmp_path / "missing.toml")

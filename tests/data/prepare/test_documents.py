@@ -1,0 +1,287 @@
+"""Every input format stores the same documents, and counts what it cannot store."""
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from titan_loop.data.prepare.documents import find_documents
+from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
+from titan_loop.data.prepare.pipeline_steps import zstd
+from titan_loop.data.prepare.show import show_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import SourceCard
+from titan_loop.demo.local_chats import build_local_chats
+from titan_loop.demo.local_python import build_local_python_corpus
+from titan_loop.errors import UserError
+
+TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
+
+
+def prepare(inputs: Path | str, tokenizer: Path, out: Path, **options: Any) -> SourceCard:
+    card = tokenize_source(
+        inputs, out, tokenizer_path=tokenizer, **{"held_out_fraction": 0} | options
+    )
+    assert card is not None
+    return card
+
+
+def stored(source: Path) -> list[str]:
+    return sorted(shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 99))
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture(params=["plain", "gz", "zst", "parquet", "text", "huggingface"])
+def formatted(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """Return TEXTS in two files of a format, and the options this format needs."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number, texts in enumerate([TEXTS[:4], TEXTS[4:]]):
+        stem = folder / f"{number}"
+        match request.param:
+            case "plain":
+                stem.with_suffix(".jsonl").write_bytes(jsonl(texts))
+            case "gz":
+                stem.with_suffix(".jsonl.gz").write_bytes(
+                    gzip.compress(jsonl(texts[:2])) + gzip.compress(jsonl(texts[2:]))
+                )
+            case "zst":
+                content = zstd.compress(jsonl(texts[:1])) + zstd.compress(jsonl(texts[1:]))
+                stem.with_suffix(".jsonl.zst").write_bytes(content)
+            case "parquet" | "huggingface":
+                table = pa.table({"text": texts, "other": list(range(len(texts)))})
+                pq.write_table(table, stem.with_suffix(".parquet"))
+            case _:
+                stem.mkdir()
+                for index, text in enumerate(texts):
+                    (stem / f"{index}.py").write_text(text)
+    options = {"format": "huggingface"} if request.param == "huggingface" else {}
+    return folder, options
+
+
+def test_every_format_stores_the_same(
+    formatted: tuple[Path, dict[str, str]], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    folder, options = formatted
+    card = prepare(folder, small_tokenizer, tmp_path / "out", tasks=2, **options)
+    assert stored(tmp_path / "out") == sorted(TEXTS)
+    assert card.dropped == {}
+    assert card.splits["train"].text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert len(card.splits["train"].shards) == 2  # both tasks had work
+
+
+def test_parquet_counts_what_it_cannot_store(small_tokenizer: Path, tmp_path: Path) -> None:
+    raw = pa.array([b"good", b"\xff", b"", None, b"fine"], pa.binary())
+    # Arrow does not look at the bytes when it is told that they are text.
+    texts = pa.Array.from_buffers(pa.string(), 5, raw.buffers())
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    out = tmp_path / "out"
+    card = prepare(tmp_path / "a.parquet", small_tokenizer, out, max_malformed=0.5)
+    assert card.dropped == {"malformed": 1, "missing_text": 1, "empty": 1}
+    assert stored(out) == ["fine", "good"]
+    with pytest.raises(UserError, match=r"5 of 5 records .* lack their text.*no field 'body'"):
+        prepare(tmp_path / "a.parquet", small_tokenizer, tmp_path / "b", text_key="body")
+
+
+def test_parquet_conversations(small_tokenizer: Path, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pq.write_table(pa.table({"messages": [chat, None]}), tmp_path / "a.parquet")
+    out = tmp_path / "out"
+    card = prepare(tmp_path / "a.parquet", small_tokenizer, out, chat=True, max_malformed=0.5)
+    assert card.dropped == {"missing_text": 1}
+    assert next(show_source(out)).text.startswith("<|im_start|>user\na<|im_end|>\n")
+
+
+def test_a_folder_of_text(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "in"
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "x.py").write_text("hidden")
+    (folder / "a.py").write_text("code")
+    (folder / "b.md").write_text("prose")
+    (folder / "c.bin").write_bytes(b"\xff\xfe")
+    (folder / "d.md").write_text(" \n")
+    out = tmp_path / "out"
+    card = prepare(folder, small_tokenizer, out, max_malformed=0.25)
+    assert card.dropped == {"malformed": 1, "empty": 1}
+    assert stored(out) == ["code", "prose"]
+    assert "left out 1 hidden files" in caplog.text
+    assert "c.bin, record 1: invalid UTF-8" in caplog.text
+    prepare(folder, small_tokenizer, tmp_path / "only", patterns=["*.py", "b.*"])
+    assert stored(tmp_path / "only") == ["code", "prose"]
+
+
+def test_broken_files_are_named(small_tokenizer: Path, tmp_path: Path) -> None:
+    broken = {
+        "a.jsonl.gz": gzip.compress(jsonl(TEXTS))[:-9],
+        "a.jsonl.zst": zstd.compress(jsonl(TEXTS))[:-9],
+        "a.parquet": b"PAR1 is how it should begin and end",
+    }
+    for name, content in broken.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} cannot be read to its end"):
+            prepare(tmp_path / name, small_tokenizer, tmp_path / f"out_{name}")
+
+
+def test_held_out_files_of_any_format(small_tokenizer: Path, tmp_path: Path) -> None:
+    for name, texts in {"train": TEXTS[:5], "held_out": TEXTS[5:]}.items():
+        pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet")
+    out = tmp_path / "out"
+    card = prepare(
+        tmp_path / "train.parquet",
+        small_tokenizer,
+        out,
+        held_out_inputs=tmp_path / "held_out.parquet",
+    )
+    assert stored(out) == sorted(TEXTS[:5])
+    assert card.splits["held_out"].documents == 2
+
+
+def test_which_files(tmp_path: Path) -> None:
+    for name in ("x/a.jsonl", "x/b/c.jsonl.gz", "x/readme.md", "y/a.parquet", "y/b.jsonl", "z/t"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    found = find_documents(tmp_path / "x")
+    assert found.format == "jsonl"
+    assert found.files == (str(tmp_path / "x/a.jsonl"), str(tmp_path / "x/b/c.jsonl.gz"))
+    assert find_documents(tmp_path / "z").format == "text"
+    assert find_documents(tmp_path / "x", format="text").files[-1] == str(tmp_path / "x/readme.md")
+    (tmp_path / "empty").mkdir()
+    for arguments, options, message in [
+        ([tmp_path / "missing"], {}, r"missing does not exist.*--format huggingface"),
+        ([tmp_path / "empty"], {}, "empty has no document file"),
+        ([tmp_path / "x"], {"patterns": ["*.c"]}, r"has no document file that matches \*\.c"),
+        ([tmp_path / "x"], {"format": "parquet"}, "has no parquet file"),
+        ([tmp_path / "y"], {}, "mixes jsonl and parquet: give --format"),
+        ([tmp_path / "x", tmp_path / "z"], {}, "inputs mix jsonl and text"),
+        ([tmp_path / "x", tmp_path / "x/a.jsonl"], {}, r"a\.jsonl is given twice"),
+        ([tmp_path / "x"], {"format": "json"}, "format 'json' is not known; nearest: jsonl"),
+        ([tmp_path / "x"], {"dataset_split": "test"}, "have no effect on files"),
+        (["a", "b"], {"format": "huggingface"}, "reads one dataset, not 2"),
+        (["a"], {"format": "huggingface", "patterns": ["*"]}, "no effect on a Hugging Face"),
+        (["s3://bucket/x"], {}, r"input s3://bucket/x is in an object store"),
+        ([], {}, "no input"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            find_documents(arguments, **options)
+    with pytest.raises(UserError, match="given for training and held out"):
+        find_documents(tmp_path / "x", tmp_path / "x/a.jsonl")
+
+
+def test_links(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A download cache links names to files without one; links to folders are counted."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f").write_bytes(gzip.compress(jsonl(TEXTS)))
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    (snapshot / "a.jsonl.gz").symlink_to("../blobs/0f")
+    (snapshot / "more").symlink_to("../blobs")
+    (snapshot / "gone.jsonl").symlink_to("nowhere")
+    found = find_documents(snapshot)
+    assert found.files == (str(snapshot / "a.jsonl.gz"),)
+    assert "left out 2 links to folders or to nothing" in caplog.text
+    (snapshot / "b.jsonl.gz").symlink_to("../blobs/0f")
+    with pytest.raises(UserError, match="given twice"):
+        find_documents(snapshot)
+    with pytest.raises(UserError, match="given for training and held out"):
+        find_documents(snapshot / "a.jsonl.gz", snapshot / "b.jsonl.gz")
+    (snapshot / "c.jsonl.gz").write_bytes(b"")
+    for name in "ab":
+        (snapshot / f"{name}.jsonl.gz").unlink()
+        (snapshot / f"{name}.jsonl.gz").symlink_to("c.jsonl.gz")
+    assert find_documents(snapshot).files == (str(snapshot / "c.jsonl.gz"),)
+    assert "left out 2 links to other files of it" in caplog.text
+
+
+@pytest.mark.parametrize("name", [b"a\nb.txt", b"a.txt ", b"\xff.txt"])
+def test_names_that_a_list_of_files_cannot_hold(tmp_path: Path, name: bytes) -> None:
+    try:
+        (tmp_path / os.fsdecode(name)).write_text("text")
+    except OSError:
+        pytest.skip("the file system does not allow such names")
+    with pytest.raises(UserError, match="has a name that a list of files cannot hold"):
+        find_documents(tmp_path)
+
+
+def test_json_files_are_lines_only_where_that_is_said(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json.gz", "c.jsonl"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"a\.json may hold JSON lines or be one document: give"):
+        find_documents(tmp_path / "a.json")
+    assert find_documents(tmp_path / "a.json", format="jsonl").format == "jsonl"
+    assert len(find_documents(tmp_path, format="jsonl").files) == 1
+    assert len(find_documents(tmp_path, format="jsonl", patterns=["*.json*"]).files) == 3
+    (tmp_path / "c.jsonl").unlink()
+    with pytest.raises(UserError, match=r"has no jsonl file: choose by name with --pattern"):
+        find_documents(tmp_path, format="jsonl")
+
+
+def test_an_output_inside_the_input_is_no_input(small_tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.md").write_text("first")
+    (folder / "b.md").write_text("second")
+    for out in (folder / "prepared", folder):
+        for overwrite in (False, True):
+            prepare(folder, small_tokenizer, out, overwrite=overwrite)
+            assert stored(out) == ["first", "second"]
+        shutil.rmtree(folder / "prepared", ignore_errors=True)
+
+
+def test_a_dataset_that_cannot_be_had(
+    small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting
+    with pytest.raises(UserError, match=r"dataset 'nobody/nothing' cannot be loaded .*network"):
+        prepare("nobody/nothing", small_tokenizer, tmp_path / "out", format="huggingface")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_split_that_a_dataset_lacks(small_tokenizer: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"text": TEXTS}), folder / "train.parquet")
+    with pytest.raises(
+        UserError, match=r"has no split 'training': give --dataset-split one of train"
+    ):
+        prepare(
+            folder,
+            small_tokenizer,
+            tmp_path / "out",
+            format="huggingface",
+            dataset_split="training",
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("output", ["s3://bucket/out", Path("s3://bucket/out")])
+def test_an_output_in_an_object_store_is_refused(
+    small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
+    writers: list[Callable[[], object]] = [
+        lambda: tokenize_source(tmp_path / "a.jsonl", output, tokenizer_path=small_tokenizer),
+        lambda: train_tokenizer(tmp_path / "a.jsonl", vocab_size=300, output=output),
+        lambda: import_tokenizer(small_tokenizer, output=output),
+        lambda: build_local_python_corpus(output),
+        lambda: build_local_chats(output),
+    ]
+    for write in writers:
+        with pytest.raises(UserError, match=r"output s3:/+bucket/out is in an object store"):
+            write()
+    assert not (tmp_path / "s3:").exists()

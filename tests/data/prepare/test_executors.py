@@ -1,0 +1,161 @@
+"""Executors: locally and on Ray for real, SLURM by the scripts it would submit."""
+
+import json
+import os
+import stat
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.data.prepare.executors import Stage, run_stages, slurm_chain
+from titan_loop.data.prepare.pipeline_steps import PlainTextTokenizer
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.errors import UserError
+
+TEXTS = [f"document number {n}" for n in range(12)]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    paths = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for number, path in enumerate(paths):
+        lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[number::3]]
+        path.write_text("".join(lines))
+    return paths
+
+
+def prepare(files: list[Path], out: Path, tokenizer: Path, **options: Any) -> SourceCard | None:
+    return tokenize_source(
+        files, out, tokenizer_path=tokenizer, tasks=3, held_out_fraction=0.3, command="", **options
+    )
+
+
+def stages(tmp_path: Path) -> list[Stage]:
+    step = PlainTextTokenizer(str(tmp_path / "x"), "tokenizer.json", eos_token="<|endoftext|>")
+    return [
+        Stage(name=name, steps=[step], tasks=tasks, logs=tmp_path / name)
+        for name, tasks in {"train": 7, "held_out": 3}.items()
+    ]
+
+
+def test_slurm_scripts(tmp_path: Path) -> None:
+    options = {"partition": "cpu", "time": "02:00:00", "mem_per_cpu_gb": 4, "qos": "low"}
+    chain: list[Any] = slurm_chain(
+        stages(tmp_path), 2, options | {"env_command": "source /opt/activate"}
+    )
+    train, held_out = chain
+    assert held_out.depends is train
+    assert train.depends is None
+    script = train.get_launch_file_contents(train.get_sbatch_args(7), "launch_pickled_pipeline x")
+    lines = script.splitlines()
+    for line in (
+        "#SBATCH --partition=cpu",
+        "#SBATCH --time=02:00:00",
+        "#SBATCH --array=0-6%2",
+        "#SBATCH --mem-per-cpu=4G",
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --qos=low",
+        "#SBATCH --job-name=titan-loop-train",
+        "source /opt/activate",
+        "launch_pickled_pipeline x",
+    ):
+        assert line in lines
+    with pytest.raises(UserError, match=r"needs slurm\.time in the config"):
+        slurm_chain(stages(tmp_path), 1, {"partition": "cpu"})
+    with pytest.raises(UserError, match="'slurm' has no option 'partitio'; nearest: partition"):
+        slurm_chain(stages(tmp_path), 1, options | {"partitio": "cpu"})
+
+
+def test_slurm_submits_a_chain_that_ends_in_the_card(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sbatch` is a script that writes down what it was given; the jobs are then run by hand."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    sbatch = folder / "sbatch"
+    sbatch.write_text(
+        '#!/bin/sh\nn=$(ls "$0".* 2>/dev/null | wc -l)\n'
+        'for last; do :; done\n{ echo "# $@"; cat "$last"; } > "$0.$n"\necho Submitted job 10$n\n'
+    )
+    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    config = tmp_path / "prepare.toml"
+    config.write_text('[slurm]\npartition = "cpu"\ntime = "1:00:00"\n')
+    options: dict[str, Any] = {"executor": "slurm", "workers": 2, "config_path": config}
+    out = tmp_path / "out"
+    with monkeypatch.context() as context:
+        context.setenv("PATH", "/nowhere")
+        with pytest.raises(UserError, match="'slurm' needs sbatch on the PATH"):
+            prepare(files, out, small_tokenizer, **options)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    assert prepare(files, out, small_tokenizer, **options) is None
+    assert not (out / CARD_NAME).exists()
+    scripts = [path.read_text() for path in sorted(folder.glob("sbatch.*"))]
+    # Each stage is followed by datatrove's own job that merges statistics.
+    names = [script.split("--job-name=")[1].splitlines()[0] for script in scripts]
+    assert names[::2] == ["titan-loop-train", "titan-loop-held_out", "titan-loop-card"]
+    assert names[1::2] == names[::2]
+    assert "--dependency=afterok:100" in scripts[2].splitlines()[0]
+    assert "--dependency=afterok:102" in scripts[4].splitlines()[0]
+    assert "#SBATCH --array=0-2%2" in scripts[0]
+    # What the jobs do: unpickle the executor and run it for their number.
+    import dill
+
+    monkeypatch.setenv("SLURM_NODELIST", "localhost")
+    scontrol = folder / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho localhost\n")
+    scontrol.chmod(sbatch.stat().st_mode)
+    for stage, tasks in {"train": 3, "held_out": 3, "card": 1}.items():
+        for task in range(tasks):
+            monkeypatch.setenv("SLURM_ARRAY_TASK_ID", str(task))
+            with (out / "logs" / stage / "executor.pik").open("rb") as file:
+                executor = dill.load(file)
+            executor.requeue_signals = None  # this process keeps its handlers
+            executor.run()
+    local = prepare(files, tmp_path / "local", small_tokenizer)
+    assert local is not None
+    assert SourceCard.read(out).splits == local.splits
+
+
+@pytest.mark.slow
+# A warning turned into an error in datatrove's submitting thread would make it wait for ever.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
+def test_ray_stores_the_same(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+    import ray
+
+    config = tmp_path / "prepare.toml"
+    config.write_text("[ray]\nmem_per_cpu_gb = 0.25\n")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        found = prepare(
+            files, tmp_path / "ray", small_tokenizer, executor="ray", workers=2, config_path=config
+        )
+    finally:
+        ray.shutdown()
+    local = prepare(files, tmp_path / "local", small_tokenizer)
+    assert found is not None
+    assert local is not None
+    assert found.splits == local.splits
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+def test_ray_missing(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'ray' needs Ray: pip install 'titan-loop\[ray\]'"):
+        prepare(files, tmp_path / "out", small_tokenizer, executor="ray")
+
+
+def test_an_unknown_executor(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="executor 'slrum' is not known; nearest: slurm"):
+        prepare(files, tmp_path / "out", small_tokenizer, executor="slrum")
+
+
+def test_finished_stages_are_not_run(tmp_path: Path) -> None:
+    stage = stages(tmp_path)[1]
+    (stage.logs / "completions").mkdir(parents=True)
+    assert stage.unfinished() == [0, 1, 2]
+    for task in range(3):
+        (stage.logs / "completions" / f"{task:05d}").touch()
+    assert run_stages([stage], "local", 1, {})  # the tokenizer does not even exist

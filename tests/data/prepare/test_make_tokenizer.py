@@ -1,0 +1,173 @@
+import base64
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import (
+    SPECIAL_TOKENS,
+    load_tokenizer,
+    token_byte_lengths,
+)
+
+# GPT-2's pattern, without the possessive quantifiers of later ones.
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def test_special_tokens_come_first(small_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer)
+    assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
+    assert tokenizer.get_vocab_size() == 300
+
+
+def test_digits_are_split_individually(small_tokenizer: Path) -> None:
+    assert load_tokenizer(small_tokenizer).encode("1024x77").tokens == list("1024x77")
+
+
+def test_training_twice_gives_the_same_file(jsonl: Path, tmp_path: Path) -> None:
+    files = [
+        train_tokenizer([jsonl], vocab_size=300, output=tmp_path / f"{n}.json") for n in range(2)
+    ]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_byte_lengths_of_every_token_sum_to_the_text(small_tokenizer: Path) -> None:
+    tokenizer, lengths = load_tokenizer(small_tokenizer), token_byte_lengths(small_tokenizer)
+    assert len(lengths) == 300
+    assert lengths[:3].tolist() == [0, 0, 0]
+    assert (lengths[3:] >= 1).all()
+
+    @given(st.text())
+    def check(text: str) -> None:
+        tokenizer.encode_special_tokens = True
+        ids = tokenizer.encode(text).ids
+        assert lengths[ids].sum() == len(text.encode())
+        assert tokenizer.decode(ids) == text
+
+    check()
+
+
+def write_ranks(path: Path, jsonl: Path) -> Path:
+    """Write tiktoken ranks learnt from the test corpus, in tiktoken's own order of bytes."""
+    from titan_loop.text.tokenizer import byte_symbols
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=380,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = [json.loads(line)["text"] for line in jsonl.read_text().splitlines()]
+    tokenizer.train_from_iterator(texts, trainer)
+    byte_of = {symbol: value for value, symbol in byte_symbols().items()}
+    lines = [
+        base64.b64encode(bytes(byte_of[c] for c in token)).decode() + f" {rank}"
+        for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> None:
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks_file = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
+    path = import_tokenizer(ranks_file, output=tmp_path, split_pattern=PATTERN)
+    tokenizer = load_tokenizer(path)
+    rows = [line.split() for line in ranks_file.read_text().splitlines()]
+    ranks = {base64.b64decode(token): int(rank) for token, rank in rows}
+    original = tiktoken.Encoding("test", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    assert tokenizer.token_to_id(SPECIAL_TOKENS[0]) == len(ranks)
+    lengths = token_byte_lengths(path)
+    assert [lengths[rank] for rank in ranks.values()] == [len(token) for token in ranks]
+    tokenizer.encode_special_tokens = True
+
+    words = st.sampled_from(
+        ["loop", "layers", " again", "Größe", "漢字", " 12", "\n  ", "🙂", "'s"]
+    )
+
+    @given(st.one_of(st.text(), st.lists(words).map("".join)))
+    def check(text: str) -> None:
+        assert tokenizer.encode(text).ids == original.encode_ordinary(text)
+
+    check()
+
+
+def test_special_tokens_of_a_rank_file_may_leave_gaps(jsonl: Path, tmp_path: Path) -> None:
+    ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
+    count = len(ranks.read_text().splitlines())
+    specials = {"<|endoftext|>": count + 3}
+    path = import_tokenizer(ranks, output=tmp_path, split_pattern=PATTERN, special_tokens=specials)
+    assert load_tokenizer(path).token_to_id("<|endoftext|>") == count + 3
+    with pytest.raises(UserError, match="special_tokens need distinct ids"):
+        import_tokenizer(
+            ranks, output=tmp_path, split_pattern=PATTERN, special_tokens={"<|endoftext|>": 5}
+        )
+
+
+def test_a_rank_file_needs_its_pattern(jsonl: Path, tmp_path: Path) -> None:
+    ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
+    with pytest.raises(UserError, match="give split_pattern"):
+        import_tokenizer(ranks, output=tmp_path)
+
+
+def test_a_tokenizer_json_is_copied(small_tokenizer: Path, tmp_path: Path) -> None:
+    path = import_tokenizer(small_tokenizer, output=tmp_path / "copy.json")
+    assert load_tokenizer(path).get_vocab() == load_tokenizer(small_tokenizer).get_vocab()
+    with pytest.raises(UserError, match=r"no effect on a tokenizer\.json"):
+        import_tokenizer(small_tokenizer, output=tmp_path, split_pattern="x")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other"
+    with pytest.raises(UserError, match="is not a file"):
+        import_tokenizer(path, output=tmp_path)
+    for content, message in [("hello there you", "neither"), ("aGk= 0\n", "all 256 bytes")]:
+        path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            import_tokenizer(path, output=tmp_path, split_pattern=PATTERN)
+    path.write_text("{}")
+    with pytest.raises(UserError, match=r"is not a tokenizer\.json"):
+        import_tokenizer(path, output=tmp_path)
+
+
+def test_byte_lengths_need_a_byte_level_tokenizer(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"größe\u2581": 0}, unk_token="x")).save(str(tmp_path / "t.json"))
+    with pytest.raises(UserError, match="is not byte-level"):
+        token_byte_lengths(tmp_path / "t.json")
+
+
+def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
+    texts = [json.loads(line)["text"] for line in jsonl.read_text().splitlines()]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number}.md").write_text(text)
+    (folder / "other.py").write_text("looped " * 99)
+    archive = tmp_path / "a.jsonl.gz"
+    archive.write_bytes(gzip.compress(jsonl.read_bytes()))
+    expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
+    for inputs in (archive, folder):
+        path = train_tokenizer(inputs, vocab_size=300, output=tmp_path / "1", patterns=["*.md"])
+        assert path.read_bytes() == expected
+    other = train_tokenizer(folder, vocab_size=300, output=tmp_path / "2")
+    assert other.read_bytes() != expected
+
+
+def test_training_mistakes(jsonl: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vocab_size 258 is below 259"):
+        train_tokenizer([jsonl], vocab_size=258, output=tmp_path)
+    with pytest.raises(UserError, match="vocab_size 9000 cannot be filled"):
+        train_tokenizer([jsonl], vocab_size=9000, output=tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        train_tokenizer([tmp_path / "missing.jsonl"], vocab_size=300, output=tmp_path)
+    with pytest.raises(UserError, match=r"output .*t\.json cannot be written \(File exists\)"):
+        train_tokenizer([jsonl], vocab_size=300, output=jsonl / "t.json")
+    with pytest.raises(UserError, match=r"4 lack their text, .*record 1: no field 'body'"):
+        train_tokenizer([jsonl], vocab_size=300, output=tmp_path, text_key="body")

@@ -1,0 +1,204 @@
+import json
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_loop.data.prepare import packing
+from titan_loop.data.prepare.packing import (
+    PackedIndex,
+    best_fit_decreasing,
+    index_paths,
+    pack_source,
+)
+from titan_loop.data.prepare.verify import verify_source
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.errors import UserError
+
+
+def naive_fills(lengths: list[int], capacity: int) -> list[int]:
+    """Best-fit decreasing as its definition reads, quadratic; the fill of every bin, sorted."""
+    fills: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [bin_ for bin_, fill in enumerate(fills) if fill + length <= capacity]
+        if fitting:
+            fills[max(fitting, key=lambda bin_: fills[bin_])] += length
+        else:
+            fills.append(length)
+    return sorted(fills)
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda capacity: st.tuples(
+            st.just(capacity), st.lists(st.integers(1, capacity), min_size=1, max_size=60)
+        )
+    )
+)
+def test_bins_are_those_of_the_definition(case: tuple[int, list[int]]) -> None:
+    capacity, lengths = case
+    bin_of = best_fit_decreasing(np.asarray(lengths), capacity)
+    fills = np.bincount(bin_of, weights=lengths).astype(int)
+    assert sorted(fills.tolist()) == naive_fills(lengths, capacity)
+
+
+def stream_of(source: Path, split: str = "train") -> np.ndarray:
+    shards = TokenShards(source, split)
+    return shards.read(0, shards.tokens)[0]
+
+
+def test_every_document_is_in_exactly_one_window(
+    write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
+) -> None:
+    stored = documents(0, 300, 30)
+    source = write_source("s", [stored[:100], stored[100:101], stored[101:]], held_out=[stored[:3]])
+    packed = pack_source(source, 32)
+    index = PackedIndex.open(source, "train", 32)
+    assert SourceCard.read(source).splits["train"].packed == (packed["train"],) == (index.card,)
+    stream = stream_of(source)
+    found = []
+    for window in range(index.windows):
+        pieces = index.documents(window)
+        assert sum(length for _, length in pieces) <= 33
+        found += [tuple(stream[first : first + length]) for first, length in pieces]
+    assert sorted(found) == sorted(map(tuple, stored))
+    tokens = sum(map(len, stored))
+    assert index.card.tokens == tokens
+    assert index.fill == tokens / (33 * index.windows)
+    assert index.windows <= 11 / 9 * np.ceil(tokens / 33) + 4  # the method's own bound
+    held_out = PackedIndex.open(source, "held_out", 32)
+    assert sum(len(held_out.documents(window)) for window in range(held_out.windows)) == 3
+
+
+def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) -> None:
+    stored = [[5, 6, 0], [*list(range(1, 24)), 0], [*range(1, 17), 0], [9, 0]]
+    source = write_source("s", [stored])
+    with pytest.raises(
+        UserError, match=r"2 documents of 'train' have more than 8 \+ 1 tokens, the longest 24"
+    ):
+        pack_source(source, 8)
+    assert SourceCard.read(source).splits["train"].packed == ()
+    card = pack_source(source, 8, long_documents="split")["train"]
+    assert card.split_documents == 2
+    index = PackedIndex.open(source, "train", 8)
+    stream = stream_of(source)
+    labels = []  # the position of every predicted token
+    for window in range(index.windows):
+        for first, length in index.documents(window):
+            assert 2 <= length <= 9
+            assert (stream[first : first + length - 1] != 0).all()  # no piece spans documents
+            labels += range(first + 1, first + length)
+    starts = {0, 3, 27, 44}
+    assert sorted(labels) == [token for token in range(len(stream)) if token not in starts]
+
+
+def test_packing_is_deterministic_and_replaces_only_its_own_length(
+    write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
+) -> None:
+    source = write_source("s", [documents(1, 50, 20)])
+    first = pack_source(source, 32)
+    pack_source(source, 64)
+    assert pack_source(source, 32) == first
+    packed = SourceCard.read(source).splits["train"].packed
+    assert sorted(card.seq_len for card in packed) == [32, 64]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_packing_again_may_be_interrupted_anywhere(
+    write_source: Callable[..., Path],
+    documents: Callable[[int, int, int], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    same: bool,
+) -> None:
+    """Stopped at any rename, the card names a whole index, or none that is half replaced."""
+    source = write_source("s", [documents(1, 50, 20)], [documents(2, 20, 20)])
+    if not same:  # an earlier index that is not what packing gives now: a window a document
+        with monkeypatch.context() as other:
+            other.setattr(
+                packing, "best_fit_decreasing", lambda lengths, _: np.arange(len(lengths))
+            )
+            pack_source(source, 32)
+    wanted = pack_source(write_source("t", [documents(1, 50, 20)], [documents(2, 20, 20)]), 32)
+    if same:
+        pack_source(source, 32)
+    rename, named = os.replace, list[bool]()
+    for renames in range(6):  # four files and the card
+        left = renames
+
+        def rename_or_stop(old: str | Path, new: str | Path) -> None:
+            nonlocal left
+            if not left:
+                raise KeyboardInterrupt
+            left -= 1
+            rename(old, new)
+
+        with monkeypatch.context() as stop:
+            stop.setattr(os, "replace", rename_or_stop)
+            if renames < 5:
+                with pytest.raises(KeyboardInterrupt):
+                    pack_source(source, 32)
+            else:
+                assert pack_source(source, 32) == wanted
+        assert [fault for fault in verify_source(source) if "packed_32" in fault] == []
+        assert not list(source.glob("**/.*"))
+        named.append(bool(SourceCard.read(source).splits["train"].packed))
+    assert named == [True, *[same] * 4, True]
+
+
+def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
+    source = write_source("s", [[[5, 0], [6, 7, 0]]])
+    pack_source(source, 8)
+    index = PackedIndex.open(source, "train", 8)
+    assert len(index._files) == 0
+    assert index.documents(0) == [(0, 2), (2, 3)]
+    with pytest.raises(IndexError):
+        index.documents(1)
+
+
+def test_a_full_disk(write_source: Callable[..., Path]) -> None:
+    source = write_source("s", [[[5, 0], [6, 7, 0]] * 9])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(UserError, match=r"packed_8\.pieces cannot be written \(File too large"):
+            pack_source(source, 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert SourceCard.read(source).splits["train"].packed == ()
+
+
+def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
+    source = write_source("s", [[[5, 0], [6, 7, 0]]])
+    with pytest.raises(UserError, match=r"not packed for windows of 8 .* none.* --seq-len 8"):
+        PackedIndex.open(source, "train", 8)
+    pack_source(source, 8)
+    with pytest.raises(UserError, match=r"not packed for windows of 9 in 'train' .*\[8\]"):
+        PackedIndex.open(source, "train", 9)
+    with pytest.raises(UserError, match="no split 'held_out'"):
+        PackedIndex.open(source, "held_out", 8)
+    for seq_len in (0, 2**24 + 1):
+        with pytest.raises(UserError, match=f"seq_len {seq_len} must be from 1 to 16777216"):
+            pack_source(source, seq_len)
+    windows, pieces = index_paths(source / "train", 8)
+    content = pieces.read_bytes()
+    pieces.write_bytes(content[:-1])
+    with pytest.raises(UserError, match="has 23 bytes, its card says 24"):
+        PackedIndex.open(source, "train", 8)
+    pieces.write_bytes(bytes([200]) + content[1:])  # a first token beyond the stream
+    with pytest.raises(UserError, match="window 0 is damaged"):
+        PackedIndex.open(source, "train", 8).documents(0)
+    windows.unlink()
+    with pytest.raises(UserError, match="has no bytes, its card says 8"):
+        PackedIndex.open(source, "train", 8)
+    card = json.loads((source / CARD_NAME).read_text())
+    assert card["splits"]["train"]["packed"][0]["windows"] == 1
+    index = next((source / "train").glob("*.index"))
+    index.write_bytes(index.read_bytes()[::-1])
+    with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
+        pack_source(source, 8, long_documents="split")

@@ -1,0 +1,221 @@
+"""Preparing when the disk is full, the output cannot be written or the process is killed."""
+
+import gzip
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from titan_loop.data.prepare.executors import Stage
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.prepare.preparation import Preparation
+from titan_loop.data.prepare.stages import build_stages
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.prepare.verify import verify_source
+from titan_loop.data.source_card import CARD_NAME, LOCK_NAME
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+
+FULL = "cannot be written .*finished tasks are kept"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Return a small file and one that takes about 80 KB as tokens."""
+    paths = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for path, count in zip(paths, (5, 800), strict=True):
+        lines = [json.dumps({"text": f"document {n}: {n * n} " * 4}) for n in range(count)]
+        path.write_text("\n".join(lines) + "\n")
+    return paths
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing beyond `size` bytes of any file fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the open shard's
+def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "tasks": 2, "command": "", "held_out_fraction": 0}
+    with largest_file(30_000), pytest.raises(UserError, match=FULL):
+        tokenize_source(files, out, **options)
+    assert not (out / CARD_NAME).exists()
+    assert [path.name for path in (out / "logs/train/completions").iterdir()] == ["00000"]
+    again = tokenize_source(files, out, **options)
+    whole = tokenize_source(files, tmp_path / "whole", **options)
+    assert again is not None
+    assert whole is not None
+    assert again.splits == whole.splits
+
+
+def test_an_input_that_disappears(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build_after_removal(preparation: Preparation) -> list[Stage]:
+        files[1].unlink()
+        return build_stages(preparation)
+
+    monkeypatch.setattr("titan_loop.data.prepare.stages.build_stages", build_after_removal)
+    with pytest.raises(UserError, match=r"input .*1\.jsonl cannot be read to its end \(No such"):
+        tokenize_source(files, tmp_path / "out", tokenizer_path=small_tokenizer)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Return a mounted file system of 128 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def command(files: list[Path], tokenizer: Path, out: Path, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "titan_loop", "data", "tokenize", *map(str, files)),
+        *("--output", str(out), "--tokenizer", str(tokenizer), "--held-out-fraction", "0", *more),
+    ]
+
+
+def test_a_full_disk(files: list[Path], small_tokenizer: Path, small_disk: Path) -> None:
+    result = subprocess.run(
+        command(files, small_tokenizer, small_disk / "out"), capture_output=True, text=True
+    )
+    assert result.returncode == EXIT_USER_ERROR, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("titan-loop: error:")]
+    assert len(errors) == 1
+    assert "No space left on device" in errors[0]
+    assert "Traceback" not in result.stderr
+    assert not (small_disk / "out" / CARD_NAME).exists()
+
+
+def test_an_output_that_cannot_be_written(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"output /proc/out cannot be written"):
+        tokenize_source(files, "/proc/out", tokenizer_path=small_tokenizer)
+    with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)"):
+        tokenize_source(files, files[0] / "out", tokenizer_path=small_tokenizer)
+
+
+def test_what_a_worker_process_finds_is_said_in_one_line(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "2.jsonl.gz"
+    broken.write_bytes(gzip.compress(files[1].read_bytes())[:-9])
+    workers = ("--tasks", "3", "--workers", "2")
+    result = subprocess.run(
+        command([*files, broken], small_tokenizer, tmp_path / "out", *workers),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == EXIT_USER_ERROR
+    assert "2.jsonl.gz cannot be read to its end" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_a_killed_preparation_goes_on(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    """Killed at any moment after its first task, it ends like one that ran through."""
+    more = [tmp_path / f"{number}.jsonl" for number in range(2, 8)]
+    for path in more:
+        path.write_bytes(files[1].read_bytes())
+    every, out = [*files, *more], tmp_path / "out"
+    started = command(every, small_tokenizer, out, "--tasks", "8")
+    process = subprocess.Popen(started, start_new_session=True)
+    completions = out / "logs/train/completions"
+    while process.poll() is None and not (completions / "00000").exists():
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in completions.iterdir()}
+    assert 1 <= len(done) < 8, "killed too late to tell anything"
+    options = {"tokenizer_path": small_tokenizer, "tasks": 8, "held_out_fraction": 0}
+    again = tokenize_source(every, out, **options)
+    assert {name: (completions / name).stat().st_mtime_ns for name in done} == done
+    whole = tokenize_source(every, tmp_path / "whole", **options)
+    assert again is not None
+    assert whole is not None
+    assert again.splits == whole.splits
+    assert list(verify_source(out)) == []
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # what the killed one left waiting
+
+
+_HOLDER = """
+import sys
+from pathlib import Path
+from titan_loop.errors import UserError
+from titan_loop.storage.folder_lock import FolderLock
+try:
+    lock = FolderLock(Path(sys.argv[1]), sys.argv[2], called="output", user="preparation")
+    print("held", flush=True)
+    sys.stdin.read()
+except UserError as error:
+    print(error)
+"""
+
+
+def hold(source: Path) -> subprocess.Popen[str]:
+    """Start a process that holds a source's folder until its input ends, if it gets it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _HOLDER, str(source), LOCK_NAME],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_one_process_at_a_time_prepares_a_source(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "patterns": ["*"], "held_out_fraction": 0.0}
+    with hold(out) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        held = rf"out is in use by another preparation \(process {holder.pid} on .*; wait for it"
+        with pytest.raises(UserError, match=f"output .*{held}"):
+            tokenize_source(files, out, tokenizer_path=small_tokenizer)
+        assert [path.name for path in out.iterdir()] == [LOCK_NAME]
+        holder.kill()
+    refused: list[str] = []
+
+    def build_stages_and_compete(preparation: Preparation) -> list[Stage]:
+        with hold(out) as second:
+            refused.append(second.communicate()[0])
+        return build_stages(preparation)
+
+    # What the killed process left means nothing, nor is it read where outputs lie among inputs.
+    monkeypatch.setattr("titan_loop.data.prepare.stages.build_stages", build_stages_and_compete)
+    card = tokenize_source(tmp_path, out, format="jsonl", **options)
+    assert card is not None
+    assert sum(split.documents for split in card.splits.values()) == 805
+    assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
+    assert tokenize_source(tmp_path, out, format="jsonl", overwrite=True, **options) == card
+    with hold(out) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
+            pack_source(out, 256)
+    assert pack_source(out, 256)
+    assert list(verify_source(out)) == []

@@ -1,0 +1,322 @@
+import gzip
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from titan_loop.data.prepare.show import show_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.prepare.verify import verify_source
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import load_tokenizer
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text, "id": text[:9]}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def texts() -> list[str]:
+    return [f"document number {n} says {n * n}: naïve 🙂" for n in range(60)]
+
+
+def stored(source: Path, split: str) -> list[str]:
+    return [shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 10**6, split)]
+
+
+def test_given_splits_are_kept_and_documents_shuffled(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "in" / "train.jsonl", texts[:50])
+    write_jsonl(tmp_path / "in" / "held_out.jsonl", texts[50:])
+    card = tokenize_source(tmp_path / "in", tmp_path / "out", tokenizer_path=small_tokenizer)
+    assert card == SourceCard.read(tmp_path / "out")
+    assert sorted(stored(tmp_path / "out", "train")) == sorted(texts[:50])
+    assert stored(tmp_path / "out", "train") != texts[:50]
+    assert sorted(stored(tmp_path / "out", "held_out")) == sorted(texts[50:])
+
+    tokenizer = load_tokenizer(small_tokenizer)
+    split = card.splits["train"]
+    assert split.tokens == sum(len(tokenizer.encode(text).ids) + 1 for text in texts[:50])
+    assert split.text_bytes == sum(len(text.encode()) for text in texts[:50])
+    assert (split.documents, split.loss_tokens, card.dropped) == (50, None, {})
+    assert (card.vocab_size, card.eos_id, card.token_bytes) == (300, 0, 2)
+    ids, ends = TokenShards(tmp_path / "out").read(0, split.tokens)
+    assert split.max_token_id == ids.max()
+    assert np.array_equal(ends - 1, np.nonzero(ids == card.eos_id)[0])
+    assert all(split.eos_only_at_ends for split in card.splits.values())
+
+
+def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    cards = [
+        tokenize_source(path, tmp_path / f"{n}", tokenizer_path=small_tokenizer, command="test")
+        for n in range(2)
+    ]
+    assert replace(cards[0], name="1") == cards[1]
+
+
+def test_hash_split_covers_every_document_once(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
+    tokenize_source(
+        files, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=0.3, tasks=3
+    )
+    train, held_out = (stored(tmp_path / "out", split) for split in ("train", "held_out"))
+    assert sorted(train + held_out) == sorted(texts)
+    assert 5 <= len(held_out) <= 31  # 60 documents at 0.3, fixed by their hashes
+
+
+def test_an_empty_held_out_split_is_said(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one"])
+    card = tokenize_source(
+        path, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=1e-9
+    )
+    assert card is not None
+    assert card.splits["held_out"].documents == 0
+    assert "no document is held out" in caplog.text
+    assert list(verify_source(tmp_path / "out")) == []
+
+
+def test_more_tasks_and_workers_store_the_same_documents(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "in" / "a.jsonl", texts[:30])
+    write_jsonl(tmp_path / "in" / "b.jsonl", texts[30:])
+    card = tokenize_source(
+        tmp_path / "in",
+        tmp_path / "out",
+        tokenizer_path=small_tokenizer,
+        held_out_fraction=0,
+        tasks=5,
+        workers=2,
+    )
+    assert list(card.splits) == ["train"]
+    assert len(card.splits["train"].shards) == 2
+    assert sorted(stored(tmp_path / "out", "train")) == sorted(texts)
+
+
+def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: Path) -> None:
+    text = "before <|endoftext|> after"
+    path = write_jsonl(tmp_path / "a.jsonl", [text])
+    tokenize_source(path, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=0)
+    ids, ends = TokenShards(tmp_path / "out").read(0, TokenShards(tmp_path / "out").tokens)
+    assert (ids == 0).sum() == 1
+    assert ends.tolist() == [len(ids)]
+    assert stored(tmp_path / "out", "train") == [text]
+
+
+def test_an_eos_inside_documents_is_seen_and_said(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ordinary = json.loads(small_tokenizer.read_text())
+    ordinary["added_tokens"][0]["special"] = False  # then it is found in texts
+    (tmp_path / "tokenizer.json").write_text(json.dumps(ordinary))
+    path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after"])
+    card = tokenize_source(
+        path,
+        tmp_path / "out",
+        tokenizer_path=tmp_path / "tokenizer.json",
+        held_out_fraction=0,
+    )
+    assert card is not None
+    assert not card.splits["train"].eos_only_at_ends
+    assert "document ends and EOS id 0 disagree in 1 places" in caplog.text
+    ids, ends = TokenShards(tmp_path / "out").read(0, card.splits["train"].tokens)
+    assert (ids == 0).sum() == 2
+    assert ends.tolist() == [len(ids)]
+    assert "1 places where document ends and EOS" in next(verify_source(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_tokenizer_that_truncates_and_pads_keeps_documents_whole(
+    small_tokenizer: Path, tmp_path: Path, chat: bool
+) -> None:
+    path = tmp_path / "a.jsonl"
+    if chat:
+        records = [{"question": "why?", "answer": "because " * n} for n in (1, 30)]
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        write_jsonl(path, ["short", "a longer document " * 9])
+    cutting = Tokenizer.from_file(str(small_tokenizer))
+    cutting.enable_truncation(8)
+    cutting.enable_padding(pad_id=5, pad_token="%", length=12)
+    cutting.save(str(tmp_path / "cutting.json"))
+    contents = []
+    for name, tokenizer in (("whole", small_tokenizer), ("cut", tmp_path / "cutting.json")):
+        out = tmp_path / name
+        tokenize_source(path, out, tokenizer_path=tokenizer, held_out_fraction=0, chat=chat)
+        contents.append((TokenShards(out).contents(), stored(out, "train")))
+    assert contents[0] == contents[1]
+
+
+def test_bad_records_are_counted_shown_and_limited(
+    small_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.jsonl"
+    bad = [
+        b'{"text": " "}',
+        b'{"body": "x"}',
+        b"not json",
+        b'{"text": "\xff"}',
+        b'{"text": 5}',
+        b"[1]",
+        b'{"text": null}',
+    ]
+    path.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b"", b'{"text": "last"}']) + b"\n")
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "held_out_fraction": 0}
+    with pytest.raises(
+        UserError,
+        match=r"6 of 9 records are malformed .* --max-malformed 0.01 .*record 2: no text; "
+        r".*record 3: no field 'text'; .*record 4: ",
+    ):
+        tokenize_source(path, out, **options)
+    assert not (out / CARD_NAME).exists()
+    # The same command with a larger tolerance goes on from the finished tasks.
+    card = tokenize_source(path, out, max_malformed=0.7, **options)
+    assert card is not None
+    assert card.dropped == {"malformed": 4, "missing_text": 2, "empty": 1}
+    assert card.splits["train"].documents == 2
+    assert sorted(stored(out, "train")) == ["first", "last"]
+    assert "dropped 4 malformed, 2 missing_text, 1 empty of 9 records" in caplog.text
+    shown = [r.getMessage() for r in caplog.records if "a.jsonl, record" in r.getMessage()]
+    assert [message.split(", ")[1].split(":")[0] for message in shown] == [
+        f"record {number}" for number in (2, 3, 4)
+    ]
+
+
+def test_finished_tasks_are_skipped_when_started_again(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
+    sound = gzip.compress(files[2].read_bytes())
+    archive = files[2] = files[2].with_suffix(".jsonl.gz")
+    archive.write_bytes(sound)
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "tasks": 3, "command": ""}
+    options |= {"held_out_fraction": 0.3}
+    first = tokenize_source(files, tmp_path / "whole", **options)
+    assert first is not None
+    # The third file's archive is damaged, so its task fails; the first two are done.
+    archive.write_bytes(sound[:-20] + bytes(20))
+    with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
+        tokenize_source(files, out, **options)
+    done = sorted((out / "train").glob("*_doc_shuffled.ds"))
+    times = [path.stat().st_mtime_ns for path in done]
+    assert len(done) == 2
+    with pytest.raises(UserError, match=r"unfinished with other settings \(text_key\)"):
+        tokenize_source(files, out, text_key="body", **options)
+    archive.write_bytes(sound)
+    again = tokenize_source(files, out, **options)
+    assert again == replace(first, name="out")
+    assert [path.stat().st_mtime_ns for path in done] == times
+    assert not (out / "work").exists()
+
+
+def test_a_complete_source_is_replaced_only_when_told(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    first = tokenize_source(path, out, tokenizer_path=small_tokenizer, command="")
+    (out / CARD_NAME).unlink()
+    assert tokenize_source(path, out, tokenizer_path=small_tokenizer, command="") == first
+    with pytest.raises(UserError, match="exists already"):
+        tokenize_source(path, out, tokenizer_path=small_tokenizer)
+    (out / "train" / "leftover.ds").write_bytes(b"\0\0")
+    again = tokenize_source(
+        path, out, tokenizer_path=out / "tokenizer.json", overwrite=True, command=""
+    )
+    assert again == first
+    assert not (out / "train" / "leftover.ds").exists()
+
+
+def test_other_peoples_folders_are_left_alone(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "raw" / "train" / "a.jsonl", texts)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"holds a 'train' that is not a source's"):
+            tokenize_source(
+                path, tmp_path / "raw", tokenizer_path=small_tokenizer, overwrite=overwrite
+            )
+    assert path.exists()
+
+
+def test_mistakes(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer}
+    with pytest.raises(UserError, match=r"held_out_fraction 1 must lie in \[0, 1\)"):
+        tokenize_source(path, out, held_out_fraction=1, **options)
+    with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
+        tokenize_source(path, out, max_malformed=2, **options)
+    with pytest.raises(UserError, match="tasks 0 and workers 1"):
+        tokenize_source(path, out, tasks=0, **options)
+    with pytest.raises(UserError, match=r"eos_token '<\|endoftxt\|>' .* nearest: <\|endoftext\|>"):
+        tokenize_source(path, out, eos_token="<|endoftxt|>", **options)
+    with pytest.raises(UserError, match="cannot be written"):
+        tokenize_source(path, path / "below_a_file", **options)
+    assert not out.exists()
+    with pytest.raises(UserError, match="60 of 60 records are malformed or lack their text"):
+        tokenize_source(path, out, text_key="body", **options)
+    with pytest.raises(UserError, match=r"no document is left .*'missing_text': 60"):
+        tokenize_source(path, out, text_key="body", max_malformed=1, **options)
+    assert not (out / CARD_NAME).exists()
+
+
+def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer)
+    words = [f"word{number}" for number in range((1 << 16) - tokenizer.get_vocab_size() + 1)]
+    tokenizer.add_tokens(words[:-1])
+    tokenizer.save(str(tmp_path / "two.json"))
+    tokenizer.add_tokens(words[-1:])
+    tokenizer.save(str(tmp_path / "four.json"))
+    path = write_jsonl(tmp_path / "a.jsonl", [words[-2], words[-1]])
+    for name, token_bytes in {"two": 2, "four": 4}.items():
+        out = tmp_path / name
+        card = tokenize_source(
+            path, out, tokenizer_path=tmp_path / f"{name}.json", held_out_fraction=0
+        )
+        assert card is not None
+        assert card.token_bytes == token_bytes
+        assert sorted(stored(out, "train")) == sorted([words[-2], words[-1]])
+        assert TokenShards(out).read_ids(0, card.splits["train"].tokens).max() == (
+            65535 if token_bytes == 2 else 65536
+        )
+        assert list(verify_source(out)) == []
+
+
+def test_ids_that_two_bytes_cannot_hold(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    raw = json.loads(small_tokenizer.read_text())
+    raw["model"]["vocab"]["far"] = 70_000
+    (tmp_path / "gap.json").write_text(json.dumps(raw))
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    with pytest.raises(UserError, match="an id of 70000 among 301 tokens"):
+        tokenize_source(path, tmp_path / "out", tokenizer_path=tmp_path / "gap.json")
+
+
+def test_a_card_says_what_was_done(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+    path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
+    tokenize_source(path, out, tokenizer_path=small_tokenizer, licence="CC0", command="tokenize it")
+    card = json.loads((out / CARD_NAME).read_text())
+    assert card["tokenizer_sha256"] == hashlib.sha256(small_tokenizer.read_bytes()).hexdigest()
+    assert (card["licence"], card["command"]) == ("CC0", "tokenize it")
+    assert card["versions"].keys() == {"titan_loop", "datatrove", "tokenizers", "numpy"}
+    (shard,) = card["splits"]["train"]["shards"]
+    for suffix, key in {"": "sha256", ".index": "index_sha256"}.items():
+        content = (out / "train" / (shard["file"] + suffix)).read_bytes()
+        assert shard[key] == hashlib.sha256(content).hexdigest()
+    assert shard["bytes"] == 2 * shard["tokens"]

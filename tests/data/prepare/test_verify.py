@@ -1,0 +1,129 @@
+"""Every kind of damage is named, and all of it in one run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.data.prepare.packing import index_paths, pack_source
+from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.prepare.verify import verify_source
+from titan_loop.data.shards import index_path
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
+
+
+@pytest.fixture
+def source(jsonl: Path, small_tokenizer: Path, tmp_path: Path) -> Path:
+    """Return a source with two shards, one chat mask each, and a packed index."""
+    chats = tmp_path / "in"
+    chats.mkdir()
+    for name in "ab":
+        (chats / f"{name}.jsonl").write_text('{"question": "12?", "answer": "3."}\n' * 3)
+    out = tmp_path / "source"
+    tokenize_source(
+        chats, out, tokenizer_path=small_tokenizer, chat=True, tasks=2, held_out_fraction=0
+    )
+    pack_source(out, 64)
+    return out
+
+
+def shard(source: Path, number: int) -> Path:
+    return source / "train" / SourceCard.read(source).splits["train"].shards[number].file
+
+
+def test_a_sound_source(source: Path) -> None:
+    assert list(verify_source(source)) == []
+    assert SourceCard.read(source).splits["train"].eos_only_at_ends  # chats, too
+
+
+def change(path: Path, at: int, value: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] = value
+    path.write_bytes(bytes(content))
+
+
+def test_every_fault_of_every_file_is_named(source: Path) -> None:
+    first, second = shard(source, 0), shard(source, 1)
+    first.write_bytes(first.read_bytes()[:-2])
+    index_path(second).unlink()
+    mask = second.with_name(second.name + ".loss")
+    change(mask, 0, 1)
+    windows, pieces = index_paths(source / "train", 64)
+    change(pieces, 0, 9)
+    windows.write_bytes(windows.read_bytes() + bytes(8))
+    change(source / "tokenizer.json", 10, ord(" "))
+    faults = list(verify_source(source))
+    assert [fault.partition(": ")[0] for fault in faults] == [
+        str(path)
+        for path in (source / "tokenizer.json", first, index_path(second), mask, windows, pieces)
+    ]
+    for fault, message in zip(
+        faults,
+        ["SHA-256", "bytes, the card says", "missing", "SHA-256", "bytes, the", "SHA-256"],
+        strict=True,
+    ):
+        assert message in fault
+
+
+def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:
+    first, second = shard(source, 0), shard(source, 1)
+    card = SourceCard.read(source)
+    ids = np.fromfile(first, "<u2")
+    ids[[0, 2]] = card.vocab_size + 5
+    ids[1] = card.eos_id
+    ids.tofile(first)
+    change(second.with_name(second.name + ".loss"), 3, 7)
+    faults = [fault for fault in verify_source(source) if "SHA-256" not in fault]
+    assert len(faults) == 3
+    assert "2 token ids outside the vocabulary of 300" in faults[0]
+    assert "1 places where document ends and EOS id 0 disagree" in faults[1]
+    assert "1 bytes are neither 0 nor 1" in faults[2]
+
+
+def test_an_index_beyond_its_shard(source: Path) -> None:
+    path = index_path(shard(source, 0))
+    ends = np.fromfile(path, "<u8")
+    for damaged in (ends + np.uint64(1), ends[::-1]):
+        damaged.astype("<u8").tofile(path)
+        assert any("not ascending document ends" in fault for fault in verify_source(source))
+
+
+def test_large_files_are_read_in_pieces(
+    write_source: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Document ends on both sides of a chunk's border, and exactly on it."""
+    monkeypatch.setattr("titan_loop.data.shards._CHUNK_BYTES", 8)  # four tokens
+    source = write_source("s", [[[5, 6, 7, 0], [8, 0], [9, 0], [5, 0], [0]]])
+    assert [fault for fault in verify_source(source) if "SHA-256" not in fault] == []
+    np.asarray([5, 6, 7, 8, 8, 0, 9, 0, 5, 0, 0], "<u2").tofile(source / "train" / "00000.ds")
+    faults = [fault for fault in verify_source(source) if "SHA-256" not in fault]
+    assert len(faults) == 1
+    assert "1 places" in faults[0]
+
+
+def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "verify", str(source)]) == EXIT_OK
+    assert capsys.readouterr().out == f"{source}: sound\n"
+    change(shard(source, 0), 0, 9)
+    assert main(["data", "verify", str(source)]) == EXIT_USER_ERROR
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{shard(source, 0)}: SHA-256")
+    assert "has 1 faults: restore" in captured.err
+    change(shard(source, 0), 0, 1)
+    assert main(["data", "show", str(source), "--count", "1"]) == EXIT_OK
+    assert capsys.readouterr().out == (
+        "--- document 0: 26 tokens from token 0 on, 3 targets\n"
+        "<|im_start|>user\n12?<|im_end|>\n<|im_start|>assistant\n⟦3.<|im_end|>⟧\n<|endoftext|>\n"
+    )
+    assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
+    assert "count 0 must be at least 1" in capsys.readouterr().err
+    assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
+    assert "invalid choice: 'test'" in capsys.readouterr().err
+    assert main(["data", "pack", str(source), "--seq-len", "8"]) == EXIT_USER_ERROR
+    assert "6 documents of 'train' have more than 8 + 1 tokens" in capsys.readouterr().err
+    pack = ["data", "pack", str(source), "--seq-len", "8", "--long-documents", "split"]
+    assert main(pack) == EXIT_OK
+    assert [card.seq_len for card in SourceCard.read(source).splits["train"].packed] == [64, 8]

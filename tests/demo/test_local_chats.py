@@ -1,0 +1,104 @@
+"""Chats from docstrings: what becomes one, and what is held out."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_loop.demo.local_chats import LARGEST_CHAT_BYTES, build_local_chats, function_chats
+from titan_loop.demo.local_python import document_identity, installed_distributions, python_files
+from titan_loop.demo.local_python import split_of as split_of_document
+from titan_loop.errors import UserError
+from titan_loop.text.chatml import parse_turns
+
+MODULE = '''
+def total(numbers, start):
+    """Add all the numbers up
+    and return their sum.
+
+    More about it."""
+class A:
+    """A class is nothing that does something."""
+    async def wait(self):
+        """Wait until something has happened."""
+    def _hidden(self):
+        """Hide from everybody who might be looking."""
+def short():
+    """Too short."""
+def silent():
+    pass
+'''
+
+
+def test_a_chat_asks_for_the_first_paragraph_of_a_public_function():
+    assert [tuple(chat) for chat in function_chats(MODULE, "sums")] == [
+        (
+            "What does `total(numbers, start)` of sums do?",
+            "Add all the numbers up and return their sum.",
+        ),
+        ("What does `A.wait(self)` of sums do?", "Wait until something has happened."),
+    ]
+    with pytest.raises(SyntaxError):
+        list(function_chats("def (", "broken"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    build_local_chats(folder, megabytes=0.02, held_out_fraction=0.3, command="test")
+    return folder
+
+
+def records(folder: Path, split: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_bytes().splitlines()]
+
+
+def test_they_are_chats_and_short_enough_for_a_window(chats: Path):
+    found = records(chats, "train") + records(chats, "held_out")
+    sizes = [len((r["question"] + r["answer"]).encode()) for r in found]
+    assert max(sizes) <= LARGEST_CHAT_BYTES
+    assert 20_000 <= sum(sizes) < 25_000
+    assert all([turn.role for turn in parse_turns(r)] == ["user", "assistant"] for r in found)
+    assert len({r["answer"] for r in found if r["source"] != "mano"}) == sum(
+        r["source"] != "mano" for r in found
+    )
+    mano = [r for r in found if r["source"] == "mano"]
+    assert 0.15 < len(mano) / len(found) < 0.3
+
+
+def test_what_the_corpus_holds_out_is_held_out_here(chats: Path):
+    """A question names its file, and the file's document is in the same split of the corpus."""
+    split_of: dict[str, str] = {}
+    for file in python_files(installed_distributions()):
+        module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        split = split_of_document(document_identity(file), 0.3)
+        split_of[f"{file.package}/{module}"] = split
+    counts = {"train": 0, "held_out": 0}
+    for split in counts:
+        for record in records(chats, split):
+            if record["source"] != "mano":
+                module = record["question"].rpartition(" of ")[2].removesuffix(" do?")
+                assert split_of[f"{record['source']}/{module}"] == split
+                counts[split] += 1
+    assert min(counts.values()) > 5
+
+
+def test_the_card_describes_the_chats(chats: Path):
+    card = json.loads((chats / "card.json").read_text())
+    sources = set()
+    for split in ("train", "held_out"):
+        found = records(chats, split)
+        assert card["splits"][split]["chats"] == len(found)
+        sources |= {record["source"] for record in found}
+    assert set(card["licences"]) == sources
+    assert card["command"] == "test"
+
+
+def test_mistakes(tmp_path: Path):
+    with pytest.raises(UserError, match=r"megabytes 0 must be positive"):
+        build_local_chats(tmp_path, megabytes=0)
+    with pytest.raises(UserError, match=r"held_out_fraction 1 must lie in"):
+        build_local_chats(tmp_path, held_out_fraction=1)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        build_local_chats(tmp_path / "file" / "chats")

@@ -1,0 +1,93 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_loop.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
+from titan_loop.errors import UserError
+
+SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    build_local_python_corpus(folder, **SMALL, held_out_fraction=0.2)
+    return folder
+
+
+def records(corpus: Path, domain: str, split: str) -> list[dict[str, str]]:
+    lines = (corpus / domain / f"{split}.jsonl").read_bytes().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_sizes_and_fields(corpus: Path) -> None:
+    for domain in DOMAINS:
+        both = records(corpus, domain, "train") + records(corpus, domain, "held_out")
+        size = sum(len(record["text"].encode()) for record in both)
+        assert 300_000 <= size < 500_000
+        assert all(set(record) == {"text", "id", "source"} for record in both)
+        assert records(corpus, domain, "held_out")
+
+
+def test_no_document_or_text_occurs_twice(corpus: Path) -> None:
+    all_records = [
+        record
+        for domain in DOMAINS
+        for split in ("train", "held_out")
+        for record in records(corpus, domain, split)
+    ]
+    assert len({record["id"] for record in all_records}) == len(all_records)
+    assert len({record["text"] for record in all_records}) == len(all_records)
+    files = [record["id"].removesuffix("#docstrings") for record in all_records]
+    assert len(set(files)) == len(files)  # a file is taken whole or for its docstrings, never both
+
+
+def test_sympy_is_only_in_math(corpus: Path) -> None:
+    for split in ("train", "held_out"):
+        assert {r["source"] for r in records(corpus, "math", split)} <= {"sympy", "mano"}
+        for domain in ("code", "prose"):
+            assert not {"sympy", "titan-loop"} & {
+                r["source"] for r in records(corpus, domain, split)
+            }
+
+
+def test_the_card_describes_the_corpus(corpus: Path) -> None:
+    card = json.loads((corpus / "card.json").read_text())
+    used = set()
+    for domain in DOMAINS:
+        for split in ("train", "held_out"):
+            found = records(corpus, domain, split)
+            assert card["domains"][domain][split]["documents"] == len(found)
+            used |= {record["source"] for record in found}
+    assert set(card["licences"]) == used
+    assert card["licences"]["mano"]
+    assert card["licences"]["sympy"]["licence"].startswith("BSD")
+    assert card["command"]
+
+
+def test_the_same_environment_gives_the_same_corpus(corpus: Path, tmp_path: Path) -> None:
+    build_local_python_corpus(tmp_path, **SMALL, held_out_fraction=0.2)
+    for domain in DOMAINS:
+        for split in ("train", "held_out"):
+            name = Path(domain) / f"{split}.jsonl"
+            assert (tmp_path / name).read_bytes() == (corpus / name).read_bytes()
+
+
+def test_docstrings_carry_their_names() -> None:
+    source = '"""Module."""\nclass A:\n    """Class."""\n    def b(self):\n        """Method."""\n'
+    assert docstrings(source) == "Module.\n\n\nA\n\nClass.\n\n\nA.b\n\nMethod."
+    assert docstrings("x = 1") == ""
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="code_megabytes 0 must be positive"):
+        build_local_python_corpus(tmp_path, code_megabytes=0)
+    with pytest.raises(UserError, match=r"held_out_fraction 1\.5"):
+        build_local_python_corpus(tmp_path, held_out_fraction=1.5)
+    with pytest.raises(UserError, match=r"MB of text and at_least_megabytes is 20"):
+        build_local_python_corpus(tmp_path, **SMALL, at_least_megabytes=20)
+    assert not (tmp_path / "card.json").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        build_local_python_corpus(tmp_path / "file" / "corpus", **SMALL)

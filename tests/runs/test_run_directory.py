@@ -1,0 +1,106 @@
+"""Run directories: created, reopened, refused, and read back after a kill."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import FORMAT_VERSION, RunDirectory
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
+
+
+def test_create_then_reopen(tmp_path: Path):
+    run = RunDirectory(tmp_path / "a" / "run")
+    created = run.create_or_open(["titan-loop", "train"], {"lr": math.inf, "path": "é"})
+    assert created["format_version"] == FORMAT_VERSION
+    assert created["restarts"] == []
+    assert {"titan_loop", "python", "torch", "torchtitan"} <= created["versions"].keys()
+    assert json.loads(run.config_json.read_text()) == {"lr": None, "path": "é"}
+    reopened = run.create_or_open(["titan-loop", "train", "--resume"])
+    assert reopened["created"] == created["created"]
+    assert reopened["command"] == created["command"]
+    assert [restart["command"][-1] for restart in reopened["restarts"]] == ["--resume"]
+    run.record_startup({"build": 1.23456, "first_step": 2.0})
+    seconds = run.read_run()["restarts"][-1]["startup_seconds"]
+    assert seconds == {"build": 1.235, "first_step": 2.0}
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "run.json"]
+
+
+def test_a_restart_with_another_config_keeps_the_old_one(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    first, second = {"lr": math.inf, "depths": (1, 2)}, {"lr": 0.5, "depths": (1, 2)}
+    for config in (first, first, second, second):
+        run.create_or_open([], config)
+    assert run.read_config() == {"lr": 0.5, "depths": [1, 2]}
+    (kept,) = tmp_path.glob("config-before-restart-*.json")
+    assert kept.name == "config-before-restart-2.json"
+    assert json.loads(kept.read_text()) == {"lr": None, "depths": [1, 2]}
+
+
+def test_a_config_that_is_missing_or_broken_is_one_line(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        run.read_config()
+    run.config_json.write_text("{")
+    with pytest.raises(UserError, match="is not JSON"):
+        run.create_or_open([], {})
+    assert not run.run_json.exists()
+
+
+def test_upstream_writes_where_the_docstring_says():
+    pytest.importorskip("torchtitan")
+    import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+    from torchtitan.config.configs import CommConfig
+    from torchtitan.tools.profiler import MEMORY_DIR, PROFILE_DIR
+
+    folders = (PROFILE_DIR, MEMORY_DIR, CommConfig().save_traces_folder)
+    assert folders == ("profiling/traces", "profiling/memory_snapshot", "comm_traces")
+
+
+def test_paths(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    assert run.checkpoint(12) == tmp_path / "checkpoints" / "step-12"
+    folders = [run.tensorboard, run.plots, run.evaluations]
+    assert [folder.name for folder in folders] == ["tb", "plots", "evals"]
+    assert (run.metrics_jsonl.name, run.held_out_jsonl.name) == ("metrics.jsonl", "held_out.jsonl")
+
+
+def test_parent_that_is_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "run", tmp_path / "file"):
+        with pytest.raises(UserError, match="cannot be written") as caught:
+            RunDirectory(path).create_or_open([])
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (json.dumps({"format_version": FORMAT_VERSION + 1}), "upgrade titan_loop"),
+        ("{", "not a run description"),
+        ("[]", "not a run description"),
+    ],
+)
+def test_foreign_run_json_is_refused(tmp_path: Path, text: str, complaint: str):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=complaint):
+        RunDirectory(tmp_path).create_or_open([])
+    assert (tmp_path / "run.json").read_text() == text
+
+
+def test_folder_without_run_json_is_not_a_run(tmp_path: Path):
+    with pytest.raises(UserError, match="not a run directory"):
+        RunDirectory(tmp_path).read_run()
+
+
+def test_restart_supersedes_repeated_steps(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    # Killed after step 40, restarted from 20 with another logging interval, killed again at 35.
+    for attempt, steps in (("a", (10, 20, 30, 40)), ("b", (25, 35)), ("c", (30,))):
+        for step in steps:
+            append_jsonl(run.metrics_jsonl, {"step": step, "attempt": attempt})
+    series = [(record["step"], record["attempt"]) for record in run.read_metrics()]
+    assert series == [(10, "a"), (20, "a"), (25, "b"), (30, "c")]
+    assert len(read_jsonl(run.metrics_jsonl)) == 7

@@ -1,0 +1,1 @@
+"""From prepared sources to batches: windows, mixtures, their order, and the proof of it."""

@@ -1,0 +1,497 @@
+"""The training loader over prepared sources, and the fixed held-out windows evaluation reads.
+
+Everything is arithmetic on window numbers and reads from files: no worker processes, and no state
+but the windows consumed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.load.batches import (
+    Batch,
+    DataVocabulary,
+    GlobalWindowLoader,
+    SourceProgress,
+    empty_batch,
+)
+from titan_loop.data.load.changes import SOURCES, match_sources
+from titan_loop.data.load.mixture import (
+    CappedMixture,
+    Exhausted,
+    MixtureEntry,
+    parse_mixture,
+    weight_shares,
+)
+from titan_loop.data.load.packed_windows import PackedWindows
+from titan_loop.data.load.windows import IGNORED, CutWindows, SourceWindows, Window
+from titan_loop.data.shards import OpenFiles, TokenShards
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
+
+logger = logging.getLogger(__name__)
+
+_SHORT_DIGEST = 16
+
+
+def named_sources(paths: Sequence[str]) -> dict[str, str]:
+    """Return name → path: the folders' own names, or the whole paths if two share a name."""
+    names = [Path(path).name for path in paths]
+    if len(set(names)) < len(names):
+        names = [*paths]
+    return dict(zip(names, paths, strict=True))
+
+
+def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
+    """Read the cards of a mixture's sources.
+
+    Raises:
+        UserError: For an unusable card, or sources with different tokenizers.
+    """
+    cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
+    for entry, card in zip(mixture, cards, strict=True):
+        if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
+            raise UserError(
+                f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
+                f"{mixture[0].path}: prepare both with the same tokenizer.json"
+            )
+    return cards
+
+
+class SourcePlan(NamedTuple):
+    """What a job needs of one source, and what there is.
+
+    Attributes:
+        name: As in `SourceProgress`.
+        needed_tokens: windows x window length, without the padding of packed windows.
+        available_tokens: The same for one epoch.
+        max_epochs: How often it may be read; None for any number.
+        disk_bytes: Of its training split: tokens, document ends and loss masks.
+    """
+
+    name: str
+    needed_tokens: int
+    available_tokens: int
+    max_epochs: int | None
+    disk_bytes: int
+
+    @property
+    def epochs(self) -> float:
+        """How often it is read: 1 is all of it once."""
+        return self.needed_tokens / self.available_tokens
+
+
+class WindowLoader(GlobalWindowLoader):
+    """Mixes the windows of prepared sources in an order that only seed and position decide.
+
+    Attributes:
+        mixture: What the config's mixture says.
+        sources: Its windows, in the same order.
+        order: Which source every window is from, and where the mixture ends.
+
+    Raises:
+        UserError: For an unusable mixture or source, sources with different tokenizers, or a window
+            that is longer than a source.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GlobalWindowLoader.Config):
+        """What to read; the window length and batch sizes come from `training`."""
+
+        mixture: list[str] = field(default_factory=list)
+        """Sources as PATH=WEIGHT[:packed][:max_epochs=N], separated by commas on the command line;
+        weights have any positive sum."""
+
+        seed: int = 0
+        """Chooses the order of the windows and where they are cut, not which source comes when."""
+
+        max_epochs: int | None = None
+        """How often a source that does not say so itself may be read; None for any number."""
+
+        when_exhausted: Exhausted = "stop"
+        """What to do when a source was read so often: end the mixture, or go on without it."""
+
+        def vocabulary(self) -> DataVocabulary:
+            """Return the vocabulary of all sources, held-out splits included.
+
+            Raises:
+                UserError: For an unusable mixture or card, or sources with different tokenizers.
+            """
+            cards = read_cards(parse_mixture(self.mixture))
+            largest = max(split.max_token_id for card in cards for split in card.splits.values())
+            return DataVocabulary(cards[0].vocab_size, largest)
+
+        def source_paths(self) -> list[str]:
+            """Return the folders of the mixture."""
+            return [entry.path for entry in parse_mixture(self.mixture)]
+
+        def check(self) -> None:
+            """Raise `UserError` for values that cannot work."""
+            if self.max_epochs is not None and self.max_epochs < 1:
+                raise UserError(f"dataloader.max_epochs={self.max_epochs} must be at least 1")
+            if self.when_exhausted not in ("stop", "renormalise"):
+                raise UserError(
+                    f"dataloader.when_exhausted={self.when_exhausted} is unknown; use stop or "
+                    "renormalise"
+                )
+            if self.dataset or self.dataset_path:
+                raise UserError(
+                    "dataloader.dataset and dataloader.dataset_path have no effect here: "
+                    "use dataloader.mixture"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        tokenizer: Any = None,
+        snapshot_every_n_steps: int | None = None,
+    ) -> None:
+        # `tokenizer` and `snapshot_every_n_steps` are torchtitan's: this loader reads tokens, not
+        # text, and its state is current at every step.
+        config.check()
+        self.mixture = parse_mixture(config.mixture)
+        cards = read_cards(self.mixture)
+        files = OpenFiles()
+        self.sources = [
+            _open_source(entry, card, files, seq_len, config.seed)
+            for entry, card in zip(self.mixture, cards, strict=True)
+        ]
+        self._names = list(named_sources([entry.path for entry in self.mixture]))
+        self._max_epochs = [entry.max_epochs or config.max_epochs for entry in self.mixture]
+        self._when_exhausted: Exhausted = config.when_exhausted
+        super().__init__(
+            config,
+            self._describe(config.seed, seq_len, cards[0].tokenizer_sha256),
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            local_batch_size=local_batch_size,
+            seq_len=seq_len,
+        )
+        self._place(0, [0] * len(self.sources))
+
+    def _place(self, first_window: int, first_counts: Sequence[int]) -> None:
+        """Let the mixture start at a window, with so many windows of each source read before."""
+        caps = [
+            None if epochs is None else epochs * source.windows_per_epoch
+            for epochs, source in zip(self._max_epochs, self.sources, strict=True)
+        ]
+        self.order = CappedMixture(
+            self.mixture,
+            caps,
+            self._when_exhausted,
+            first_window=first_window,
+            first_counts=first_counts,
+        )
+        self._reported = self._milestones()
+
+    def locate(self, window: np.ndarray) -> np.ndarray:
+        """Return (source index, epoch, number) of each global window (see the base class)."""
+        if self.order.end is not None and int(window[-1]) >= self.order.end:
+            raise UserError(
+                f"the data ends at window {self.order.end}: {self._why_it_ends()}; raise "
+                f"max_epochs{self._go_on()} or add documents"
+            )
+        source, counter = self.order.locate(window)
+        identity = np.empty((len(window), 3), dtype=np.uint64)
+        identity[:, 0] = source
+        for index in np.unique(source).tolist():
+            chosen = source == index
+            identity[chosen, 1], identity[chosen, 2] = self.sources[index].locate(counter[chosen])
+        return identity
+
+    def fill_window(self, identity: np.ndarray, window: Window) -> None:
+        """Read the window with this (source index, epoch, number)."""
+        source, epoch, number = identity.tolist()
+        self.sources[source].read_into(epoch, number, window)
+
+    def read_step(self, global_batch_windows: int) -> list[Batch]:
+        """As the base class; says once when a source begins to repeat or is exhausted."""
+        batches = super().read_step(global_batch_windows)
+        self._warn_of_milestones()
+        return batches
+
+    def progress(self) -> list[SourceProgress]:
+        """Return how far each source has been read, derived from `windows_consumed`."""
+        counts = self.order.counts(self.windows_consumed).tolist()
+        return [
+            SourceProgress(name, count, count * self._seq_len, count / source.windows_per_epoch)
+            for name, source, count in zip(self._names, self.sources, counts, strict=True)
+        ]
+
+    def require_windows(self, windows: int) -> None:
+        """Refuse a job of more windows than repetition caps allow."""
+        if self.order.end is not None and windows > self.order.end:
+            raise UserError(
+                f"total_tokens needs {windows} windows of {self._seq_len}, the mixture has "
+                f"{self.order.end}: {self._why_it_ends()}; raise max_epochs{self._go_on()}, "
+                "add documents or lower total_tokens"
+            )
+
+    def plan(self, windows: int) -> list[SourcePlan]:
+        """Return what a job of this many windows takes from every source.
+
+        Where repetition caps end the mixture before, the sources are charged by their shares.
+        """
+        uncapped = CappedMixture(self.mixture, [None] * len(self.mixture))
+        fits = self.order.end is None or windows <= self.order.end
+        counts = (self.order if fits else uncapped).counts(windows).tolist()
+        return [
+            SourcePlan(
+                name,
+                round(count * self._seq_len * source.fill),
+                round(source.windows_per_epoch * self._seq_len * source.fill),
+                epochs,
+                source.shards.disk_bytes,
+            )
+            for name, count, source, epochs in zip(
+                self._names, counts, self.sources, self._max_epochs, strict=True
+            )
+        ]
+
+    def log_sources(self, windows: int) -> None:
+        """Say what is read: shares, what is read more than once, what will be exhausted when."""
+        first = self.order.pieces[0].order if self.order.pieces else None
+        for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
+            share = 0.0 if first is None else first.shares[index] / first.period
+            logger.info(
+                "source %s: %.2f %% of windows, %d tokens, %s",
+                name,
+                100 * share,
+                source.shards.tokens,
+                source.describe_epoch(),
+            )
+        for number, exhausted in enumerate(self.order.exhausted, start=1):
+            logger.info("%s", self._exhaustion(number, exhausted))
+        for plan in self.plan(windows):
+            if plan.epochs > 1:
+                logger.warning(
+                    "source %s will be read %.2f times: it has %d of the %d tokens that "
+                    "total_tokens takes from it",
+                    plan.name,
+                    plan.epochs,
+                    plan.available_tokens,
+                    plan.needed_tokens,
+                )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base class, with what was read of each source."""
+        progress = self.progress()
+        read = {
+            "windows": [source.windows for source in progress],
+            "tokens": [source.tokens for source in progress],
+            "epochs": [round(source.epochs, 4) for source in progress],
+        }
+        return {**super().state_dict(), "read": read}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the base class; what was reported before the resume is not reported again."""
+        super().load_state_dict(state_dict)
+        self._reported = self._milestones()
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        last = state_dict["accepted"][-1] if state_dict["accepted"] else None
+        if last is None:
+            self._place(0, [0] * len(self.sources))
+        else:
+            self._place(last["window"], last["windows"])
+        derived = [source.windows for source in self.progress()]
+        stored = state_dict["read"]["windows"]
+        if derived != stored:
+            raise UserError(
+                f"the checkpoint's position in the data is damaged: {self.windows_consumed} "
+                f"windows are {derived} per source, not {stored}; choose another checkpoint"
+            )
+
+    def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Let every source that was read before continue at its count of tokens, rounded up."""
+        saved, windows = state_dict["data"], state_dict["read"]["windows"]
+        matches = match_sources(saved[SOURCES], self._description[SOURCES])
+        counts: list[int] = []
+        for name, source, match in zip(self._names, self.sources, matches, strict=True):
+            # A window of another length covers as many tokens as several of the old ones.
+            count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
+            epoch, number = divmod(count, source.windows_per_epoch)
+            reordered = match is not None and self._reordered(saved, match, len(counts))
+            logger.warning(
+                "source %s continues at window %d of epoch %d%s",
+                name,
+                number,
+                epoch,
+                ", in another order: until that epoch ends, tokens read in it before may be read "
+                "again and others never"
+                if reordered
+                else "",
+            )
+            counts.append(count)
+        self._place(self.windows_consumed, counts)
+        return {"windows": counts}
+
+    def _reordered(self, saved: dict[str, Any], match: int, here: int) -> bool:
+        """Return whether a source's windows, or their order, are others than in the checkpoint."""
+        old, new = saved[SOURCES][match], self._description[SOURCES][here]
+        return any(saved[key] != self._description[key] for key in ("seed", "seq_len")) or any(
+            old.get(key) != new.get(key) for key in ("contents", "packed")
+        )
+
+    def _describe(self, seed: int, seq_len: int, tokenizer_sha256: str) -> dict[str, Any]:
+        shares = weight_shares(self.mixture)
+        sources: list[dict[str, Any]] = []
+        for entry, share, source, epochs in zip(
+            self.mixture, shares, self.sources, self._max_epochs, strict=True
+        ):
+            fields: dict[str, Any] = {
+                "path": entry.path,
+                "share": share / sum(shares),
+                "tokens": source.shards.tokens,
+                "contents": source.contents()[:_SHORT_DIGEST],
+            }
+            if entry.packed:
+                fields["packed"] = True
+            if epochs is not None:
+                fields["max_epochs"] = epochs
+            sources.append(fields)
+        description: dict[str, Any] = {
+            "seed": seed,
+            "seq_len": seq_len,
+            "tokenizer": tokenizer_sha256[:_SHORT_DIGEST],
+            SOURCES: sources,
+        }
+        if any(epochs is not None for epochs in self._max_epochs):
+            description["when_exhausted"] = self._when_exhausted
+        return description
+
+    def _hashed_description(self) -> dict[str, Any]:
+        # A folder may be moved or mounted elsewhere.
+        sources = [{**source, "path": ""} for source in self._description[SOURCES]]
+        return {**self._description, SOURCES: sources}
+
+    def _milestones(self) -> tuple[list[int], int]:
+        """Return the epoch each source is in, and how many pieces of the mixture have begun."""
+        counts = self.order.counts(self.windows_consumed).tolist()
+        epochs = [
+            max(0, count - 1) // source.windows_per_epoch
+            for source, count in zip(self.sources, counts, strict=True)
+        ]
+        return epochs, self.order.piece_at(max(0, self.windows_consumed - 1))
+
+    def _warn_of_milestones(self) -> None:
+        (old_epochs, old_piece), self._reported = self._reported, self._milestones()
+        epochs, piece = self._reported
+        for name, old, epoch in zip(self._names, old_epochs, epochs, strict=True):
+            if epoch > old:
+                logger.warning(
+                    "source %s is read again: epoch %d has begun by window %d",
+                    name,
+                    epoch,
+                    self.windows_consumed,
+                )
+        for number in range(old_piece + 1, piece + 1):
+            logger.warning("%s", self._exhaustion(number, self.order.exhausted[number - 1]))
+
+    def _exhaustion(self, number: int, exhausted: Sequence[int]) -> str:
+        """Return what happens where piece `number` of the mixture starts, or where it ends."""
+        names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
+        if number >= len(self.order.pieces):
+            return f"{names} exhausted: the mixture ends at window {self.order.end}"
+        first_window, _, order = self.order.pieces[number]
+        rest = ", ".join(
+            f"{name} {share / order.period:.2%}"
+            for name, share in zip(self._names, order.shares.tolist(), strict=True)
+            if share
+        )
+        return f"{names} exhausted: from window {first_window} on the mixture is {rest}"
+
+    def _why_it_ends(self) -> str:
+        exhausted = self.order.exhausted[-1] if self.order.exhausted else range(len(self.sources))
+        names = " and ".join(
+            f"{self.mixture[i].path} may be read max_epochs={self._max_epochs[i]} times"
+            for i in exhausted
+        )
+        return f"{names} (when_exhausted={self._when_exhausted})"
+
+    def _go_on(self) -> str:
+        """Return what else would help, where another source could go on."""
+        weighted = sum(entry.weight > 0 for entry in self.mixture)
+        if self._when_exhausted == "renormalise" or weighted == 1:
+            return ""
+        return ", set --dataloader.when-exhausted renormalise"
+
+
+def _open_source(
+    entry: MixtureEntry, card: SourceCard, files: OpenFiles, seq_len: int, seed: int
+) -> SourceWindows:
+    shards = TokenShards(entry.path, "train", card=card, files=files)
+    # Keyed by its contents: the order within a source outlives changes of the others.
+    key = keyed_integer("source", seed, shards.contents())
+    return (PackedWindows if entry.packed else CutWindows)(shards, seq_len, key)
+
+
+class HeldOutWindows(NamedTuple):
+    """Fixed windows for evaluation.
+
+    `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
+    bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
+    the total cross entropy to give nats per byte.
+    """
+
+    input: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    label_bytes: torch.Tensor
+
+
+def held_out_windows(
+    source_path: str | Path, *, seq_len: int, count: int, seed: int = 0
+) -> HeldOutWindows:
+    """Return `count` windows of a source's held-out split, the same ones for the same arguments.
+
+    A split with fewer windows gives all it has, and one log line says so.
+
+    Args:
+        source_path: The prepared source.
+        seq_len: L.
+        count: Windows wanted, at least 1.
+        seed: Chooses which windows, and the offset of the cuts.
+
+    Raises:
+        UserError: As `SourceWindows`; for a count below 1, or windows in which nothing is a label.
+    """
+    if count < 1:
+        raise UserError(f"held-out window count {count} must be at least 1")
+    shards = TokenShards(source_path, "held_out")
+    source = CutWindows(shards, seq_len, keyed_integer("held_out", seed))
+    if source.windows_per_epoch < count:
+        logger.warning(
+            "source %s has only %d held-out windows, %d were asked for",
+            source_path,
+            source.windows_per_epoch,
+            count,
+        )
+        count = source.windows_per_epoch
+    epochs, numbers = source.locate(np.arange(count))
+    (inputs, labels), windows = empty_batch(count, seq_len)
+    for epoch, number, window in zip(epochs.tolist(), numbers.tolist(), windows, strict=True):
+        source.read_into(epoch, number, window)
+    lengths = token_byte_lengths(Path(source_path) / TOKENIZER_NAME)
+    target = labels.numpy()
+    label_bytes = np.where(target == IGNORED, 0, lengths[target])
+    if not label_bytes.any():
+        raise UserError(
+            f"source {source_path}: none of its {count} held-out windows has a label, so there is "
+            "no loss to report: ask for more windows or hold out more documents"
+        )
+    return HeldOutWindows(
+        inputs["input"], inputs["positions"], labels, torch.from_numpy(label_bytes)
+    )

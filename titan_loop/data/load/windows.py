@@ -1,0 +1,205 @@
+"""Windows of one source: fixed cuts of its stored stream, read in a keyed order, epoch after epoch.
+
+Window j of an epoch is the L + 1 tokens from `offset + j L`: neighbours share one token, so every
+token between the first and the last cut is predicted exactly once an epoch. The offset changes with
+the epoch, so that a repeated document is cut elsewhere.
+"""
+
+from abc import ABC, abstractmethod
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.load.permutation import KeyedPermutation
+from titan_loop.data.shards import TokenShards
+from titan_loop.errors import UserError
+
+IGNORED = -100
+"""The label of a position without a target; torchtitan's IGNORE_INDEX."""
+
+_BLOCK = 1024  # windows located ahead: in one call, they take little more than twice one's time
+
+
+class Window(NamedTuple):
+    """One training sequence: arrays of shape (L,) and dtype int64, filled in place.
+
+    `positions` restart at 0 with every document. `labels` are IGNORED where input and label belong
+    to different documents, where a loss mask says so, and in padding.
+    """
+
+    input: np.ndarray
+    positions: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def empty(cls, seq_len: int) -> "Window":
+        """Return a window to be filled."""
+        return cls(*np.empty((3, seq_len), dtype=np.int64))
+
+    def fill(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """Overwrite this window with L + 1 tokens.
+
+        Args:
+            ids: Token ids, any integer type, shape (L + 1,).
+            ends: Ascending document ends in 1..L + 1 (int64); an end e says that token e - 1 is its
+                document's last.
+            mask: 0 where a token may not be a label, shape (L + 1,); None allows all.
+
+        Raises:
+            ValueError: If the ends do not ascend.
+        """
+        length = len(self.input)
+        self.input[:] = ids[:-1]
+        self.labels[:] = ids[1:]
+        if len(ends) and ends[-1] > length:
+            ends = ends[:-1]
+        bounds = np.zeros(len(ends) + 2, dtype=np.int64)
+        bounds[1:-1], bounds[-1] = ends, length
+        document_start = bounds[:-1].repeat(bounds[1:] - bounds[:-1])
+        np.subtract(_ordinals(length), document_start, out=self.positions)
+        self.labels[ends - 1] = IGNORED
+        if mask is not None:
+            self.labels[mask[1:] == 0] = IGNORED
+
+
+@lru_cache(maxsize=8)
+def _ordinals(length: int) -> np.ndarray:
+    return np.arange(length)
+
+
+class SourceWindows(ABC):
+    """The endless sequence of windows of one source, addressed by the source's own counter.
+
+    An epoch always has the same number of windows n, so that epoch and number follow from the
+    counter by one division; within an epoch the order is a keyed permutation of 0..n-1.
+
+    Args:
+        shards: The source's split.
+        seq_len: L, the number of predicted tokens of a window.
+        windows_per_epoch: n.
+        key: Chooses order and offsets.
+
+    Attributes:
+        fill: Share of an epoch's tokens that are text and no padding, in (0, 1].
+    """
+
+    fill = 1.0
+
+    def __init__(self, shards: TokenShards, seq_len: int, windows_per_epoch: int, key: int) -> None:
+        self.shards = shards
+        self.seq_len = seq_len
+        self.windows_per_epoch = windows_per_epoch
+        self._key = key
+        self._orders: dict[int, KeyedPermutation] = {}
+        self._block = -1
+        self._located = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint64)
+
+    @abstractmethod
+    def read_into(self, epoch: int, number: int, window: Window) -> None:
+        """Fill `window` with the window `number` of `epoch`.
+
+        Raises:
+            UserError: As `TokenShards.read`.
+        """
+
+    @abstractmethod
+    def describe_epoch(self) -> str:
+        """Return what an epoch holds, and what it leaves out, for the log."""
+
+    def contents(self) -> str:
+        """Return a digest of everything the windows are made of: 32 hexadecimal digits."""
+        return self.shards.contents()
+
+    def read(self, epoch: int, number: int) -> Window:
+        """Return the window `number` of `epoch`."""
+        window = Window.empty(self.seq_len)
+        self.read_into(epoch, number, window)
+        return window
+
+    def locate(self, counter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return epoch (int64) and number (uint64) of the windows at `counter` (any shape)."""
+        counter = np.asarray(counter, dtype=np.int64)
+        size = min(_BLOCK, self.windows_per_epoch)
+        block, last = int(counter.min()) // size, int(counter.max()) // size
+        if block != last:
+            return self._locate(counter)
+        start = block * size
+        if block != self._block:
+            self._located = self._locate(np.arange(start, start + size))
+            self._block = block
+        epoch, number = self._located
+        return epoch[counter - start], number[counter - start]
+
+    def _locate(self, counter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epoch, ordinal = np.divmod(counter, self.windows_per_epoch)
+        number = np.empty(ordinal.shape, dtype=np.uint64)
+        for value in np.unique(epoch).tolist():
+            chosen = epoch == value
+            number[chosen] = self._order(value)(ordinal[chosen])
+        return epoch, number
+
+    def _order(self, epoch: int) -> KeyedPermutation:
+        if epoch not in self._orders:
+            if len(self._orders) > 1:  # a batch may stand at the border of two epochs
+                self._orders.clear()
+            key = keyed_integer("order", self._key, epoch)
+            self._orders[epoch] = KeyedPermutation(self.windows_per_epoch, key)
+        return self._orders[epoch]
+
+
+class CutWindows(SourceWindows):
+    """Fixed cuts of a source's stream: n = max(1, floor((T - L) / L)) windows of its T tokens.
+
+    Args:
+        shards: The source's split.
+        seq_len: L.
+        key: Chooses order and offsets.
+
+    Attributes:
+        unread_tokens_per_epoch: Tokens that no window of an epoch predicts, besides the stream's
+            first: those before the offset and after the last cut, fewer than 2 L.
+
+    Raises:
+        UserError: If the split has fewer than L + 1 tokens.
+    """
+
+    def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
+        tokens = shards.tokens
+        if tokens < seq_len + 1:
+            raise UserError(
+                f"source {shards.folder} has {tokens} tokens in {shards.name!r}, less than one "
+                f"window of training.seq_len + 1 = {seq_len + 1}: shorten the window or add "
+                "documents"
+            )
+        super().__init__(shards, seq_len, max(1, (tokens - seq_len) // seq_len), key)
+        self.unread_tokens_per_epoch = tokens - 1 - self.windows_per_epoch * seq_len
+        self._last_offset = (-1, 0)
+
+    def offset(self, epoch: int) -> int:
+        """Return the token of the first cut of `epoch`: below L, and so that all windows fit."""
+        if self._last_offset[0] != epoch:
+            choices = min(self.seq_len, self.unread_tokens_per_epoch + 1)
+            self._last_offset = (epoch, keyed_integer("offset", self._key, epoch) % choices)
+        return self._last_offset[1]
+
+    def read_into(self, epoch: int, number: int, window: Window) -> None:
+        """Read the cut `number` of `epoch` (see the base class)."""
+        start = self.offset(epoch) + number * self.seq_len
+        ids, ends = self.shards.read(start, self.seq_len + 1)
+        mask = self.shards.read_mask(start, self.seq_len + 1)
+        try:
+            window.fill(ids, ends, mask)
+        except ValueError:
+            raise UserError(
+                f"source {self.shards.folder}: the document index near token {start} is damaged: "
+                "restore it or prepare the source again"
+            ) from None
+
+    def describe_epoch(self) -> str:
+        """Return the windows of an epoch and the tokens outside the cuts."""
+        return (
+            f"{self.windows_per_epoch} windows an epoch; {self.unread_tokens_per_epoch} tokens an "
+            "epoch are not predicted because they lie outside the cuts"
+        )

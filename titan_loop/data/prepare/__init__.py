@@ -1,0 +1,1 @@
+"""From documents to prepared sources: read, clean, split, tokenise, shuffle, pack, verify."""

@@ -1,0 +1,108 @@
+"""The n-gram index of evaluation tasks that datatrove's decontamination filter reads.
+
+datatrove's indexer takes its tasks from lighteval; ours are lm-evaluation-harness's, so this step
+keeps its hashing and file format and replaces where questions and answers come from.
+"""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontIndexer
+
+from titan_loop.data.prepare.config import Decontamination, hash_config
+from titan_loop.errors import UserError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+def ngram_config(settings: Decontamination) -> NGramsDecontConfig:
+    """Return datatrove's configuration, which index and filter must share."""
+    return NGramsDecontConfig(
+        n_grams=settings.n_grams,
+        find_query_ngrams=settings.query_ngrams,
+        find_overlap_ngrams=True,
+        hash_config=hash_config(),
+    )
+
+
+def build_ngram_index(settings: Decontamination, folder: Path, language: str) -> dict[str, int]:
+    """Write one `TASK.index.hashes` file a task; return the number of n-grams of each.
+
+    The folder appears when it is complete.
+
+    Raises:
+        UserError: If lm-evaluation-harness is not installed, does not know a task or cannot load
+            its data (most of it comes from the network), or a task has no text of n words.
+    """
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    indexer = _LmEvalIndexer(str(unfinished), config=ngram_config(settings), language=language)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    counts: dict[str, int] = {}
+    for name, task in _tasks(settings).items():
+        hashes = {
+            value
+            for query, answer in _questions(task)
+            for value in indexer.compute_hashes(answer, query)
+        }
+        if not hashes:
+            raise UserError(
+                f"decontaminate.tasks: {name!r} has no question of {settings.n_grams} words: lower "
+                "decontaminate.n_grams or drop the task"
+            )
+        array = np.fromiter(hashes, dtype=np.dtype(indexer.config.hash_config.np_descr))
+        np.sort(array).tofile(unfinished / f"{name.replace('/', '_')}.index.hashes")
+        counts[name] = len(array)
+        logger.info("decontamination: %d n-grams of %s", len(array), name)
+    unfinished.rename(folder)
+    return counts
+
+
+class _LmEvalIndexer(NGramsDecontIndexer):
+    """datatrove's hashing without its requirement of lighteval, which only its `run` needs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "_LmEvalIndexer":
+        return object.__new__(cls)
+
+
+def _tasks(settings: Decontamination) -> dict[str, Any]:
+    try:
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError as error:
+        raise UserError(
+            "decontaminate needs lm-evaluation-harness: pip install 'titan-loop[clean]'"
+        ) from error
+    manager = TaskManager(include_path=settings.include_path, include_defaults=False)
+    if not set(settings.tasks) <= set(manager.all_tasks):
+        # Listing the thousands of tasks it brings along takes many seconds.
+        manager = TaskManager(include_path=settings.include_path)
+    for name in settings.tasks:
+        if name not in manager.all_tasks:
+            raise UserError(
+                f"decontaminate.tasks: lm-evaluation-harness has no {name!r}"
+                f"{nearest(name, manager.all_tasks)}"
+            )
+    try:
+        return manager.load(settings.tasks)["tasks"]
+    except Exception as error:  # whatever `datasets` and a task's own code raise
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise UserError(
+            f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded ({reason}): "
+            "download them where there is a network, or give local tasks with include_path"
+        ) from error
+
+
+def _questions(task: Any) -> Iterator[tuple[str, str]]:
+    """Yield (question, right answer) of every document the task is scored on."""
+    for document in task.eval_docs:
+        query, target = task.doc_to_text(document), task.doc_to_target(document)
+        if isinstance(query, int):  # multiple inputs: the number of the right one, and the options
+            yield "", task.doc_to_choice(document)[query]
+            continue
+        targets = target if isinstance(target, list) else [target]
+        for answer in targets:
+            if isinstance(answer, int):
+                answer = task.doc_to_choice(document)[answer]
+            yield query, str(answer)

@@ -1,0 +1,247 @@
+"""Which documents to prepare: files, folders or a Hugging Face dataset, and their format.
+
+`find_documents` turns what a user wrote into an explicit list, so that every later stage, task and
+restart reads the same files in the same order.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.storage.local_path import require_local
+
+logger = logging.getLogger(__name__)
+
+Format = Literal["auto", "jsonl", "parquet", "text", "huggingface"]
+FORMATS: tuple[str, ...] = get_args(Format)
+_SUFFIXES = {
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    "parquet": (".parquet",),
+}
+_MAYBE_LINES = (".json", ".json.gz", ".json.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
+_HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """What to read.
+
+    `format` is never "auto". Files are absolute; a Hugging Face dataset has a name instead (or the
+    path of a folder that `datasets` loads). `held_out_files` are read like the others and belong
+    to the held-out split; without any, a hash of each document decides.
+    """
+
+    format: str
+    files: tuple[str, ...] = ()
+    held_out_files: tuple[str, ...] = ()
+    dataset: str = ""
+    dataset_config: str | None = None
+    dataset_split: str = "train"
+
+    def all_files(self) -> tuple[str, ...]:
+        """Return the files of both splits."""
+        return self.files + self.held_out_files
+
+
+def find_documents(
+    inputs: str | Path | Sequence[str | Path],
+    held_out_inputs: str | Path | Sequence[str | Path] | None = None,
+    *,
+    format: Format = "auto",
+    patterns: Sequence[str] = (),
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    ours: Sequence[Path] = (),
+) -> Documents:
+    """Resolve inputs to files.
+
+    Args:
+        inputs: Files or folders; a folder is searched for JSONL or Parquet files, and if it has
+            neither all its files are documents; with a format and patterns, those that match are.
+            One dataset name for the format "huggingface".
+        held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
+            `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
+        format: How to read the files; "auto" goes by their names.
+        patterns: Glob patterns such as "*.py" that files in folders must match one of.
+        dataset_config: A Hugging Face dataset's configuration.
+        dataset_split: The split of it that is read.
+        ours: Files and folders that an earlier run wrote: no documents where an input folder holds
+            them.
+
+    Raises:
+        UserError: For an unknown format, a missing or empty input, one in an object store, files of
+            several formats or of one that must be said, a name that a list of files cannot hold, or
+            options that have no effect.
+    """
+    if format not in FORMATS:
+        raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
+    if format == "huggingface":
+        return _dataset(inputs, held_out_inputs, patterns, dataset_config, dataset_split)
+    if dataset_config is not None or dataset_split != "train":
+        raise UserError(
+            "dataset_config and dataset_split have no effect on files: give --format huggingface "
+            "or drop them"
+        )
+    paths = _as_list(inputs)
+    held_out = None if held_out_inputs is None else _as_list(held_out_inputs)
+    if held_out is None and len(paths) == 1 and format in ("auto", "jsonl"):
+        pair = [paths[0] / name for name in _HELD_OUT_PAIR]
+        if all(path.is_file() for path in pair):
+            paths, held_out = [pair[0]], [pair[1]]
+    kinds: set[str] = set()
+    files = _expand(paths, format, patterns, ours, kinds)
+    held_out_files = _expand(held_out or [], format, patterns, ours, kinds)
+    if not files or (held_out is not None and not held_out_files):
+        raise UserError("no input: give at least one file or folder")
+    if len(kinds) > 1:
+        raise UserError(f"the inputs mix {' and '.join(sorted(kinds))}: prepare them separately")
+    shared = _resolved(files) & _resolved(held_out_files)
+    if shared:
+        raise UserError(f"input {min(shared)} is given for training and held out: choose one")
+    return Documents(format=kinds.pop(), files=files, held_out_files=held_out_files)
+
+
+def _dataset(
+    inputs: str | Path | Sequence[str | Path],
+    held_out_inputs: object,
+    patterns: Sequence[str],
+    config: str | None,
+    split: str,
+) -> Documents:
+    names = [str(path) for path in _as_list(inputs)]
+    if len(names) != 1:
+        raise UserError(f"format 'huggingface' reads one dataset, not {len(names)}: {names}")
+    if held_out_inputs is not None or patterns:
+        raise UserError(
+            "held_out_inputs and patterns have no effect on a Hugging Face dataset: use "
+            "--held-out-fraction"
+        )
+    return Documents(
+        format="huggingface", dataset=names[0], dataset_config=config, dataset_split=split
+    )
+
+
+def _as_list(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
+    paths = [inputs] if isinstance(inputs, str | Path) else inputs
+    for path in paths:
+        require_local(path, "input")
+    return [Path(path) for path in paths]
+
+
+def _expand(
+    paths: Sequence[Path],
+    format: str,
+    patterns: Sequence[str],
+    ours: Sequence[Path],
+    kinds: set[str],
+) -> tuple[str, ...]:
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            kind, found = _in_folder(path, format, patterns, ours)
+        elif path.is_file():
+            if format == "auto" and path.name.lower().endswith(_MAYBE_LINES):
+                raise UserError(
+                    f"input {path} may hold JSON lines or be one document: give --format jsonl or "
+                    "--format text"
+                )
+            kind, found = (_kind(path) if format == "auto" else format), [path]
+        else:
+            raise UserError(
+                f"input {path} does not exist: build or download the documents first (a Hugging "
+                "Face dataset needs --format huggingface)"
+            )
+        kinds.add(kind)
+        files += found
+    counts = Counter(path.resolve() for path in files)
+    if counts and max(counts.values()) > 1:
+        twice = max(counts, key=counts.__getitem__)
+        raise UserError(f"input {twice} is given twice: its documents would be stored twice")
+    # A link keeps its own name, which says how to read it: download caches link to nameless files.
+    absolute = [str(path.parent.resolve() / path.name) for path in files]
+    for path in absolute:
+        if path != path.strip() or "\n" in path or "\r" in path or not _is_unicode(path):
+            raise UserError(
+                f"input {path!r} has a name that a list of files cannot hold (a line break, a "
+                "space at its end, or not UTF-8): rename it"
+            )
+    return tuple(absolute)
+
+
+def _resolved(files: Sequence[str]) -> set[Path]:
+    return {Path(path).resolve() for path in files}
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _in_folder(
+    folder: Path, format: str, patterns: Sequence[str], ours: Sequence[Path]
+) -> tuple[str, list[Path]]:
+    visible = _visible_files(folder, ours)
+    matching = [
+        path for path in visible if not patterns or any(path.match(glob) for glob in patterns)
+    ]
+    kinds = {_kind(path) for path in matching} - {"text"} if format == "auto" else {format}
+    if len(kinds) > 1:
+        raise UserError(f"input folder {folder} mixes {' and '.join(sorted(kinds))}: give --format")
+    kind = kinds.pop() if kinds else "text"
+    chosen = kind == "text" or (format != "auto" and patterns)
+    found = [path for path in matching if chosen or _kind(path) == kind]
+    if not found:
+        raise UserError(
+            f"input folder {folder} has no {'document' if format == 'auto' else format} file"
+            + (f" that matches {', '.join(patterns)}" if patterns else "")
+            + ("" if format == "auto" or patterns else ": choose by name with --pattern")
+        )
+    if len(found) < len(visible):
+        logger.info("%s: %d of %d files are %s", folder, len(found), len(visible), kind)
+    originals = {path.resolve() for path in found if not path.is_symlink()}
+    once = [path for path in found if not path.is_symlink() or path.resolve() not in originals]
+    if len(once) < len(found):
+        logger.warning("%s: left out %d links to other files of it", folder, len(found) - len(once))
+    return kind, once
+
+
+def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
+    """Return the files below a folder, but for hidden ones and `ours`; count what is left out."""
+    root, written = folder.resolve(), {path.resolve() for path in ours}
+    inside = sorted(folder.rglob("*"))
+    if written:
+        inside = [
+            path
+            for path in inside
+            if written.isdisjoint((real := root / path.relative_to(folder), *real.parents))
+        ]
+    files = {path for path in inside if path.is_file()}
+    shown = [
+        path
+        for path in inside
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    visible = [path for path in shown if path in files]
+    if len(visible) < len(files):
+        logger.warning("%s: left out %d hidden files", folder, len(files) - len(visible))
+    links = sum(path not in files and path.is_symlink() for path in shown)
+    if links:
+        logger.warning(
+            "%s: left out %d links to folders or to nothing; give folders as inputs of their own",
+            folder,
+            links,
+        )
+    return visible
+
+
+def _kind(path: Path) -> str:
+    return next(
+        (kind for kind, suffixes in _SUFFIXES.items() if path.name.endswith(suffixes)), "text"
+    )

@@ -1,0 +1,167 @@
+"""Finish a preparation: check what its stages left, count what they dropped, commit the card."""
+
+import json
+import logging
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titan_loop.data.prepare.executors import statistics
+from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, SHOWN_EXAMPLES
+from titan_loop.data.prepare.preparation import SPLITS, Preparation
+from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path, misplaced_eos
+from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard, file_sha256
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_bytes, vocab_size
+
+logger = logging.getLogger(__name__)
+
+_SHARDS = "*_doc_shuffled.ds"
+
+
+def write_card(preparation: Preparation) -> SourceCard:
+    """Check what the stages left and commit it as a source."""
+    output = preparation.output
+    names = SPLITS if preparation.holds_out else SPLITS[:1]
+    stages = {name: statistics(preparation.logs(name)) for name in names}
+    dropped = _dropped(preparation, stages["train"])
+    tokenizer = load_tokenizer(output / TOKENIZER_NAME)
+    eos_id = tokenizer.token_to_id(preparation.eos_token)
+    assert eos_id is not None
+    splits = {
+        name: _split_card(output / name, token_bytes(tokenizer), eos_id, stages[name][-1])
+        for name in names
+    }
+    for name, split in splits.items():
+        logger.info(
+            "%s/%s: %d documents, %d tokens, %d bytes of text",
+            output,
+            name,
+            split.documents,
+            split.tokens,
+            split.text_bytes,
+        )
+    if not splits["train"].tokens:
+        raise UserError(
+            f"source {output}: no document is left to train on (records read: "
+            f"{stages['train'][0]['records']}, dropped: {dropped})"
+        )
+    if preparation.holds_out and not splits["held_out"].tokens:
+        logger.warning("%s: no document is held out: raise the held-out fraction", output)
+    card = SourceCard(
+        name=output.name,
+        tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
+        vocab_size=vocab_size(tokenizer),
+        eos_id=eos_id,
+        token_bytes=token_bytes(tokenizer),
+        splits=splits,
+        licence=preparation.licence,
+        versions=preparation.versions(),
+        command=preparation.command,
+        has_loss_mask=preparation.chat,
+        dropped=dropped,
+        cleaning=preparation.config.cleaning(),
+    )
+    card.write(output)
+    shutil.rmtree(preparation.work, ignore_errors=True)
+    return card
+
+
+def _dropped(preparation: Preparation, train: Sequence[Counter[str]]) -> dict[str, int]:
+    """Return what was dropped by reason, warn about it, and refuse too much malformed input."""
+    reader, *filters = train[: -2 if preparation.holds_out else -1]
+    config = preparation.config
+    names = [*config.quality]
+    names += ["near_duplicate"] if config.minhash is not None else []
+    names += ["contaminated"] if config.decontaminate is not None else []
+    dropped = {kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]}
+    for name, counts in zip(names, filters, strict=True):
+        reasons = {
+            key.removeprefix("dropped_"): count
+            for key, count in counts.items()
+            if key.startswith("dropped_")
+        }
+        dropped.update(reasons or ({name: counts["dropped"]} if counts["dropped"] else {}))
+    if not dropped:
+        return dropped
+    examples = _examples(preparation.dropped_examples)
+    bad = reader["malformed"] + reader["missing_text"]
+    if bad > preparation.max_malformed * reader["records"]:
+        raise UserError(
+            f"inputs: {bad} of {reader['records']} records are malformed or lack their text, more "
+            f"than --max-malformed {preparation.max_malformed:g} allows; {'; '.join(examples)}"
+        )
+    counted = ", ".join(f"{count} {name}" for name, count in dropped.items())
+    logger.warning("%s: dropped %s of %d records", preparation.output, counted, reader["records"])
+    for example in examples:
+        logger.warning("dropped %s", example)
+    return dropped
+
+
+def _examples(folder: Path) -> list[str]:
+    """Return the first few records that readers dropped, in the order of tasks."""
+    lines = [
+        line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    shown = [json.loads(line) for line in lines[:SHOWN_EXAMPLES]]
+    return [f"/{path}, record {number}: {reason}" for path, number, reason in shown]
+
+
+def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) -> SplitCard:
+    shards: list[ShardCard] = []
+    max_token_id = -1
+    misplaced = loss_tokens = 0
+    for path in sorted(folder.glob(_SHARDS)):
+        tokens = path.stat().st_size // id_bytes
+        ends = np.fromfile(index_path(path), dtype="<u8").astype(np.int64)
+        if not len(ends) or int(ends[-1]) != tokens:
+            raise UserError(f"shard {path} does not agree with its index: prepare it again")
+        first = 0
+        for chunk in file_chunks(path, f"<u{id_bytes}"):
+            max_token_id = max(max_token_id, int(chunk.max()))
+            misplaced += misplaced_eos(chunk, first, ends, eos_id)
+            first += len(chunk)
+        mask_sha256 = ""
+        mask_path = path.with_name(path.name + LOSS_SUFFIX)
+        if mask_path.exists():
+            loss_tokens += sum(
+                int(chunk.sum(dtype=np.int64)) for chunk in file_chunks(mask_path, "u1")
+            )
+            mask_sha256 = file_sha256(mask_path)
+        shards.append(
+            ShardCard(
+                file=path.name,
+                documents=len(ends),
+                tokens=tokens,
+                bytes=path.stat().st_size,
+                sha256=file_sha256(path),
+                index_sha256=file_sha256(index_path(path)),
+                loss_sha256=mask_sha256,
+            )
+        )
+    card = SplitCard(
+        documents=sum(shard.documents for shard in shards),
+        tokens=sum(shard.tokens for shard in shards),
+        text_bytes=counts["text_bytes"],
+        max_token_id=max_token_id,
+        shards=tuple(shards),
+        loss_tokens=loss_tokens if any(shard.loss_sha256 for shard in shards) else None,
+        eos_only_at_ends=not misplaced,
+    )
+    if misplaced:
+        logger.warning(
+            "%s: document ends and EOS id %d disagree in %d places: use a tokenizer whose EOS is a "
+            "special token",
+            folder,
+            eos_id,
+            misplaced,
+        )
+    if card.tokens != counts["tokens"]:
+        raise UserError(
+            f"{folder} holds {card.tokens} tokens, {counts['tokens']} were written: a shard is "
+            "missing or cut off; remove the source and prepare it again"
+        )
+    return card

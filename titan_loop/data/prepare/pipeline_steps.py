@@ -1,0 +1,361 @@
+"""The steps we hand to datatrove: readers that count, a split by hash, and two tokenizers.
+
+datatrove's own readers drop records without text, leave a file at its first invalid byte, and its
+tokenizer turns a special token that is spelt out in a text into the special token itself. All
+would change the data without a trace.
+"""
+
+import json
+import sys
+import zlib
+from collections.abc import Generator, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import orjson
+from datatrove.data import Document
+from datatrove.pipeline.filters.base_filter import BaseFilter
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from datatrove.pipeline.readers.huggingface import HuggingFaceDatasetReader
+from datatrove.pipeline.readers.jsonl import JsonlReader
+from datatrove.pipeline.readers.parquet import ParquetReader
+from datatrove.pipeline.tokens.tokenizer import DocumentTokenizer, TokenizedFile
+from datatrove.pipeline.writers.jsonl import JsonlWriter
+from datatrove.utils.batching import batched
+from loguru import logger as datatrove_logger
+from tokenizers import Tokenizer
+
+from titan_loop.data.keyed import keyed_uniform
+from titan_loop.data.prepare.documents import Documents
+from titan_loop.errors import UserError
+from titan_loop.text.chatml import control_tokens, encode_chats, parse_turns, render
+from titan_loop.text.tokenizer import keep_whole
+
+# fsspec opens .zst files with this module and, where it is missing, with one that stops at the
+# first frame and takes a cut-off file for a whole one.
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+# A banner and a pipeline drawing per task, also in worker processes, which import this module, too.
+datatrove_logger.disable("datatrove")
+# Ray does not hand exceptions of its tasks to the caller: this is where they are written down.
+datatrove_logger.enable("datatrove.executor.ray")
+
+SHOWN_EXAMPLES = 3
+DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
+"""Not a record at all; a record without the field; nothing to learn in it."""
+
+
+class CountingReader(BaseReader):
+    """What all readers share: a record becomes a document or is counted as dropped.
+
+    Statistics (summed over tasks): `records`, and those of `DROPPED_BY_READERS`.
+
+    Args:
+        chat: Whether records are conversations, which become ChatML.
+        examples: Folder for the first few dropped records of each task; None writes none.
+        *args: For datatrove's reader.
+        **kwargs: For datatrove's reader.
+    """
+
+    def __init__(self, *args: Any, chat: bool, examples: str | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chat = chat
+        self.examples = examples
+        self.shown = 0
+        self.rank = 0
+
+    def run(
+        self, data: Any = None, rank: int = 0, world_size: int = 1
+    ) -> Generator[Document, None, None]:
+        """Read this task's documents."""
+        self.rank = rank
+        if self.examples is not None:
+            self._examples_file().unlink(missing_ok=True)  # of a task that was interrupted
+        yield from super().run(data, rank, world_size)  # pyright: ignore[reportAbstractUsage]
+
+    def get_document_from_dict(
+        self, data: Mapping[str, Any], source_file: str, id_in_file: int | str
+    ) -> Document | None:
+        """Return the record's document, or count why there is none."""
+        self.stat_update("records")
+        metadata: dict[str, Any] = {"file_path": source_file}
+        try:
+            if self.chat:
+                turns = parse_turns(data)
+                text = render(turns)
+                metadata["turns"] = [list(turn) for turn in turns]  # as JSON gives them back
+            else:
+                text = data.get(self.text_key)
+                if text is None:
+                    raise KeyError(f"no field {self.text_key!r}")
+                if not isinstance(text, str):
+                    raise TypeError(f"{self.text_key!r} is not a string")
+                if not text.strip():
+                    raise ValueError("no text")
+        except KeyError as error:
+            return self.drop("missing_text", source_file, id_in_file, str(error.args[0]))
+        except TypeError as error:
+            return self.drop("malformed", source_file, id_in_file, str(error))
+        except ValueError as error:
+            return self.drop("empty", source_file, id_in_file, str(error))
+        return Document(text=text, id=f"{source_file}/{id_in_file}", metadata=metadata)
+
+    def drop(self, kind: str, source_file: str, id_in_file: int | str, reason: str) -> None:
+        """Count a dropped record; keep the task's first few as examples."""
+        self.stat_update(kind)
+        if self.examples is not None and self.shown < SHOWN_EXAMPLES:
+            self.shown += 1
+            path = self._examples_file()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json.dumps([source_file, id_in_file, reason]) + "\n")
+
+    def _examples_file(self) -> Path:
+        assert self.examples is not None
+        return Path(self.examples) / f"{self.rank:05d}.jsonl"
+
+
+class CountingJsonlReader(CountingReader, JsonlReader):
+    """Reads JSONL line by line, plain or compressed; a bad line costs that line only."""
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the documents of one file; lines are numbered from 1."""
+        with _open(self, filepath, compression=self.compression) as file:
+            for number, line in enumerate(_whole(file, filepath), start=1):
+                if not line.strip():
+                    continue
+                try:
+                    record = orjson.loads(line)
+                    if not isinstance(record, dict):
+                        raise TypeError("not a JSON object")
+                except (orjson.JSONDecodeError, TypeError) as error:
+                    self.stat_update("records")
+                    self.drop("malformed", filepath, number, str(error))
+                    continue
+                document = self.get_document_from_dict(record, filepath, number)
+                if document is not None:
+                    yield document
+
+
+class CountingParquetReader(CountingReader, ParquetReader):
+    """Reads the columns it needs of Parquet files."""
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the documents of one file; rows are numbered from 1."""
+        import pyarrow
+        import pyarrow.parquet
+
+        needed = ("messages", "question", "answer") if self.chat else (self.text_key,)
+        try:
+            with (
+                self.data_folder.open(filepath, "rb") as file,
+                pyarrow.parquet.ParquetFile(file) as table,
+            ):
+                columns = [name for name in needed if name in table.schema_arrow.names]
+                rows = (
+                    row
+                    for batch in table.iter_batches(self.batch_size, columns=columns)
+                    for row in batch_rows(batch)
+                )
+                # Without any of the columns every row is still counted.
+                missing = ({} for _ in range(table.metadata.num_rows))
+                for number, row in enumerate(rows if columns else missing, start=1):
+                    if row is None:
+                        self.stat_update("records")
+                        self.drop("malformed", filepath, number, "invalid UTF-8")
+                        continue
+                    document = self.get_document_from_dict(row, filepath, number)
+                    if document is not None:
+                        yield document
+        except (pyarrow.ArrowException, OSError) as error:
+            raise _unreadable(filepath, error) from error
+
+
+class TextFileReader(CountingReader, BaseDiskReader):
+    """Reads every file as one document."""
+
+    name = "📄 Text file"
+
+    def read_file(self, filepath: str) -> Generator[Document, None, None]:
+        """Yield the file's document, if it has one."""
+        with _open(self, filepath) as file:
+            content = b"".join(_whole(file, filepath))
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            self.stat_update("records")
+            self.drop("malformed", filepath, 1, f"invalid UTF-8 ({error.reason})")
+            return
+        document = self.get_document_from_dict({self.text_key: text}, filepath, 1)
+        if document is not None:
+            yield document
+
+
+class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
+    """Reads rows through the `datasets` library."""
+
+
+def document_reader(
+    documents: Documents, *, paths_file: Path, text_key: str, chat: bool, examples: Path | None
+) -> CountingReader:
+    """Return the reader for `documents`.
+
+    Args:
+        documents: What to read.
+        paths_file: Where the list of files is written, for every task to read.
+        text_key: The field with a document's text, if not `chat`.
+        chat: Whether records are conversations.
+        examples: As in `CountingReader`.
+    """
+    options: dict[str, Any] = {
+        "text_key": text_key,
+        "chat": chat,
+        "examples": None if examples is None else str(examples),
+    }
+    if documents.format == "huggingface":
+        return CountingHuggingFaceReader(
+            documents.dataset,
+            {"name": documents.dataset_config, "split": documents.dataset_split},
+            streaming=True,
+            **options,
+        )
+    paths_file.parent.mkdir(parents=True, exist_ok=True)
+    paths_file.write_text("".join(f"{path.lstrip('/')}\n" for path in documents.all_files()))
+    readers: dict[str, type[CountingReader]] = {
+        "jsonl": CountingJsonlReader,
+        "parquet": CountingParquetReader,
+        "text": TextFileReader,
+    }
+    return readers[documents.format]("/", paths_file=str(paths_file), **options)
+
+
+class HeldOutFilter(BaseFilter):
+    """Takes the held-out documents out of the stream and writes them aside, text and all.
+
+    Args:
+        files: Held-out files; if empty, the hash of a document's text decides, so that equal
+            documents are on the same side.
+        fraction: Share of documents held out by hash.
+        folder: Where they are written.
+    """
+
+    name = "🚪 Held out"
+
+    def __init__(self, files: Iterable[str], fraction: float, folder: Path) -> None:
+        super().__init__(JsonlWriter(str(folder), "${rank}.jsonl.gz"))
+        self.files = frozenset(path.lstrip("/") for path in files)
+        self.fraction = fraction
+
+    def filter(self, doc: Document) -> bool:
+        """Return whether to train on the document."""
+        if self.files:
+            return doc.metadata["file_path"] not in self.files
+        return keyed_uniform("held_out", doc.text) >= self.fraction
+
+
+class HeldOutReader(JsonlReader):
+    """Reads what the `HeldOutFilter` of the task with the same number wrote, if it wrote any."""
+
+    def run(
+        self, data: Any = None, rank: int = 0, world_size: int = 1
+    ) -> Generator[Document, None, None]:
+        """Yield this task's held-out documents."""
+        path = f"{rank:05d}.jsonl.gz"
+        if self.data_folder.exists(path):
+            yield from self.read_file(path)
+
+
+class PlainTextTokenizer(DocumentTokenizer):
+    """Treats a special token spelt out in a document as text, so that only we end documents.
+
+    Statistics beside datatrove's: `text_bytes`, UTF-8 bytes of the documents.
+    """
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts.
+
+        It takes texts whole, whatever truncation or padding its file asks for.
+        """
+        # `func` is the function behind datatrove's cached property.
+        tokenizer = DocumentTokenizer.tokenizer.func(self)
+        keep_whole(tokenizer)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
+        """Tokenise documents into a file, counting their bytes."""
+        return super().write_unshuffled(self._counted(data), filename)
+
+    def _counted(self, data: Any) -> Generator[Document, None, None]:
+        for document in data:
+            self.stat_update("text_bytes", value=len(document.text.encode()))
+            yield document
+
+
+class ChatTokenizer(PlainTextTokenizer):
+    """Tokenises conversations with a loss mask over what the assistant says.
+
+    datatrove marks the loss by character ranges of one text and cuts off what follows the last
+    target, the EOS included; here messages are encoded apart and documents stay whole.
+    """
+
+    def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:
+        """Tokenise conversations into a file and its mask."""
+        assert self.eos_token is not None
+        assert self.save_loss_metadata
+        assert self.local_working_dir is None
+        control = control_tokens(self.tokenizer, self.eos_token)
+        file = TokenizedFile(
+            self.output_folder,
+            filename,
+            save_loss_metadata=True,
+            tokenizer_name_or_path=self.tokenizer_name_or_path,
+            save_final_metadata=self.save_final_metadata,
+            token_size=self.token_size,
+        )
+        for batch in batched(self._counted(data), self.batch_size):
+            chats = [document.metadata["turns"] for document in batch]
+            for ids, is_target in encode_chats(self.tokenizer, chats, control):
+                file.write(cast(list[int], ids), is_target)
+                self.stat_update("tokens", value=len(ids))
+        file.close()
+        return file
+
+
+def batch_rows(batch: Any) -> Generator[dict[str, Any] | None, None, None]:
+    """Yield the rows of an Arrow batch, None for one that holds invalid UTF-8."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for index in range(batch.num_rows):
+        try:
+            yield batch.slice(index, 1).to_pylist()[0]
+        except UnicodeDecodeError:
+            yield None
+
+
+def _open(reader: BaseDiskReader, path: str, **options: Any) -> Any:
+    try:
+        return reader.data_folder.open(path, "rb", **options)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _whole(file: Any, path: str) -> Generator[bytes, None, None]:
+    """Yield a file's lines; a broken archive is the user's mistake, not a crash."""
+    try:
+        yield from file
+    except (EOFError, OSError, zlib.error, zstd.ZstdError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return UserError(f"input /{path} cannot be read to its end ({reason}): replace it")

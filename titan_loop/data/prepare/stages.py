@@ -1,0 +1,129 @@
+"""The datatrove pipelines of a preparation, in the order in which they run.
+
+    signatures ─► buckets ─► clusters        only with MinHash
+    train:     reader ─► quality ─► MinHash ─► decontamination ─► held-out filter ─► tokenizer
+    held_out:  what the filter wrote aside ─► tokenizer
+
+Quality filters come before MinHash, so that a bad document never stands for its good duplicates;
+therefore documents are read and filtered twice where both are switched on.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datatrove.pipeline.decont.n_grams import NGramsDecontFilter
+from datatrove.pipeline.dedup.minhash import (
+    MinhashConfig,
+    MinhashDedupBuckets,
+    MinhashDedupCluster,
+    MinhashDedupFilter,
+    MinhashDedupSignature,
+)
+
+from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_filter
+from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_config
+from titan_loop.data.prepare.executors import Stage
+from titan_loop.data.prepare.pipeline_steps import (
+    ChatTokenizer,
+    HeldOutFilter,
+    HeldOutReader,
+    PlainTextTokenizer,
+    document_reader,
+)
+from titan_loop.data.prepare.preparation import Preparation
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+_SHUFFLE_SEED = 0
+
+
+def build_stages(preparation: Preparation) -> list[Stage]:
+    """Return the datatrove stages in their order, building the n-gram index on the way."""
+    output, config = preparation.output, preparation.config
+    work = preparation.work
+    tokenizer = ChatTokenizer if preparation.chat else PlainTextTokenizer
+
+    def tokenize(split: str) -> Any:
+        return tokenizer(
+            str(output / split),
+            tokenizer_name_or_path=str(output / TOKENIZER_NAME),
+            eos_token=preparation.eos_token,
+            seed=_SHUFFLE_SEED,
+            save_loss_metadata=preparation.chat,
+        )
+
+    stages: list[Stage] = []
+    steps = [_reader(preparation, preparation.dropped_examples), *_quality(config)]
+    if config.minhash is not None:
+        stages += _minhash_stages(preparation)
+        steps.append(MinhashDedupFilter(str(work / "duplicates")))
+    if config.decontaminate is not None:
+        index = work / "ngrams"
+        if not index.exists():
+            build_ngram_index(config.decontaminate, index, config.language)
+        steps.append(
+            NGramsDecontFilter(
+                str(index), config=ngram_config(config.decontaminate), language=config.language
+            )
+        )
+    if preparation.holds_out:
+        steps.append(
+            HeldOutFilter(
+                preparation.documents.held_out_files,
+                preparation.held_out_fraction,
+                work / "held_out",
+            )
+        )
+    steps.append(tokenize("train"))
+    stages.append(_stage(preparation, "train", steps, preparation.tasks))
+    if preparation.holds_out:
+        held_out = [HeldOutReader(str(work / "held_out")), tokenize("held_out")]
+        stages.append(_stage(preparation, "held_out", held_out, preparation.tasks))
+    return stages
+
+
+def _stage(preparation: Preparation, name: str, steps: Sequence[Any], tasks: int) -> Stage:
+    return Stage(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
+
+
+def _reader(preparation: Preparation, examples: Path | None) -> Any:
+    return document_reader(
+        preparation.documents,
+        paths_file=preparation.logs("inputs.txt"),
+        text_key=preparation.text_key,
+        chat=preparation.chat,
+        examples=examples,
+    )
+
+
+def _quality(config: PrepareConfig) -> list[Any]:
+    return [
+        quality_filter(name)(language=config.language, **options)
+        for name, options in config.quality.items()
+    ]
+
+
+def _minhash_stages(preparation: Preparation) -> list[Stage]:
+    """Return the stages that find near-duplicates; every one but a cluster's root is removed."""
+    work = preparation.work
+    signatures, pairs, duplicates = (
+        str(work / name) for name in ("signatures", "pairs", "duplicates")
+    )
+    assert preparation.config.minhash is not None
+    config = MinhashConfig(**preparation.config.minhash, hash_config=hash_config())
+    language = preparation.config.language
+    first = [
+        _reader(preparation, None),
+        *_quality(preparation.config),
+        MinhashDedupSignature(signatures, config, language=language),
+    ]
+    return [
+        _stage(preparation, "signatures", first, preparation.tasks),
+        _stage(
+            preparation,
+            "buckets",
+            [MinhashDedupBuckets(signatures, pairs, config=config)],
+            config.num_buckets,
+        ),
+        _stage(preparation, "clusters", [MinhashDedupCluster(pairs, duplicates, config=config)], 1),
+    ]

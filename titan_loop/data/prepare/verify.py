@@ -1,0 +1,96 @@
+"""Check a prepared source against its card: sizes, checksums, ids, document ends, masks.
+
+Every byte is read, in pieces, and every fault reported, so that one run says which files to
+restore.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from titan_loop.data.prepare.packing import PIECE, index_paths
+from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks, misplaced_eos
+from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+_INDEX_BYTES = 8
+
+
+def verify_source(source: str | Path) -> Iterator[str]:
+    """Yield one line for each fault of a prepared source; nothing if it is sound.
+
+    Args:
+        source: The source's folder.
+
+    Raises:
+        UserError: If there is no readable card, without which nothing can be checked.
+    """
+    source = Path(source)
+    card = SourceCard.read(source)
+    yield from _file(source / TOKENIZER_NAME, None, card.tokenizer_sha256)
+    for name, split in card.splits.items():
+        folder = source / name
+        for shard in split.shards:
+            yield from _shard(folder / shard.file, shard, card)
+        for field in ("documents", "tokens"):
+            total = sum(getattr(shard, field) for shard in split.shards)
+            if total != getattr(split, field):
+                yield f"{name}: the card counts {getattr(split, field)} {field}, its shards {total}"
+        for packed in split.packed:
+            windows_path, pieces_path = index_paths(folder, packed.seq_len)
+            yield from _file(windows_path, packed.windows * _INDEX_BYTES, packed.windows_sha256)
+            yield from _file(pieces_path, packed.pieces * PIECE.itemsize, packed.pieces_sha256)
+
+
+def _shard(path: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
+    index = path.with_name(path.name + INDEX_SUFFIX)
+    sizes = {
+        path: (shard.tokens * card.token_bytes, shard.sha256),
+        index: (shard.documents * _INDEX_BYTES, shard.index_sha256),
+    }
+    if card.has_loss_mask:
+        sizes[path.with_name(path.name + LOSS_SUFFIX)] = (shard.tokens, shard.loss_sha256)
+    sound = True
+    for file, (expected_bytes, sha256) in sizes.items():
+        for fault in _file(file, expected_bytes, sha256):
+            sound = sound and "SHA-256" in fault  # contents can still be looked at
+            yield fault
+    if sound:
+        yield from _contents(path, index, shard, card)
+
+
+def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
+    if not path.is_file():
+        yield f"{path}: missing"
+        return
+    found_bytes = path.stat().st_size
+    if expected_bytes is not None and found_bytes != expected_bytes:
+        yield f"{path}: {found_bytes} bytes, the card says {expected_bytes}"
+        return
+    found = file_sha256(path)
+    if found != sha256:
+        yield f"{path}: SHA-256 {found[:12]}…, the card says {sha256[:12]}…"
+
+
+def _contents(path: Path, index: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
+    """Compare ids and mask with the document ends, chunk by chunk."""
+    ends = np.fromfile(index, dtype="<u8").astype(np.int64)
+    if int(ends[-1]) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
+        yield f"{index}: not ascending document ends up to token {shard.tokens}"
+        return
+    outside = unended = start = 0
+    for chunk in file_chunks(path, f"<u{card.token_bytes}"):
+        outside += int((chunk >= card.vocab_size).sum())
+        unended += misplaced_eos(chunk, start, ends, card.eos_id)
+        start += len(chunk)
+    mask_path = path.with_name(path.name + LOSS_SUFFIX)
+    not_binary = 0
+    if card.has_loss_mask:
+        not_binary = sum(int((chunk > 1).sum()) for chunk in file_chunks(mask_path, "u1"))
+    if outside:
+        yield f"{path}: {outside} token ids outside the vocabulary of {card.vocab_size}"
+    if unended:
+        yield f"{path}: {unended} places where document ends and EOS id {card.eos_id} disagree"
+    if not_binary:
+        yield f"{mask_path}: {not_binary} bytes are neither 0 nor 1"

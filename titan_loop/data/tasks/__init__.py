@@ -1,0 +1,1 @@
+"""Tasks whose examples are generated."""

@@ -1,0 +1,1 @@
+"""Corpora built from the Python installation itself, for the quick start and the tests."""

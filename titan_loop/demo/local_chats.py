@@ -1,0 +1,221 @@
+"""Real chats without a network: what functions of this Python installation do, and worked numbers.
+
+    user:      What does `fmean(data, weights)` of statistics do?
+    assistant: Convert data to floats and compute the arithmetic mean.
+
+One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in the split in which
+`titan_loop.demo.local_python` puts the document it makes of the file: text that is held out there
+is held out here.
+"""
+
+import ast
+import hashlib
+import json
+import logging
+import platform
+import random
+import shlex
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.tasks.mano import draw_question, is_held_out
+from titan_loop.demo.local_python import (
+    TextFile,
+    document_identity,
+    installed_distributions,
+    licences,
+    python_files,
+    split_of,
+)
+from titan_loop.errors import UserError
+from titan_loop.storage.json_files import write_json
+from titan_loop.storage.local_path import require_local
+
+logger = logging.getLogger(__name__)
+
+LARGEST_CHAT_BYTES = 400
+"""Question and answer together, so that any chat fits a window of 512 tokens at a token a byte."""
+
+_SMALLEST_ANSWER_BYTES = 30
+_MOST_OF_A_FILE = 8
+_MEGABYTE = 1_000_000
+_ONE_IN = 4
+_MANO_MODULUS = 23
+_MANO_OPERATIONS = 3
+
+
+class Chat(NamedTuple):
+    """One question and its answer."""
+
+    question: str
+    answer: str
+
+
+def build_local_chats(
+    output: str | Path,
+    *,
+    megabytes: float = 1.0,
+    held_out_fraction: float = 0.05,
+    command: str | None = None,
+) -> dict[str, object]:
+    """Write `output/{train,held_out}.jsonl` of questions and answers, and `output/card.json`.
+
+    Args:
+        output: The folder; made if missing. Earlier chats are replaced.
+        megabytes: Where to end, in 10**6 bytes of questions and answers; less if there is no more.
+        held_out_fraction: As for the corpus of `local_python`, to hold out the same files.
+        command: The command line recorded in the card; default: this process's.
+
+    Returns:
+        The card: per split chats, bytes and SHA-256, and the licence of every package used.
+
+    Raises:
+        UserError: For a size or fraction out of range, or an unwritable output.
+    """
+    if not megabytes > 0:
+        raise UserError(f"megabytes {megabytes} must be positive")
+    if not 0 <= held_out_fraction < 1:
+        raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
+    require_local(output, "output")
+    output = Path(output)
+    _create(output)
+    distributions = installed_distributions()
+    chats = _Chats()
+    for file in python_files(distributions):
+        if chats.text_bytes.total() >= megabytes * _MEGABYTE:
+            break
+        split = split_of(document_identity(file), held_out_fraction)
+        for chat in _file_chats(file)[:_MOST_OF_A_FILE]:
+            chats.add(file.package, split, chat)
+            if chats.count % _ONE_IN == _ONE_IN - 1:
+                chats.add("mano", *_mano_chat(chats.count))
+    return _write(output, chats, licences(distributions, chats.packages), command)
+
+
+class _Chats:
+    """What is to be written."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, list[bytes]] = {"train": [], "held_out": []}
+        self.text_bytes: Counter[str] = Counter()
+        self.packages: set[str] = set()
+        self._seen: set[Chat] = set()
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.lines.values()))
+
+    def add(self, package: str, split: str, chat: Chat) -> None:
+        """Add a chat, unless its answer, or a number's question, is there already."""
+        new = chat if package == "mano" else Chat("", chat.answer)
+        if new in self._seen:
+            return
+        self._seen.add(new)
+        self.packages.add(package)
+        self.text_bytes[split] += _size(chat)
+        record = {**chat._asdict(), "id": f"{package}/{self.count}", "source": package}
+        self.lines[split].append(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+
+
+def function_chats(source: str, module: str) -> Iterator[Chat]:
+    """Yield a chat for every public function or method whose docstring begins with a short answer.
+
+    Args:
+        source: Of the module.
+        module: What the questions call it.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: It is no valid Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        tree = ast.parse(source)
+
+    def visit(node: ast.AST, name: str) -> Iterator[Chat]:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if child.name.startswith("_"):
+                continue
+            qualified = f"{name}.{child.name}" if name else child.name
+            if isinstance(child, ast.ClassDef):
+                yield from visit(child, qualified)
+                continue
+            first, _, _ = (ast.get_docstring(child) or "").partition("\n\n")
+            arguments = ", ".join(argument.arg for argument in child.args.args)
+            chat = Chat(
+                f"What does `{qualified}({arguments})` of {module} do?", " ".join(first.split())
+            )
+            if (
+                len(chat.answer.encode(errors="ignore")) >= _SMALLEST_ANSWER_BYTES
+                and _size(chat) <= LARGEST_CHAT_BYTES
+            ):
+                yield chat
+
+    yield from visit(tree, "")
+
+
+def _file_chats(file: TextFile) -> list[Chat]:
+    if not file.name.endswith(".py"):
+        return []
+    module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    try:
+        return list(function_chats(file.path.read_text(encoding="utf-8"), module))
+    except (UnicodeError, OSError, SyntaxError, ValueError, RecursionError):
+        return []
+
+
+def _mano_chat(number: int) -> tuple[str, Chat]:
+    """Return the split and the chat of one expression, small enough to be learnt."""
+    generator = random.Random(keyed_integer("mano chat", number))
+    operations = 1 + int(generator.random() * _MANO_OPERATIONS)
+    question = draw_question(generator, operations, _MANO_MODULUS)
+    body = " ".join(map(str, question.expression))
+    chat = Chat(f"What is {body} modulo {_MANO_MODULUS}, in prefix notation?", str(question.answer))
+    return ("held_out" if is_held_out(question) else "train"), chat
+
+
+def _size(chat: Chat) -> int:
+    return sum(len(part.encode(errors="ignore")) for part in chat)
+
+
+def _create(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+
+
+def _write(
+    output: Path,
+    chats: _Chats,
+    licences_used: dict[str, dict[str, str]],
+    command: str | None,
+) -> dict[str, object]:
+    splits: dict[str, object] = {}
+    card = {
+        "format_version": 1,
+        "splits": splits,
+        "licences": licences_used,
+        "versions": {"python": platform.python_version()},
+        "command": shlex.join(sys.argv) if command is None else command,
+    }
+    try:
+        for split, lines in chats.lines.items():
+            content = b"".join(lines)
+            (output / f"{split}.jsonl").write_bytes(content)
+            splits[split] = {
+                "chats": len(lines),
+                "text_bytes": chats.text_bytes[split],
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+        write_json(output / "card.json", card)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+    logger.info("%s: %s", output.name, splits)
+    return card

@@ -1,0 +1,195 @@
+"""Held-out loss per recurrent step before and after upcycling, on the same windows.
+
+A model of N layers at R steps and its copy of k·N layers at R/k steps visit as many layers. The
+report compares them, and both models at the same number of steps, with bootstrap intervals of the
+paired difference. It stands in `evals/upcycling-step-N.json` of the new run.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.model import load_model
+from titan_loop.data.load.loader import (
+    HeldOutWindows,
+    WindowLoader,
+    held_out_windows,
+    named_sources,
+)
+from titan_loop.data.load.windows import IGNORED
+from titan_loop.errors import UserError
+from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
+from titan_loop.evaluation.evaluate_run import name_of_total, score_windows
+from titan_loop.inference.loading import find_checkpoint
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceJump:
+    """One source, or all together; losses in nats per token.
+
+    Attributes:
+        before: The parent's loss after 1 … R steps.
+        after: The new model's.
+        same_steps: `after` − `before` at each of these steps, with 95 % intervals.
+        same_visits: Loss of the new model after R/k steps − the parent's after R; None if k does
+            not divide R.
+        windows: Held-out windows scored.
+        n_tokens: Tokens predicted in them.
+    """
+
+    before: list[float]
+    after: list[float]
+    same_steps: list[Interval]
+    same_visits: Interval | None
+    windows: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpcyclingReport:
+    """What upcycling does to the loss before any training.
+
+    Attributes:
+        step: Training steps of the checkpoint.
+        recurrent_steps: R, the last one the parent was trained with.
+        from_layers: N.
+        n_layers: k·N.
+        sources: Source name → results, in the order to show them.
+    """
+
+    step: int
+    recurrent_steps: int
+    from_layers: int
+    n_layers: int
+    sources: dict[str, SourceJump]
+
+    def save(self, run_directory: RunDirectory) -> Path:
+        """Write `evals/upcycling-step-N.json` and return its path."""
+        path = run_directory.evaluations / f"upcycling-step-{self.step}.json"
+        write_json(path, asdict(self))
+        return path
+
+    def table(self) -> str:
+        """Return a row for every recurrent step and the jumps of every source, for a terminal."""
+        lines = []
+        for name, source in self.sources.items():
+            lines.append(
+                f"{name}: held-out nats per token, {source.windows} windows, {source.n_tokens:,} "
+                "tokens"
+            )
+            before, after = f"{self.from_layers} layers", f"{self.n_layers} layers"
+            lines.append(f"  step  {before:>11}  {after:>11}   difference")
+            rows = zip(source.before, source.after, source.same_steps, strict=True)
+            lines.extend(
+                f"  {step:4}  {old:11.4f}  {new:11.4f}  {_with_bounds(difference)}"
+                for step, (old, new, difference) in enumerate(rows, start=1)
+            )
+            if source.same_visits is not None:
+                halved = self.recurrent_steps * self.from_layers // self.n_layers
+                lines.append(
+                    f"  R = {self.recurrent_steps} → {halved}, as many layer visits: "
+                    f"{source.before[-1]:.4f} → {source.after[halved - 1]:.4f}, jump "
+                    f"{_with_bounds(source.same_visits).lstrip()}"
+                )
+        return "\n".join(lines)
+
+
+def report_upcycling(
+    parent: Path, child: Path, held_out: Mapping[str, HeldOutWindows]
+) -> UpcyclingReport:
+    """Score both checkpoints at 1 … R steps; one model is in memory at a time.
+
+    Args:
+        parent: Checkpoint before.
+        child: Checkpoint after.
+        held_out: From `held_out_sources`.
+    """
+    manifests = [read_manifest(checkpoint) for checkpoint in (parent, child)]
+    steps = int(manifests[0]["trainer"]["recurrent_steps"])
+    depths = [*range(1, steps + 1)]
+    before, after = _score(parent, held_out, depths), _score(child, held_out, depths)
+    tokens = {name: (part.labels != IGNORED).sum(dim=1).numpy() for name, part in held_out.items()}
+    if len(held_out) > 1:
+        total = name_of_total(held_out)
+        for scores in (before, after):
+            scores[total] = np.concatenate([*scores.values()], axis=1)
+        tokens[total] = np.concatenate([*tokens.values()])
+    from_layers, n_layers = (
+        int(manifest["trainer"]["architecture"]["n_layers"]) for manifest in manifests
+    )
+    return UpcyclingReport(
+        step=manifests[0]["step"],
+        recurrent_steps=steps,
+        from_layers=from_layers,
+        n_layers=n_layers,
+        sources={
+            name: _compare(before[name], after[name], tokens[name], copies=n_layers // from_layers)
+            for name in tokens
+        },
+    )
+
+
+def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWindows]:
+    """Return the held-out windows of every source a checkpoint's run reads, always the same ones.
+
+    Args:
+        checkpoint: A checkpoint or its run.
+        windows: Per source.
+
+    Raises:
+        UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.
+    """
+    path, run = find_checkpoint(checkpoint)
+    config = RunDirectory(run).read_config()
+    mixture = config["dataloader"].get("mixture")
+    if not mixture:
+        raise UserError(
+            f"{path} was imported or trained on generated data: it has no held-out text, leave the "
+            "report out"
+        )
+    paths = WindowLoader.Config(mixture=mixture).source_paths()
+    return {
+        name: held_out_windows(source, seq_len=config["training"]["seq_len"], count=windows)
+        for name, source in named_sources(paths).items()
+    }
+
+
+def _score(
+    checkpoint: Path, held_out: Mapping[str, HeldOutWindows], depths: Sequence[int]
+) -> dict[str, np.ndarray]:
+    config = RunDirectory(find_checkpoint(checkpoint)[1]).read_config()
+    model = load_model(checkpoint, config["model"], max_seq_len=config["training"]["seq_len"])
+    return {name: score_windows(model, part, depths) for name, part in held_out.items()}
+
+
+def _compare(
+    before_RW: np.ndarray, after_RW: np.ndarray, tokens_W: np.ndarray, *, copies: int
+) -> SourceJump:
+    """Compare summed losses of R steps and W windows."""
+    total = tokens_W.sum()
+
+    def difference(after_W: np.ndarray, before_W: np.ndarray) -> Interval:
+        # Bits per byte with 1/ln 2 "bytes" a token are nats per token.
+        return paired_difference(after_W, before_W, tokens_W / math.log(2))
+
+    steps = len(before_RW)
+    return SourceJump(
+        before=[float(nats) for nats in before_RW.sum(axis=1) / total],
+        after=[float(nats) for nats in after_RW.sum(axis=1) / total],
+        same_steps=[difference(*pair) for pair in zip(after_RW, before_RW, strict=True)],
+        same_visits=(
+            None if steps % copies else difference(after_RW[steps // copies - 1], before_RW[-1])
+        ),
+        windows=len(tokens_W),
+        n_tokens=int(total),
+    )
+
+
+def _with_bounds(interval: Interval) -> str:
+    return f"{interval.value:+11.4f}  [{interval.low:+.4f}, {interval.high:+.4f}]"

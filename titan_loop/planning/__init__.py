@@ -1,0 +1,1 @@
+"""Planning: what a recipe needs on a cluster that is not there."""

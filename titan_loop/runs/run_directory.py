@@ -1,0 +1,227 @@
+"""The one place that knows where a run writes what.
+
+Format version 1:
+
+    run.json         format version, when and how the run was created, library versions, restarts
+    config.json      the fully resolved configuration of the latest start
+    config-before-restart-K.json   what config.json was until restart K of run.json changed it
+    metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
+    held_out.jsonl   held-out losses
+    evals.jsonl      what `titan-loop eval watch`, or the suite while training, found
+    run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
+    wandb/run_id     the id under which every start logs to W&B, when enabled
+    checkpoints/step-N/   tb/   wandb/   plots/   evals/
+    compile_cache/   what was compiled, for the next start; of a recipe with stages, beside them
+    profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
+
+A run that is killed may leave half a line at the end of a `.jsonl` file; the next append removes it
+and readers skip it. A run that restarts from a checkpoint appends again: records of the steps it
+repeats supersede the older ones when read, nothing is deleted.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import titan_loop
+from titan_loop.errors import UserError
+from titan_loop.storage.json_files import finite_or_null, read_jsonl, write_json
+
+FORMAT_VERSION = 1
+COMPILE_CACHE = "compile_cache"
+
+
+class RunDirectory:
+    """The paths of a run and its small text files.
+
+    Args:
+        path: The run's folder; nothing is touched until something is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    @property
+    def run_json(self) -> Path:
+        """Format version, creation, command, versions, restarts."""
+        return self.path / "run.json"
+
+    @property
+    def config_json(self) -> Path:
+        """The fully resolved configuration of the latest start."""
+        return self.path / "config.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One record per logged training step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def held_out_jsonl(self) -> Path:
+        """Held-out losses."""
+        return self.path / "held_out.jsonl"
+
+    @property
+    def evals_jsonl(self) -> Path:
+        """One record an evaluation by `eval watch` or by the suite while training."""
+        return self.path / "evals.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step` training steps."""
+        return self.checkpoints / f"step-{step}"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard event files."""
+        return self.path / "tb"
+
+    @property
+    def wandb_run_id(self) -> Path:
+        """The id under which all starts of the run log to W&B."""
+        return self.path / "wandb" / "run_id"
+
+    @property
+    def plots(self) -> Path:
+        """PNG plots."""
+        return self.path / "plots"
+
+    @property
+    def evaluations(self) -> Path:
+        """Evaluation results."""
+        return self.path / "evals"
+
+    def create_or_open(
+        self, command: Sequence[str], config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Create the folder, or join an existing run, and record this start in `run.json`.
+
+        Call it on rank 0 only, before anything else writes.
+
+        Args:
+            command: The command line of this start.
+            config: The resolved configuration, written to `config.json` when given. A restart
+                with another one first keeps the old as `config-before-restart-K.json`.
+
+        Returns:
+            The content of `run.json`.
+
+        Raises:
+            UserError: If the folder cannot be written, holds a run of a newer format, or has a
+                `config.json` that is not JSON.
+        """
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        start = {"command": list(command), "versions": library_versions()}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            record = self.read_run() if self.run_json.exists() else None
+            if record is None:
+                record = {
+                    "format_version": FORMAT_VERSION,
+                    "created": now,
+                    **start,
+                    "restarts": [],
+                }
+            else:
+                record.setdefault("restarts", []).append({"started": now, **start})
+            if config is not None:
+                if self.config_json.exists():
+                    before = self.read_config()
+                    if before != json.loads(json.dumps(finite_or_null(config))):
+                        kept = self.path / f"config-before-restart-{len(record['restarts'])}.json"
+                        write_json(kept, before)
+                write_json(self.config_json, config)
+            write_json(self.run_json, record)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UserError(
+                f"run directory {str(self.path)!r} cannot be written ({reason}); choose a folder "
+                "you can write to"
+            ) from error
+        return record
+
+    def record_startup(self, seconds: Mapping[str, float]) -> None:
+        """Add `startup_seconds` to this start in `run.json`; on rank 0, after `create_or_open`.
+
+        Args:
+            seconds: Of each part, see `titan_loop.training.startup`.
+        """
+        record = self.read_run()
+        start = record["restarts"][-1] if record.get("restarts") else record
+        start["startup_seconds"] = {part: round(value, 3) for part, value in seconds.items()}
+        write_json(self.run_json, record)
+
+    def read_run(self) -> dict[str, Any]:
+        """Return the content of `run.json`.
+
+        Raises:
+            UserError: If it is not readable as this or an older format version.
+        """
+        try:
+            record = json.loads(self.run_json.read_text(encoding="utf-8"))
+            version = int(record["format_version"])
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{str(self.path)!r} is not a run directory (no run.json); give the folder of a run"
+            ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{str(self.run_json)!r} is not a run description; choose another run directory"
+            ) from error
+        if version > FORMAT_VERSION:
+            raise UserError(
+                f"{str(self.path)!r} has run format version {version}, this titan_loop reads up to "
+                f"{FORMAT_VERSION}; upgrade titan_loop or choose another run directory"
+            )
+        return record
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the content of `config.json`.
+
+        Raises:
+            UserError: If there is none, or it is not JSON.
+        """
+        try:
+            return json.loads(self.config_json.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise UserError(
+                f"{str(self.path)!r} has no config.json; start the run once more to write it"
+            ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{str(self.config_json)!r} is not JSON; repair it, or move it away and start the "
+                "run once more to write it"
+            ) from error
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return one consistent series of training records, in the order of steps.
+
+        A record whose step is not larger than the one before it comes from a restart; it supersedes
+        every earlier record of its step or later, so the series never mixes two attempts.
+        """
+        series: list[dict[str, Any]] = []
+        for record in read_jsonl(self.metrics_jsonl):
+            while series and series[-1]["step"] >= record["step"]:
+                series.pop()
+            series.append(record)
+        return series
+
+
+def library_versions() -> dict[str, str]:
+    """Return the versions that decide what a run computes."""
+    versions = {"titan_loop": titan_loop.__version__, "python": platform.python_version()}
+    for name in ("torch", "torchtitan", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    return versions

@@ -1,0 +1,1 @@
+"""Text and tokens: loading a tokenizer, special tokens, ChatML."""

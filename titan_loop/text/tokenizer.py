@@ -1,0 +1,124 @@
+"""Tokenizers: load a `tokenizer.json`, and what its tokens stand for.
+
+Everything downstream reads one `tokenizer.json`. Its tokens stand for bytes, which is what makes
+bits per byte comparable between vocabularies.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.storage.local_path import require_local
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+TOKENIZER_NAME = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
+"""Ids 0, 1 and 2 of a tokenizer trained here; the last two delimit the turns of a chat."""
+
+BYTE_VALUES = 256
+_LARGEST_UINT16_VOCABULARY = 1 << 16
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer":
+    """Load a `tokenizer.json`, without the truncation and padding it may ask for.
+
+    Raises:
+        UserError: If the file is missing or not one.
+    """
+    from tokenizers import Tokenizer
+
+    require_local(path, "tokenizer")
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"tokenizer {path} is not a file: train one or give a tokenizer.json")
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust side raises bare Exception
+        raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
+    keep_whole(tokenizer)
+    return tokenizer
+
+
+def keep_whole(tokenizer: "Tokenizer") -> None:
+    """Switch off truncation and padding, which some publishers leave on in `tokenizer.json`.
+
+    They would cut or lengthen every document without a trace.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+
+def vocab_size(tokenizer: "Tokenizer") -> int:
+    """Return the largest token id + 1; larger than the number of tokens if ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def token_bytes(tokenizer: "Tokenizer") -> int:
+    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule.
+
+    Raises:
+        UserError: If there are so few tokens that two bytes are chosen, but an id needs more.
+    """
+    if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
+        return 4
+    if vocab_size(tokenizer) > _LARGEST_UINT16_VOCABULARY:
+        raise UserError(
+            f"the tokenizer has an id of {vocab_size(tokenizer) - 1} among "
+            f"{tokenizer.get_vocab_size()} tokens, which two bytes cannot hold: renumber its tokens"
+        )
+    return 2
+
+
+def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
+    """Return a token's id.
+
+    Raises:
+        UserError: If the tokenizer does not have it; the message begins with `field`.
+    """
+    token_id = tokenizer.token_to_id(token)
+    if token_id is None:
+        known = [added.content for added in tokenizer.get_added_tokens_decoder().values()]
+        raise UserError(f"{field} {token!r} is not in the tokenizer{nearest(token, known)}")
+    return token_id
+
+
+def token_byte_lengths(tokenizer_path: str | Path) -> np.ndarray:
+    """Return how many bytes of text each token id stands for.
+
+    Returns:
+        int64, shape (largest id + 1,); 0 for special tokens and for ids without a token.
+
+    Raises:
+        UserError: If the tokenizer is not byte-level, where tokens do not stand for bytes.
+    """
+    from tokenizers import pre_tokenizers
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
+    for token, token_id in vocabulary.items():
+        if token_id in added:
+            lengths[token_id] = 0 if added[token_id].special else len(token.encode())
+        elif alphabet.issuperset(token):
+            lengths[token_id] = len(token)  # one character of this alphabet per byte
+        else:
+            raise UserError(
+                f"tokenizer {tokenizer_path} is not byte-level: token {token!r} has no bytes"
+            )
+    return lengths
+
+
+def byte_symbols() -> dict[int, str]:
+    """Return GPT-2's stand-ins: printable Latin-1 as itself, other bytes from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [value for value in range(BYTE_VALUES) if value not in printable]
+    return {value: chr(value) for value in printable} | {
+        value: chr(BYTE_VALUES + index) for index, value in enumerate(rest)
+    }
