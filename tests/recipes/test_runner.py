@@ -18,8 +18,8 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
-from titan_loop.recipes.status import read_status
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import read_status
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule

@@ -14,8 +14,8 @@ from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
 from tests.slurm.recipes import STEPS
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
-from titan_loop.recipes.status import read_status
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import read_status
 from titan_loop.slurm.commands import host_names, show, slurm
 from titan_loop.slurm.record import read_restarts, slurm_folder
 from titan_loop.storage.json_files import read_jsonl

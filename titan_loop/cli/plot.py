@@ -18,9 +18,9 @@ def run(arguments: Sequence[str]) -> int:
     given = parser.parse(arguments)
 
     from titan_loop.analysis.plots import plot_run
-    from titan_loop.recipes.recipe_plot import plot_stages
-    from titan_loop.recipes.status import RECIPE_JSON
+    from titan_loop.analysis.recipe_plot import plot_stages
     from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.status import RECIPE_JSON
 
     folder = Path(given.folder)
     runs = [folder]

@@ -116,7 +116,7 @@ def status(arguments: Sequence[str]) -> int:
 
     print("\n".join(chain_lines(read_chain(folder))))
 
-    from titan_loop.recipes.status import RECIPE_JSON, read_status, status_lines
+    from titan_loop.runs.status import RECIPE_JSON, read_status, status_lines
 
     # The first start of the first job writes them.
     if any((folder / name).exists() for name in (RECIPE_JSON, "run.json")):

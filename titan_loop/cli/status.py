@@ -13,7 +13,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", help="a recipe's folder, or a run directory")
     given = parser.parse(arguments)
 
-    from titan_loop.recipes.status import read_status, status_lines
+    from titan_loop.runs.status import read_status, status_lines
 
     print("\n".join(status_lines(read_status(Path(given.folder)))))
     return EXIT_OK

@@ -23,8 +23,8 @@ from titan_loop.distributed.compiler import keep_compiled_code
 from titan_loop.errors import UserError
 from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.status import write_plan
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
+from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import (
     architecture_of,
@@ -70,7 +70,8 @@ def run_recipe(
     root, stages = check_recipe(recipe, world_size, folder=folder, only=only, warn=rank == 0)
     keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
-        write_plan(recipe, root)
+        planned = [PlannedStage(s.name, s.parent, s.config.total_tokens) for s in recipe.stages]
+        write_plan(root, recipe.name, planned)
     try:
         for number, stage in enumerate(stages, start=1):
             if len(recipe.stages) > 1:

@@ -8,15 +8,13 @@ import pytest
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main
 from titan_loop.errors import UserError
-from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.status import read_status, status_lines, write_plan
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import PlannedStage, read_status, status_lines, write_plan
 from titan_loop.storage.json_files import append_jsonl
-from titan_loop.training.trainer import LoopTrainer
 
 
-def stage(name: str, parent: str | None = None) -> Stage:
-    return Stage(name=name, parent=parent, config=LoopTrainer.Config(total_tokens=1000))
+def stage(name: str, parent: str | None = None) -> PlannedStage:
+    return PlannedStage(name, parent, total_tokens=1000)
 
 
 def run(path: Path, tokens: int, *, saved: int, parent: str = "", total: int = 1000) -> None:
@@ -37,7 +35,7 @@ def run(path: Path, tokens: int, *, saved: int, parent: str = "", total: int = 1
 @pytest.fixture
 def recipe_folder(tmp_path: Path) -> Path:
     stages = [stage("1a"), stage("1b", "1a"), stage("2.6b", "1a"), stage("annealing", "1b")]
-    write_plan(Recipe(name="mine", stages=stages), tmp_path)
+    write_plan(tmp_path, "mine", stages)
     run(tmp_path / "1a", 1000, saved=1000)
     run(tmp_path / "1b", 520, saved=500, parent="1a")
     run(tmp_path / "trial", 10, saved=0, parent=str(tmp_path / "1a" / "checkpoints" / "step-1"))
@@ -77,7 +75,7 @@ def test_a_stage_without_a_whole_checkpoint_says_so_on_its_line(recipe_folder):
 def test_what_is_next_follows_the_recipe_and_not_the_tree(tmp_path):
     """Both children of the first stage come before the child of one of them."""
     stages = [stage("1a"), stage("1b", "1a"), stage("2.6b", "1a"), stage("annealing", "1b")]
-    write_plan(Recipe(name="mine", stages=stages), tmp_path)
+    write_plan(tmp_path, "mine", stages)
     for name in ("1a", "1b"):
         run(tmp_path / name, 1000, saved=1000)
     lines = status_lines(read_status(tmp_path))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from titan_loop.analysis.plots import StageCurve, plot_recipe
 from titan_loop.errors import UserError
-from titan_loop.recipes.status import StageStatus, read_status
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import StageStatus, read_status
 
 
 def plot_stages(folder: Path) -> Path:

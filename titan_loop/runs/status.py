@@ -6,38 +6,50 @@ below its parent.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
-if TYPE_CHECKING:
-    from titan_loop.recipes.recipe import Recipe  # imports the trainer, which takes seconds
-
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
 
 
-def write_plan(recipe: "Recipe", folder: Path) -> None:
+class PlannedStage(NamedTuple):
+    """One stage of a recipe, as `recipe.json` records it.
+
+    Attributes:
+        name: The stage's name, which is also its folder's.
+        parent: Name of the stage it starts from; None for initial weights.
+        total_tokens: Global tokens it trains on.
+    """
+
+    name: str
+    parent: str | None
+    total_tokens: int
+
+
+def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
     """Record a recipe's stages in its folder; call it on one rank.
+
+    Args:
+        folder: The recipe's folder.
+        recipe: The recipe's name.
+        stages: The stages in the order in which they run.
 
     Raises:
         OSError: The folder cannot be written.
     """
-    stages = [
-        {
-            "name": stage.name,
-            "parent": stage.parent,
-            "total_tokens": stage.config.total_tokens,
-        }
-        for stage in recipe.stages
-    ]
-    plan = {"format_version": FORMAT_VERSION, "name": recipe.name, "stages": stages}
+    plan = {
+        "format_version": FORMAT_VERSION,
+        "name": recipe,
+        "stages": [stage._asdict() for stage in stages],
+    }
     write_json(folder / RECIPE_JSON, plan)
 
 

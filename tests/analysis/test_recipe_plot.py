@@ -6,24 +6,19 @@ from typing import Any
 import pytest
 
 from titan_loop.analysis.plots import StageCurve
+from titan_loop.analysis.recipe_plot import plot_stages
 from titan_loop.errors import UserError
-from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.recipe_plot import plot_stages
-from titan_loop.recipes.status import write_plan
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.storage.json_files import append_jsonl
-from titan_loop.training.trainer import LoopTrainer
 
 TREE = {"1a": None, "1b": "1a", "annealing": "1b", "upcycled": "1a", "later": "upcycled"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    stages = [
-        Stage(name=name, parent=parent, config=LoopTrainer.Config(total_tokens=300))
-        for name, parent in TREE.items()
-    ]
-    write_plan(Recipe(name="mine", stages=stages), tmp_path)
+    stages = [PlannedStage(name, parent, total_tokens=300) for name, parent in TREE.items()]
+    write_plan(tmp_path, "mine", stages)
     return tmp_path
 
 
@@ -47,7 +42,7 @@ def test_every_stage_is_drawn_once_from_where_its_parent_ended(folder, monkeypat
     train(folder, "upcycled", 80, 2)
     drawn: list[list[StageCurve]] = []
     monkeypatch.setattr(
-        "titan_loop.recipes.recipe_plot.plot_recipe", lambda found, path: drawn.extend(found)
+        "titan_loop.analysis.recipe_plot.plot_recipe", lambda found, path: drawn.extend(found)
     )
     plot_stages(folder)
     assert [[(stage.name, stage.start_tokens) for stage in branch] for branch in drawn] == [
