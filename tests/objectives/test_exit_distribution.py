@@ -1,10 +1,11 @@
 """The exit distribution: properties for any logits, a slow float64 reference, printed numbers."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -144,18 +145,24 @@ def test_q_exit_is_the_first_step_that_reaches_the_threshold():
     logit = torch.logit(torch.tensor([0.25, 0.5, 0.5, 0.5])).view(4, 1, 1)  # CDF .25 .625 .8125 1
     for threshold, step in ((0.0, 1), (0.2, 1), (0.26, 2), (0.7, 3), (0.9, 4), (1.0, 4)):
         assert q_exit_step(logit, threshold).item() == step, threshold
-    # At the threshold itself: ≥, not >.
-    assert q_exit_step(logit, exit_cdf(logit)[1].item()).item() == 2
+    half = torch.zeros((4, 1, 1), dtype=torch.float64)  # λ = 1/2: CDF .5 .75 .875 1
+    assert q_exit_step(half, 0.75).item() == 2, "at the threshold itself: ≥, not >"
 
 
 @any_logits
 @given(logits, st.floats(0, 1))
 def test_q_exit_is_the_literal_minimum(values: list[float], threshold: float):
-    cdf = exit_cdf(column(values)).flatten().tolist()
-    # The comparison happens in fp32, as in the model.
-    threshold = torch.tensor(threshold, dtype=torch.float32).item()
-    want = min(m for m, mass in enumerate(cdf, start=1) if mass >= threshold)
+    *cdf, _ = itertools.accumulate(slow_pmf(values))
+    assume(all(abs(mass - threshold) > FP32_SUM for mass in cdf))
+    want = min(m for m, mass in enumerate([*cdf, 1.0], start=1) if mass >= threshold)
     assert q_exit_step(column(values), threshold).item() == want
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_threshold_of_one_is_full_depth_however_certain_the_gate(dtype: torch.dtype):
+    certain = column([30.0] * 4, dtype)  # CDF(1) = 1 - 1e-13, which fp32 rounds to 1
+    assert q_exit_step(certain, 1.0).item() == 4
+    assert q_exit_step(certain, 1 - 1e-14).item() == 2  # between 1 - S_1 and 1 - S_2 = 1 - 1e-26
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.5, math.nan])

@@ -13,7 +13,6 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; KL and entr
 recurrent-depth transformer (arXiv 2604.07822), with entropy in nats.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.objectives.exit_distribution import reaches_threshold
 
 
 class Evidence(NamedTuple):
@@ -117,14 +117,9 @@ class QExit(ExitPolicy):
             raise UserError(f"exit=q:{self.threshold} must be between 0 and 1")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """CDF ≥ q, compared as log survival ≤ log(1 − q).
-
-        A CDF near 1 rounds to 1 (in fp32 from 1 − 2⁻²⁵), and q = 1 would not mean full depth any
-        more; the logarithm of the rest does not round to −∞.
-        """
+        """CDF ≥ q; q = 1 is full depth however certain the gate is."""
         assert evidence.log_survival_BL is not None
-        rest = -math.inf if self.threshold == 1.0 else math.log1p(-self.threshold)
-        return evidence.log_survival_BL <= rest
+        return reaches_threshold(evidence.log_survival_BL, self.threshold)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ Shape suffixes: R recurrent steps, B batch, L sequence. Any trailing dimensions 
 first.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,8 +96,7 @@ def q_exit_step(exit_logit_RBL: Tensor, threshold: float) -> Tensor:
 
     Args:
         exit_logit_RBL: Gate logits.
-        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, unless CDF(m) rounds to 1
-            before.
+        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, however certain the gate is.
 
     Returns:
         1-based steps, int64, the shape without its first dimension.
@@ -108,8 +109,29 @@ def q_exit_step(exit_logit_RBL: Tensor, threshold: float) -> Tensor:
     """
     if not 0.0 <= threshold <= 1.0:
         raise UserError(f"threshold={threshold}: the Q-exit threshold must be between 0 and 1")
-    reached_RBL = exit_cdf(exit_logit_RBL) >= threshold
+    logit_RBL = _at_least_fp32(exit_logit_RBL)
+    log_survival_RBL = F.logsigmoid(-logit_RBL).cumsum(dim=0)
+    reached_RBL = reaches_threshold(log_survival_RBL, threshold)
+    reached_RBL[-1] = True
     return reached_RBL.int().argmax(dim=0) + 1
+
+
+def reaches_threshold(log_survival: Tensor, threshold: float) -> Tensor:
+    """Return where the CDF of the exit distribution reaches the Q-exit threshold.
+
+        CDF(m) ≥ q  ⟺  log S_m ≤ log (1 − q)
+
+    The right-hand form is computed: a CDF near 1 rounds to 1 (in fp32 from 1 − 2⁻²⁵), which would
+    make q = 1 exit early, while log S_m stays finite for every finite gate logit.
+
+    Args:
+        log_survival: log S_m in nats, of any shape.
+        threshold: q in [0, 1].
+
+    Returns:
+        Bool, same shape.
+    """
+    return log_survival <= (-math.inf if threshold == 1.0 else math.log1p(-threshold))
 
 
 def exit_entropy_nats(exit_logit_RBL: Tensor) -> Tensor:
