@@ -1,6 +1,6 @@
 """Evaluates one checkpoint on tasks, under every reading, and loses nothing when one of them fails.
 
-tasks, suites ─► each on its own: held_out │ mano on ids │ harness ─► TaskReport, saved after each
+tasks, suites ─► each on its own: held_out │ exam on ids │ harness ─► TaskReport, saved after each
 """
 
 import logging
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
+from titan_loop.data.tasks.task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out_task import (
+    exam_frontier_readings,
     held_out_frontier_readings,
     load_windows,
-    mano_frontier_readings,
+    score_exam,
     score_held_out,
-    score_mano,
 )
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.ranks import join_ranks, rank_device
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CACHE_FOLDER = "requests"
-_MANO_QUESTIONS = 512
+_EXAM_QUESTIONS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +194,14 @@ class _Evaluation:
     def _choose(self, task: SuiteTask) -> Callable[[], dict[str, dict[str, ReadingResult]]]:
         if task.name == HELD_OUT:
             return self._held_out
-        if task.name == "mano" and "modulus" in self._config["dataloader"]:
+        generated = recorded_task(self._loaded.manifest["data"])
+        if generated is not None and generated.name == task.name:
             return lambda: {
-                "mano": score_mano(
+                generated.name: score_exam(
                     self._loaded.model,
-                    self._config["dataloader"],
+                    generated,
                     self._readings,
-                    min(_MANO_QUESTIONS, self._options.limit or _MANO_QUESTIONS),
+                    min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS),
                 )
             }
         return lambda: self._ask_harness(task)
@@ -254,8 +256,9 @@ class _Evaluation:
             return depth_readings(options.depths)
         if not options.frontier:
             return [policy_reading(options.exit, steps)]
-        if "modulus" in self._config["dataloader"]:
-            return mano_frontier_readings(self._loaded.model, self._config["dataloader"], steps)
+        generated = recorded_task(self._loaded.manifest["data"])
+        if generated is not None:
+            return exam_frontier_readings(self._loaded.model, generated, steps)
         sample = next(iter(self._held_out_windows().values()))
         return held_out_frontier_readings(self._loaded.model, sample, steps)
 

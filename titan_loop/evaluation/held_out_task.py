@@ -1,7 +1,7 @@
 """The task `held_out`: bits per byte of a run's own held-out text, per domain, at every reading.
 
-Also Mano as token ids, for runs that were trained on it: such a model has no tokenizer to be asked
-in text.
+Also the exam of a generated task, for runs that were trained on it: such a model has no tokenizer
+to be asked in text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from titan_loop.data.load.loader import (
     held_out_windows,
     named_sources,
 )
-from titan_loop.data.tasks.mano import ManoVocabulary, exam
+from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
@@ -112,40 +112,36 @@ def held_out_frontier_readings(
 
 
 @torch.no_grad()
-def mano_frontier_readings(
-    model: LoopDecoder, dataloader: Mapping[str, Any], recurrent_steps: int
-) -> list[Reading]:
+def exam_frontier_readings(model: LoopDecoder, task: Task, recurrent_steps: int) -> list[Reading]:
     """Return the frontier's readings, their thresholds taken from questions of the exam.
 
     Raises:
         UserError: The model's context is shorter than a question.
     """
-    vocabulary = ManoVocabulary(dataloader["modulus"], dataloader["max_operations"])
-    prompts = torch.from_numpy(exam(vocabulary, _SAMPLE_QUESTIONS)[0])
-    _require_context(model, "mano", prompts.shape[1])
+    prompts = torch.from_numpy(task.exam(_SAMPLE_QUESTIONS)[0])
+    _require_context(model, task.name, prompts.shape[1])
     device = model.tok_embeddings.weight.device
     output = model(prompts.to(device), recurrent_steps=recurrent_steps, collect="all")
     states = [hidden_BLD[:, -1] for hidden_BLD in output.hidden_RBLD]
     return frontier_readings(model, states, recurrent_steps)
 
 
-def score_mano(
-    model: LoopDecoder, dataloader: Mapping[str, Any], readings: Sequence[Reading], questions: int
+def score_exam(
+    model: LoopDecoder, task: Task, readings: Sequence[Reading], questions: int
 ) -> dict[str, ReadingResult]:
     """Return exact match on the exam of the task a run was trained on; collective.
 
     Args:
         model: Whole, on every rank.
-        dataloader: Of the run's config, with modulus and operations.
+        task: The task.
         readings: All are scored in one pass.
-        questions: Held-out expressions of the largest length.
+        questions: Number of held-out examples.
 
     Raises:
         UserError: The model's context is shorter than a question.
     """
-    vocabulary = ManoVocabulary(dataloader["modulus"], dataloader["max_operations"])
-    prompts, answers = exam(vocabulary, questions)
-    _require_context(model, "mano", prompts.shape[1])
+    prompts, answers = task.exam(questions)
+    _require_context(model, task.name, prompts.shape[1])
     requests = [
         TokenRequest(tuple(prompt), (answer,))
         for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True)

@@ -1,7 +1,7 @@
 """Offline tasks asked of a model while it trains, without a checkpoint in between.
 
     held-out windows, questions as windows ─► one pass to the largest depth ─► nats per window ─┐
-    Mano as token ids ─► argmax behind `<ans>` ─────────────────────────────────────────────────┤
+    exam of a generated task ─► argmax behind each prompt ──────────────────────────────────────┤
     evals.jsonl, TensorBoard and W&B (`suite/TASK/METRIC/step_R`) ◄─────────────────────────────┘
 
 It asks what `titan-loop eval --tasks … --limit … --depths …` asks of a checkpoint and finds the
@@ -25,8 +25,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.load.loader import HeldOutWindows, held_out_windows, named_sources
-from titan_loop.data.tasks.mano import ManoVocabulary, exam, held_out_questions
-from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from titan_loop.training.trainer import LoopTrainer
 
-MANO = "mano"
 _ROW_MULTIPLE = 16
 """Rows of a task are as long as its longest question, rounded up to this."""
 
@@ -72,8 +70,9 @@ def check_suite(config: "LoopTrainer.Config") -> None:
             raise UserError(
                 f"suite.tasks: {name} cannot be asked while training{nearest(name, known)}"
             )
-        if name == MANO and isinstance(config.dataloader, ManoLoader.Config):
-            _check_mano(config, config.dataloader)
+        task = config.dataloader.task()
+        if task is not None and task.name == name:
+            _check_exam(config, task)
         elif not config.dataloader.source_paths():
             raise UserError(
                 f"suite.tasks: {name} needs a prepared source, for its text or its tokenizer, and "
@@ -83,14 +82,14 @@ def check_suite(config: "LoopTrainer.Config") -> None:
             OFFLINE_TASKS[name]()  # says what is missing
 
 
-def _check_mano(config: "LoopTrainer.Config", task: ManoLoader.Config) -> None:
+def _check_exam(config: "LoopTrainer.Config", task: Task) -> None:
     if config.parallelism.context_parallel_degree > 1:
         raise UserError(
-            f"suite.tasks: mano in token ids does not work with "
+            f"suite.tasks: {task.name} in token ids does not work with "
             f"parallelism.context_parallel_degree={config.parallelism.context_parallel_degree}; "
-            "leave that at 1, or take mano out"
+            f"leave that at 1, or take {task.name} out"
         )
-    held_out_questions(config.suite.questions, operations=task.max_operations, modulus=task.modulus)
+    task.exam(config.suite.questions)
 
 
 def _names(suite: SuiteConfig) -> list[str]:
@@ -110,12 +109,12 @@ class TrainingSuite:
 
     def on_train_start(self, trainer: "LoopTrainer") -> None:
         """Read windows and questions once."""
-        data, questions = trainer.config.dataloader, self.config.questions
+        generated, questions = trainer.config.dataloader.task(), self.config.questions
         for name in _names(self.config):
             if name == HELD_OUT:
                 task = _HeldOut(trainer, self.config.windows)
-            elif name == MANO and isinstance(data, ManoLoader.Config):
-                task = _ManoInTokenIds(trainer, data, questions)
+            elif generated is not None and generated.name == name:
+                task = _Exam(trainer, generated, questions)
             else:
                 task = _Questions(trainer, name, questions)
             self._tasks.append(task)
@@ -229,16 +228,17 @@ class _Questions(_Task):
         return {self._name: [_multiple_choice(self._documents, nats_Q) for nats_Q in nats_RQ]}
 
 
-class _ManoInTokenIds(_Task):
-    """Held-out expressions of the largest length, for runs that train on Mano itself.
+class _Exam(_Task):
+    """Held-out examples of the generated task that the run trains on, in token ids.
 
     The answer is one token and must be the most likely one of all.
 
     Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.2 (graded at ℓ = L).
     """
 
-    def __init__(self, trainer: "LoopTrainer", task: ManoLoader.Config, count: int) -> None:
-        prompts, answers = exam(ManoVocabulary(task.modulus, task.max_operations), count)
+    def __init__(self, trainer: "LoopTrainer", task: Task, count: int) -> None:
+        self._name = task.name
+        prompts, answers = task.exam(count)
         self._prompts = torch.from_numpy(prompts).to(trainer.device)
         self._answers = torch.from_numpy(answers).to(trainer.device)
 
@@ -254,7 +254,7 @@ class _ManoInTokenIds(_Task):
                 for depth in depths
             ]
         right = [float((guess == self._answers).float().mean()) for guess in guesses]
-        return {MANO: [{"acc,none": share} for share in right]}
+        return {self._name: [{"acc,none": share} for share in right]}
 
 
 def continuation_tokens(

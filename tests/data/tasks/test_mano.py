@@ -8,15 +8,15 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.tasks.mano import (
     HELD_OUT_ONE_IN,
-    ManoVocabulary,
+    Mano,
     Question,
-    exam,
     held_out_questions,
     is_held_out,
     mano_text,
     training_questions,
 )
 from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.data.tasks.task import recorded_task
 from titan_loop.errors import UserError
 
 MODULUS, LONGEST, L = 23, 6, 64
@@ -68,14 +68,14 @@ def test_the_exam_is_never_trained_on() -> None:
 
 
 def test_exam_shapes_and_answers() -> None:
-    vocabulary = ManoVocabulary(MODULUS, LONGEST)
-    prompts, answers = exam(vocabulary, 20)
+    task = Mano(MODULUS, LONGEST)
+    prompts, answers = task.exam(20)
     assert prompts.shape == (20, 2 * LONGEST + 4)
     assert answers.shape == (20,)
     for prompt, answer in zip(prompts.tolist(), answers.tolist(), strict=True):
-        bos, length, *symbols, mark = vocabulary.decode(prompt).split()
+        bos, length, *symbols, mark = task.decode(prompt).split()
         assert (bos, length, mark) == ("<bos>", f"len_{LONGEST}", "<ans>")
-        assert vocabulary.decode([answer]) == str(evaluate(symbols))
+        assert task.decode([answer]) == str(evaluate(symbols))
 
 
 def test_text_form() -> None:
@@ -97,10 +97,10 @@ def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options) -> Man
 
 
 def test_windows_hold_whole_examples_and_label_answers_only() -> None:
-    vocabulary = ManoVocabulary(MODULUS, LONGEST)
+    task = Mano(MODULUS, LONGEST)
     ((inputs, labels),) = build(local_batch=8).read_step(8)
     for ids, positions, targets in zip(inputs["input"], inputs["positions"], labels, strict=True):
-        names = vocabulary.decode(ids.tolist()).split()
+        names = task.decode(ids.tolist()).split()
         starts = [index for index, name in enumerate(names) if name == "<bos>"]
         assert torch.equal(torch.nonzero(positions == 0).flatten(), torch.tensor(starts))
         for index, name in enumerate(names):
@@ -108,7 +108,7 @@ def test_windows_hold_whole_examples_and_label_answers_only() -> None:
             if name == "<ans>":
                 start = max(start for start in starts if start < index)
                 value = evaluate(names[start + 2 : index])
-                assert vocabulary.decode([int(targets[index])]) == str(value)
+                assert task.decode([int(targets[index])]) == str(value)
 
 
 def test_all_targets_ignores_only_the_next_example() -> None:
@@ -143,6 +143,15 @@ def test_vocabulary_from_the_config() -> None:
     config = ManoLoader.Config(modulus=23, max_operations=10)
     assert config.vocabulary() == (2 + 3 + 23 + 11, 38)
     assert config.source_paths() == []
+    assert config.task() == Mano(23, 10)
+
+
+def test_a_checkpoint_names_its_task() -> None:
+    assert recorded_task(build().state_dict()) == Mano(MODULUS, LONGEST)
+    assert recorded_task({"data": {"seed": 0, "sources": []}}) is None
+    assert recorded_task({}) is None  # an imported model
+    with pytest.raises(UserError, match="the task 'chess', which this version does not know"):
+        recorded_task({"data": {"task": "chess"}})
 
 
 @pytest.mark.parametrize(

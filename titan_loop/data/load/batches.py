@@ -27,6 +27,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_loop.data.load.changes import data_changes
 from titan_loop.data.load.windows import Window
+from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ class GlobalWindowLoader(BaseDataLoader):
         def source_paths(self) -> list[str]:
             """Return the prepared sources that have a held-out split; none for generated tasks."""
             raise NotImplementedError
+
+        def task(self) -> Task | None:
+            """Return the generated task whose examples are read; None for text."""
+            return None
 
     def __init__(
         self,

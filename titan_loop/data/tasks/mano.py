@@ -15,6 +15,7 @@ held out and not just drawn again.
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +23,11 @@ import numpy as np
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.errors import UserError
 
+NAME = "mano"
 OPERATORS = ("+", "-", "*")
 HELD_OUT_ONE_IN = 64
+_BOS, _ANSWER = 0, 1
+_FIRST_VALUE = 2 + len(OPERATORS)
 _MOST_DRAWS = 20  # times as many as expected
 
 
@@ -35,46 +39,77 @@ class Question(NamedTuple):
     answer: int
 
 
-class ManoVocabulary:
-    """Token ids: `<bos>`, `<ans>`, the operators, the values 0..modulus-1, then len_0..len_max.
+@dataclass(frozen=True, slots=True)
+class Mano:
+    """The task with values 0..modulus-1 and expressions of 1..max_operations operations.
+
+    Token ids: `<bos>`, `<ans>`, the operators, the values, then len_0..len_max_operations.
 
     Args:
         modulus: m, at least 2.
-        max_operations: The largest number of operations, at least 1.
+        max_operations: Largest number of operations of an expression, at least 1.
 
     Raises:
         UserError: If either is too small.
     """
 
-    def __init__(self, modulus: int, max_operations: int) -> None:
-        if modulus < 2:
-            raise UserError(f"Mano modulus {modulus} must be at least 2")
-        if max_operations < 1:
-            raise UserError(f"Mano max_operations {max_operations} must be at least 1")
-        self.modulus = modulus
-        self.max_operations = max_operations
-        self.bos, self.answer = 0, 1
-        self._operator = {operator: 2 + index for index, operator in enumerate(OPERATORS)}
-        self._first_value = 2 + len(OPERATORS)
-        self._first_length = self._first_value + modulus
-        self.size = self._first_length + max_operations + 1
+    modulus: int
+    max_operations: int
+
+    def __post_init__(self) -> None:
+        if self.modulus < 2:
+            raise UserError(f"Mano modulus {self.modulus} must be at least 2")
+        if self.max_operations < 1:
+            raise UserError(f"Mano max_operations {self.max_operations} must be at least 1")
+
+    @property
+    def name(self) -> str:
+        """See `Task.name`."""
+        return NAME
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._first_length + self.max_operations + 1
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of an example with `max_operations` operations, its answer included."""
+        return 2 * self.max_operations + 5
+
+    @property
+    def _first_length(self) -> int:
+        return _FIRST_VALUE + self.modulus
 
     def value(self, number: int) -> int:
         """Return the id of the value `number`."""
-        return self._first_value + number
+        return _FIRST_VALUE + number
 
     def encode(self, question: Question) -> list[int]:
         """Return the ids of the question up to and including `<ans>`, without the answer."""
         body = [
-            self._operator[s] if isinstance(s, str) else self.value(s) for s in question.expression
+            2 + OPERATORS.index(s) if isinstance(s, str) else self.value(s)
+            for s in question.expression
         ]
-        return [self.bos, self._first_length + question.operations, *body, self.answer]
+        return [_BOS, self._first_length + question.operations, *body, _ANSWER]
 
     def decode(self, ids: list[int]) -> str:
         """Return readable text, tokens separated by spaces."""
         names = ["<bos>", "<ans>", *OPERATORS, *(str(value) for value in range(self.modulus))]
         names += [f"len_{length}" for length in range(self.max_operations + 1)]
         return " ".join(names[token_id] for token_id in ids)
+
+    def exam(self, count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Return held-out questions of `max_operations` operations (see `Task.exam`).
+
+        Raises:
+            UserError: The task is so small that (almost) no expression was set aside for the exam.
+        """
+        questions = held_out_questions(
+            count, operations=self.max_operations, modulus=self.modulus, seed=seed
+        )
+        prompts = np.asarray([self.encode(question) for question in questions], dtype=np.int64)
+        return prompts, np.asarray([self.value(question.answer) for question in questions])
 
 
 def draw_question(generator: random.Random, operations: int, modulus: int) -> Question:
@@ -138,20 +173,6 @@ def held_out_questions(
         if is_held_out(question):
             questions.append(question)
     return questions
-
-
-def exam(vocabulary: ManoVocabulary, count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return held-out questions at the vocabulary's largest number of operations.
-
-    Returns:
-        prompts (count, 2 max_operations + 4) int64, each ending in `<ans>`, and answers (count,)
-        int64, the id the model should give the highest probability after the last position.
-    """
-    questions = held_out_questions(
-        count, operations=vocabulary.max_operations, modulus=vocabulary.modulus, seed=seed
-    )
-    prompts = np.asarray([vocabulary.encode(question) for question in questions], dtype=np.int64)
-    return prompts, np.asarray([vocabulary.value(question.answer) for question in questions])
 
 
 def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:

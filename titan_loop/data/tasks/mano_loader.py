@@ -8,7 +8,8 @@ import numpy as np
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.load.batches import DataVocabulary, GlobalWindowLoader
 from titan_loop.data.load.windows import Window
-from titan_loop.data.tasks.mano import ManoVocabulary, training_questions
+from titan_loop.data.tasks.mano import NAME, Mano, training_questions
+from titan_loop.data.tasks.task import TASK
 from titan_loop.errors import UserError
 
 
@@ -45,12 +46,20 @@ class ManoLoader(GlobalWindowLoader):
             Raises:
                 UserError: For a modulus or a length out of range.
             """
-            size = ManoVocabulary(self.modulus, self.max_operations).size
+            size = self.task().vocab_size
             return DataVocabulary(size, size - 1)
 
         def source_paths(self) -> list[str]:
-            """Return nothing: the task is generated, its exam is `mano.exam`."""
+            """Return nothing: the task is generated."""
             return []
+
+        def task(self) -> Mano:
+            """Return the task.
+
+            Raises:
+                UserError: For a modulus or a length out of range.
+            """
+            return Mano(self.modulus, self.max_operations)
 
     def __init__(
         self,
@@ -69,18 +78,17 @@ class ManoLoader(GlobalWindowLoader):
             raise UserError(
                 "dataloader.dataset and dataset_path have no effect on Mano: leave them out"
             )
-        self.vocabulary = ManoVocabulary(config.modulus, config.max_operations)
-        longest = 2 * config.max_operations + 5
-        if seq_len + 1 < longest:
+        self._task = config.task()
+        if seq_len + 1 < self._task.longest_example:
             raise UserError(
                 f"training.seq_len {seq_len} is too short for {config.max_operations} operations: "
-                f"set it to at least {longest - 1}"
+                f"set it to at least {self._task.longest_example - 1}"
             )
         self._config = config
         super().__init__(
             config,
             {
-                "task": "mano",
+                TASK: NAME,
                 "seed": config.seed,
                 "modulus": config.modulus,
                 "max_operations": config.max_operations,
@@ -107,9 +115,9 @@ class ManoLoader(GlobalWindowLoader):
         answers: list[int] = []
         key = keyed_integer("mano window", config.seed, int(identity[2]))
         for question in training_questions(key, config.max_operations, config.modulus):
-            ids += self.vocabulary.encode(question)
+            ids += self._task.encode(question)
             answers.append(len(ids))
-            ids.append(self.vocabulary.value(question.answer))
+            ids.append(self._task.value(question.answer))
             ends.append(len(ids))
             if len(ids) >= size:
                 break
