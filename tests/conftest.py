@@ -3,7 +3,7 @@
 `TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
 is a failure, and so is a session that ran none of them.
 
-`TITAN_LOOP_TEST_BUDGETS=unit=480,evaluation=180,multiprocess=420` are seconds; the time of each
+`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=240,multiprocess=540` are seconds; the time of each
 part is printed against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer
 is a failure. They hold for cores that need 25 ns for a turn of an empty loop in Python; a slower
 machine, as measured between the tests, has as many times longer.

@@ -10,7 +10,7 @@
 set -euo pipefail
 
 SETUP_BUDGET_SECONDS=300
-export TITAN_LOOP_TEST_BUDGETS="unit=480,evaluation=180,multiprocess=420"
+export TITAN_LOOP_TEST_BUDGETS="unit=600,evaluation=240,multiprocess=540"
 
 enforce=0
 if [ "${1:-}" = --durations ]; then
