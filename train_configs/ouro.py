@@ -4,24 +4,39 @@
         │                                                └─ sft
         └─ the same, upcycled to 48 layers by duplication              2.6B
 
-Prepare the sources below with `titan-loop data tokenize` under `corpora/ouro/`, all with the same
-tokenizer of 49,152 tokens; `:packed` ones also with `titan-loop data pack`.
+Prepare the sources named below under `corpora/ouro/`: `titan-loop data tokenize` with one tokenizer
+of 49,152 tokens for all of them but `fineweb-edu`, the data of the two studies, which wants one of
+32,000 tokens (`titan-loop data train-tokenizer --vocab-size 32000`); `:packed` sources also with
+`titan-loop data pack`.
 
-Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipping and mixtures.
-Not published, hence ours, and marked "ours" where they stand: lengths of warm-up and batch ramp,
-seeds (every stage draws its windows anew, so 1b reads some of 1a's again), how duplicated layers
-are ordered, what the optimiser carries between stages, tokens and batch of the gate stage and of
-the SFT, final learning rate and weight decay of the SFT, what the replay leaves out, and how the
-work is spread: batches and memory are made for up to 512 GPUs of 80 GB
-(`titan-loop plan ouro_1_4b --nodes 64`).
+Published: tokens, window, R, β, RoPE base, batch, learning rates, AdamW, clipping, mixtures and the
+two epochs of the SFT. Not published, hence ours:
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-5, §3.3, §4, Appendices A and D.
+- pretraining: lengths of warm-up and batch ramp, seeds (every stage draws its windows anew, so 1b
+  reads some of 1a's again), the order of duplicated layers, whether the replay in mid-training
+  keeps the Chinese sources (here it does not), what the optimiser carries between stages;
+- chats: the loss counts the assistant's turns only, in mid-training and in the SFT, and whole chats
+  are packed into windows;
+- the gate stage's tokens, batch and learning rate; the SFT's batch, final learning rate and weight
+  decay;
+- the studies: tokenizer and shapes of the models (`titan_loop/models/sizes.py` infers both from
+  the parameter counts), window, warm-up, schedule and β. The batch is the 500K tokens that
+  Appendix A must mean: it prints 50K tokens a step and 40K steps, but 20B tokens are 400K steps of
+  50K. It calls the model 776M that Appendix D calls 778M, and repeats every run over seeds that it
+  does not name (`--debug.seed` sets one);
+- how the work is spread: batches and memory are made for up to 512 GPUs of 80 GB
+  (`titan-loop plan ouro_1_4b --nodes 64`).
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-6, §3.3, §4, Appendices A and D.
 """
+
+from pathlib import Path
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.models.sizes import SIZES, ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
@@ -42,7 +57,7 @@ BILLION, TRILLION = 10**9, 10**12
 WARMUP_TOKENS = 8 * BILLION  # ours: about 2,000 steps
 RAMP_TOKENS = 100 * BILLION  # ours: linear
 
-# Percent of tokens, Table 3.
+# Percent of tokens, Table 4.
 STAGE_1 = {
     "nemotron-cc": 73.4,
     "map-cc": 13.0,
@@ -51,7 +66,7 @@ STAGE_1 = {
     "megamath-web": 4.1,
 }
 CHINESE = ("map-cc", "ultra-fineweb-zh")  # stop after stage 1
-# Table 4.
+# Table 5.
 STAGE_2 = {
     "nemotron-cc-high-quality": 66.5,
     "nemotron-cc-math-v1": 15.0,
@@ -61,10 +76,14 @@ STAGE_2 = {
     "nemotron-sft-code": 3.4,
     "nemotron-sft-general": 6.2,
 }
-# Table 5, billions of tokens; the SFT mix is ChatML with a loss on the assistant's turns only.
+# Billions of tokens, §4.2 "Stage 4"; the SFT mix is ChatML.
 MID_TRAINING_SFT, REPLAY_OF_STAGE_1, REPLAY_OF_STAGE_2 = 90, 30, 180
-# Reasoning SFT, thousands of examples.
+# Reasoning SFT, thousands of examples, Table 6.
 SFT = {"math": 3_500, "code": 3_200, "science": 808, "chat": 767}
+SFT_EPOCHS = 2
+SFT_TOKENS_GUESSED = 60 * BILLION  # two epochs of 8.3M examples of about 3,600 tokens
+
+STUDY_VOCABULARY = 32_000  # with it the studies' models have the paper's parameter counts
 
 
 def ouro_1_4b() -> Recipe:
@@ -179,23 +198,51 @@ def _gate(size: str) -> Stage:
 
 
 def _reasoning_sft(size: str) -> Stage:
-    """Two epochs of chats, from the mid-trained model; the weight decay is ours."""
-    tokens = 60 * BILLION  # ours: two epochs of 8.3M examples of about 3,600 tokens
+    """Two epochs of every chat, from the mid-trained model."""
+    window = 32_768
+    mixture, tokens = _equal_epochs(SFT, SFT_EPOCHS, window=window, batch_tokens=BATCH_4M)
     config = _config(
         seed=6,
         size=size,
         tokens=tokens,
-        window=32_768,
+        window=window,
         context_parallel=4,
         rope_theta=1e6,
         learning_rate=Schedule.parse(f"0:2e-5 cosine {tokens}:0"),  # final value: ours
-        mixture=[
-            f"{CORPUS}/sft-{name}={examples}:packed:max_epochs=2" for name, examples in SFT.items()
-        ],
+        mixture=mixture,
+        epochs=SFT_EPOCHS,
     )
     config.batch = BatchConfig(global_batch_tokens=Schedule.constant(BATCH_4M))  # ours
     config.checkpoint.carry.optimizer = False  # ours
     return Stage(name="sft", parent="mid_training", config=config)
+
+
+def _equal_epochs(
+    examples: dict[str, int], epochs: int, *, window: int, batch_tokens: int
+) -> tuple[list[str], int]:
+    """Return a mixture of packed sources in proportion to their sizes, and the tokens of the run.
+
+    The run has the whole batches in `epochs` epochs of all sources; less than one batch is left
+    over. Before all sources are packed, numbers of examples stand in for sizes and
+    `SFT_TOKENS_GUESSED` for the tokens.
+    """
+    folders = {name: f"{CORPUS}/sft-{name}" for name in examples}
+    sizes = {name: _packed_windows(Path(folder), window) for name, folder in folders.items()}
+    tokens = SFT_TOKENS_GUESSED
+    if all(sizes.values()):
+        available = epochs * sum(sizes.values()) * window
+        tokens = max(available // batch_tokens, 1) * batch_tokens
+    else:
+        sizes = examples
+    return [f"{folder}={sizes[name]}:packed" for name, folder in folders.items()], tokens
+
+
+def _packed_windows(source: Path, window: int) -> int:
+    """Return the packed windows of a source's training split; 0 before it is packed."""
+    if not (source / CARD_NAME).exists():
+        return 0
+    packed = SourceCard.read(source).splits["train"].packed_for(window)
+    return 0 if packed is None else packed.windows
 
 
 def _config(
@@ -208,15 +255,22 @@ def _config(
     size: str = "1.4b",
     rope_theta: float = 10_000.0,
     context_parallel: int = 1,
+    epochs: int | None = None,
 ) -> LoopTrainer.Config:
     """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1.
 
     Every stage has a seed of its own, or it would read the windows of the one before in its order.
+    With `epochs`, a source that was read so often leaves the mixture and the others go on.
     """
     config = LoopTrainer.Config(
         total_tokens=tokens,
         model=ModelOptions(size=size, rope_theta=rope_theta),
-        dataloader=WindowLoader.Config(mixture=mixture, seed=seed),
+        dataloader=WindowLoader.Config(
+            mixture=mixture,
+            seed=seed,
+            max_epochs=epochs,
+            when_exhausted="stop" if epochs is None else "renormalise",
+        ),
         learning_rate=learning_rate,
         entropy_weight=Schedule.constant(0.05),
         recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
@@ -277,7 +331,7 @@ def ouro_scaling_study() -> Recipe:
 
 
 def ouro_prior_ablation() -> Recipe:
-    """Appendix A: a uniform prior against geometric ones, 776M, R = 4, 20B tokens."""
+    """Appendix A: a uniform prior against geometric ones, 778M, R = 4, 20B tokens."""
     stages = [Stage(name="uniform", config=_study("778m", 4))]
     for tenths in range(1, 10):
         config = _study("778m", 4)
@@ -287,7 +341,7 @@ def ouro_prior_ablation() -> Recipe:
 
 
 def _study(size: str, recurrent_steps: int) -> LoopTrainer.Config:
-    """Return one run of the studies; warm-up and schedule are ours, 500K tokens a batch."""
+    """Return one run of the studies."""
     tokens = 20 * BILLION
     config = _config(
         seed=0,
@@ -299,7 +353,7 @@ def _study(size: str, recurrent_steps: int) -> LoopTrainer.Config:
         ),
         mixture=[f"{CORPUS}/fineweb-edu=1"],
     )
-    config.model.vocab_size = 32_000  # with it the sizes have the paper's parameter counts
+    config.model.vocab_size = STUDY_VOCABULARY
     config.model.recurrent_steps = recurrent_steps
     config.model.exit_gate = recurrent_steps > 1
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(recurrent_steps))

@@ -1,4 +1,4 @@
-"""Ouro's recipe against the paper's Tables 1-5, as the trainer will read it, step by step."""
+"""Ouro's recipe against the paper's Tables 1-6, as the trainer will read it, step by step."""
 
 import hashlib
 import json
@@ -22,9 +22,15 @@ from titan_loop.recipes.recipe import Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.training.step_plan import plan_step
 from titan_loop.training.trainer import LoopTrainer
+from train_configs import ouro
 
 MI, T, B = 2**20, 10**12, 10**9
-EOS, VOCABULARY = 0, 49_152
+EOS = 0
+VOCABULARY = {"fineweb-edu": 32_000}  # and 49,152 for every other source
+DOCUMENT_TOKENS = 256
+SFT_WINDOW = 32_768
+SFT_WINDOWS = {"sft-math": 55, "sft-code": 50, "sft-science": 13, "sft-chat": 12}
+SFT_BATCH_WINDOWS = 4 * MI // SFT_WINDOW
 
 STAGE_1 = {
     "nemotron-cc": 0.734,
@@ -65,8 +71,8 @@ TABLE: dict[str, tuple[Any, ...]] = {
         (1e-5, 8 * MI, 4, 0.05),
     ),
     "sft": (
-        60 * B,
-        32_768,
+        2 * sum(SFT_WINDOWS.values()) // SFT_BATCH_WINDOWS * 4 * MI,
+        SFT_WINDOW,
         1e6,
         (2e-5, 4 * MI, 4, 0.05),
         (1e-5, 4 * MI, 4, 0.05),
@@ -79,11 +85,8 @@ TABLE: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every source the recipes name, small but valid, with 49,152 tokens and packed windows."""
+    """Every source the recipes name, small but valid, with the vocabulary their docstring wants."""
     root = tmp_path_factory.mktemp("ouro")
-    ids = np.full(2 * 65_536 + 512, 7, dtype="<u2")
-    ends = np.arange(256, len(ids) + 1, 256, dtype="<u8")
-    ids[ends - 1] = EOS
     stages = [s for name in ("ouro_1_4b", "ouro_scaling_study") for s in load_recipe(name).stages]
     packed: dict[str, set[int]] = {}
     for stage in stages:
@@ -92,42 +95,50 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if entry.packed:
                 lengths.add(stage.config.training.seq_len)
     for path, lengths in packed.items():
-        folder = root / path
-        splits = {}
-        for split in ("train", "held_out"):
-            shard = folder / split / "00000.ds"
-            shard.parent.mkdir(parents=True)
-            ids.tofile(shard)
-            ends.tofile(index_path(shard))
-            card = ShardCard(
-                file=shard.name,
-                documents=len(ends),
-                tokens=len(ids),
-                bytes=shard.stat().st_size,
-                sha256=hashlib.sha256(shard.read_bytes()).hexdigest(),
-            )
-            splits[split] = SplitCard(
-                documents=len(ends),
-                tokens=len(ids),
-                text_bytes=0,
-                max_token_id=VOCABULARY - 1,
-                shards=(card,),
-            )
-        (folder / "tokenizer.json").write_text(json.dumps({}))
-        SourceCard(
-            name=folder.name,
-            tokenizer_sha256="the same",
-            vocab_size=VOCABULARY,
-            eos_id=EOS,
-            token_bytes=2,
-            splits=splits,
-            licence="test",
-            versions={},
-            command="test",
-        ).write(folder)
+        write_source(root / path, SFT_WINDOWS.get(Path(path).name, 5) * SFT_WINDOW)
         for seq_len in lengths:
-            pack_source(folder, seq_len=seq_len)
+            pack_source(root / path, seq_len=seq_len)
     return root
+
+
+def write_source(folder: Path, tokens: int) -> None:
+    """Write a prepared source of documents of 256 tokens, the same ones in both splits."""
+    vocabulary = VOCABULARY.get(folder.name, 49_152)
+    ids = np.full(tokens, 7, dtype="<u2")
+    ends = np.arange(DOCUMENT_TOKENS, tokens + 1, DOCUMENT_TOKENS, dtype="<u8")
+    ids[ends - 1] = EOS
+    splits = {}
+    for split in ("train", "held_out"):
+        shard = folder / split / "00000.ds"
+        shard.parent.mkdir(parents=True)
+        ids.tofile(shard)
+        ends.tofile(index_path(shard))
+        card = ShardCard(
+            file=shard.name,
+            documents=len(ends),
+            tokens=tokens,
+            bytes=shard.stat().st_size,
+            sha256=hashlib.sha256(shard.read_bytes()).hexdigest(),
+        )
+        splits[split] = SplitCard(
+            documents=len(ends),
+            tokens=tokens,
+            text_bytes=0,
+            max_token_id=vocabulary - 1,
+            shards=(card,),
+        )
+    (folder / "tokenizer.json").write_text(json.dumps({}))
+    SourceCard(
+        name=folder.name,
+        tokenizer_sha256=f"of {vocabulary} tokens",
+        vocab_size=vocabulary,
+        eos_id=EOS,
+        token_bytes=2,
+        splits=splits,
+        licence="test",
+        versions={},
+        command="test",
+    ).write(folder)
 
 
 @pytest.fixture
@@ -135,10 +146,6 @@ def stages(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
     monkeypatch.chdir(corpus)
     recipe = load_recipe("ouro_1_4b")
     for stage in recipe.stages:
-        if stage.name == "sft":  # the small sources cannot fill it, as a real one must
-            stage.config.dataloader.mixture = [
-                entry.replace(":max_epochs=2", "") for entry in stage.config.dataloader.mixture
-            ]
         stage.config.resolve(world_size=128)
     return {stage.name: stage for stage in recipe.stages}
 
@@ -201,8 +208,33 @@ def test_the_mixtures_are_the_paper_s(stages):
     assert mid_training["mid-training-sft"] == pytest.approx(0.3)
     assert not {"map-cc", "ultra-fineweb-zh"} & mid_training.keys()
     assert math.fsum(mid_training[name] for name in STAGE_2) == pytest.approx(0.6, abs=5e-4)
-    sft = shares(stages["sft"].config)
-    assert sft["sft-math"] / sft["sft-code"] == pytest.approx(3500 / 3200, rel=1e-3)
+
+
+def test_the_sft_reads_every_window_of_unequal_sources_twice(stages):
+    config = stages["sft"].config
+    loader = config.open_data()
+    assert isinstance(loader, WindowLoader)
+    assert {
+        Path(entry.path).name: source.windows_per_epoch
+        for entry, source in zip(loader.mixture, loader.sources, strict=True)
+    } == SFT_WINDOWS
+    windows = config.windows_of_the_run()
+    left_over = 2 * sum(SFT_WINDOWS.values()) - windows
+    assert 0 <= left_over < SFT_BATCH_WINDOWS
+    source_epoch_number = loader.locate(np.arange(windows))
+    read, times = np.unique(source_epoch_number[:, [0, 2]], axis=0, return_counts=True)
+    assert len(read) == sum(SFT_WINDOWS.values())
+    assert sorted(times) == [1] * left_over + [2] * (len(read) - left_over)
+
+
+def test_the_sft_has_the_paper_s_examples_until_its_sources_are_packed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_recipe("ouro_1_4b").stage("sft").config
+    assert config.total_tokens == 60 * B
+    assert isinstance(config.dataloader, WindowLoader.Config)
+    assert [entry.weight for entry in parse_mixture(config.dataloader.mixture)] == [
+        3500, 3200, 808, 767,
+    ]  # fmt: skip
 
 
 def test_no_two_stages_read_windows_in_the_same_order(stages):
@@ -279,6 +311,18 @@ def test_the_scaling_study_has_the_paper_s_sizes(corpus, monkeypatch, size, mill
         assert (config.recurrence.steps(0), config.model.exit_gate) == (1, False)
         assert config.model.n_layers == steps * layers
         assert config.learning_rate == recipe.stage(f"{size}-r{steps}").config.learning_rate
+
+
+@pytest.mark.parametrize("study", ["ouro_scaling_study", "ouro_prior_ablation"])
+def test_the_studies_resolve_with_the_tokenizer_that_their_docstring_names(
+    corpus, monkeypatch, study
+):
+    told = " ".join((ouro.__doc__ or "").split())
+    assert "one tokenizer of 49,152 tokens for all of them but `fineweb-edu`" in told
+    assert "which wants one of 32,000 tokens" in told
+    monkeypatch.chdir(corpus)
+    for stage in load_recipe(study).stages:
+        stage.config.resolve(world_size=128)
 
 
 def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
