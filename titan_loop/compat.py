@@ -20,6 +20,8 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger as titan_logger
 
@@ -136,6 +138,22 @@ def _add_set_timeout() -> None:
 if not torch.cuda.is_available():
     _run_on_cpu()
 _add_set_timeout()
+
+
+def sum_gradients_as_declared(unit: nn.Module) -> None:
+    """Let autograd cast every contribution to a gradient to the parameter's `grad_dtype`.
+
+    torch 2.15's FSDP takes that back before each backward pass, to save a cast per parameter, and
+    so has the contributions of all visits added up in the compute dtype. Delete when it does not.
+
+    Args:
+        unit: An FSDP unit that has been gathered before.
+    """
+    if not isinstance(unit, FSDPModule):
+        return
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        if "_fsdp_params_with_wider_grad_dtype" in vars(group):  # absent before 2.15
+            vars(group)["_fsdp_params_with_wider_grad_dtype"] = []
 
 
 def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> tuple[int, int]:

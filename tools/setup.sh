@@ -87,6 +87,19 @@ print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], s
     "$VENV/bin/python" -m pip install -c "$VENV/constraints.txt" -e . "${dev[@]}"
 }
 
+layered_environment() { # layered_environment FOLDER: a new one that sees $VENV behind its own packages
+    rm -rf "$1"
+    "$VENV/bin/python" -m venv --without-pip "$1"
+    "$VENV/bin/python" - "$("$1/bin/python" -c 'import site; print(site.getsitepackages()[0])')" <<'PYTHON'
+import pathlib
+import site
+import sys
+
+below = "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
+pathlib.Path(sys.argv[1], "main-environment.pth").write_text(below)
+PYTHON
+}
+
 set_up() {
     local stamp="$VENV/titan-loop-stamp" wanted python
     wanted="$PWD $(cksum <pyproject.toml)"

@@ -17,16 +17,7 @@ install_transformers() { # install_transformers MARKER FOLDER: pyproject's group
     group=$("$VENV/bin/python" -c '
 import sys, tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]])' "$1")
-    rm -rf "$2"
-    "$VENV/bin/python" -m venv --without-pip "$2"
-    "$VENV/bin/python" - "$("$2/bin/python" -c 'import site; print(site.getsitepackages()[0])')" <<'PYTHON'
-import pathlib
-import site
-import sys
-
-below = "".join(f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages())
-pathlib.Path(sys.argv[1], "main-environment.pth").write_text(below)
-PYTHON
+    layered_environment "$2"
     echo "torch==$(usable_torch "$VENV/bin/python")" >"$2/constraints.txt"
     # shellcheck disable=SC2086  # a group's requirements are words
     "$VENV/bin/python" -m pip --python "$2/bin/python" install --no-compile --upgrade -c "$2/constraints.txt" $group

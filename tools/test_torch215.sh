@@ -1,29 +1,37 @@
 #!/usr/bin/env bash
-# The parity tests on torch 2.15 with gloo, for both SPMD backends.
+# The multi-process tests of titan_loop/distributed on torch 2.15, which a machine with a GPU gets.
 #
-# Not in CI: outside PyTorch's own CPU index torch 2.15 comes with several gigabytes of CUDA
-# libraries. The README records the last run. The environment is its own, and kept.
+#   bash tools/test_torch215.sh [partial_dtensor|spmd_types] [PYTEST ARGUMENTS]
+#
+# Without a backend it runs both. The environment sees everything in the main one behind its own
+# packages, which are torch 2.15 and what that wants otherwise: several gigabytes of CUDA libraries,
+# unless TITAN_LOOP_TORCH_INDEX names an index of CPU builds. It is kept until pyproject changes.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-export TITAN_LOOP_VENV=${TITAN_LOOP_VENV_TORCH215:-.venv-torch215}
-if [ ! -x "$TITAN_LOOP_VENV/bin/python" ]; then
-    python3 -m venv "$TITAN_LOOP_VENV"
+backends=(partial_dtensor spmd_types)
+case "${1:-}" in
+    partial_dtensor | spmd_types)
+        backends=("$1")
+        shift
+        ;;
+esac
+
+folder=$VENV/torch215
+wanted="$(cat "$VENV/titan-loop-stamp") $(cksum <tools/test_torch215.sh)"
+if [ ! -f "$folder/stamp" ] || [ "$(cat "$folder/stamp")" != "$wanted" ]; then
+    layered_environment "$folder"
+    setup_stage "environment torch 2.15" "$VENV/bin/python" -m pip --python "$folder/bin/python" \
+        install --no-compile --upgrade \
+        ${TITAN_LOOP_TORCH_INDEX:+--index-url "$TITAN_LOOP_TORCH_INDEX"} torch==2.15.0
+    echo "$wanted" >"$folder/stamp"
 fi
-if ! "$TITAN_LOOP_VENV/bin/python" -c 'import importlib.metadata as m, sys
-sys.exit(not m.version("torch").startswith("2.15.0"))' 2>/dev/null; then
-    "$TITAN_LOOP_VENV/bin/python" -m pip install ${TITAN_LOOP_TORCH_INDEX:+--index-url "$TITAN_LOOP_TORCH_INDEX"} \
-        torch==2.15.0
-fi
-source tools/setup.sh # keeps the torch it finds
 
 export OMP_NUM_THREADS=1 TITAN_LOOP_REQUIRE=multiprocess
-# What is compared with one process is the layout, so a GPU must not take over on this machine.
-export CUDA_VISIBLE_DEVICES=
 status=0
-for backend in partial_dtensor spmd_types; do
-    echo "== torch 2.15.0, $backend"
+for backend in "${backends[@]}"; do
+    echo "== torch $("$folder/bin/python" -c 'import torch; print(torch.__version__)'), $backend"
     TITAN_LOOP_TEST_SPMD_BACKEND=$backend \
-        "$VENV/bin/python" -m pytest tests/distributed -m multiprocess "$@" || status=1
+        "$folder/bin/python" -m pytest tests/distributed -m multiprocess "$@" || status=1
 done
 exit $status

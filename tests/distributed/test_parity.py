@@ -251,6 +251,8 @@ PAIRS = [
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),
 ]
+if BACKEND != "partial_dtensor":  # context parallelism is refused there
+    PAIRS = [(layout, case) for layout, case in PAIRS if not layout.startswith("cp")]
 
 
 @functools.cache
@@ -261,8 +263,6 @@ def one_process(case: str) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(("layout", "case"), PAIRS)
 def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
     world, degrees = (LAYOUTS | MORE_LAYOUTS)[layout]
-    if degrees.cp > 1 and BACKEND != "partial_dtensor":
-        pytest.skip("context parallelism needs partial_dtensor")
     expected_losses, expected = one_process(case)
     ranks = gloo_pool(world).run(losses_and_gradients, degrees, (CASES | MORE_CASES)[case])
     for losses, gradients in ranks:

@@ -35,7 +35,9 @@ def test_a_frozen_language_model_has_no_group_and_the_gate_does_not_decay():
 
 def test_a_model_without_gate_is_fully_assigned():
     model = build_decoder(ModelOptions(size="debugmodel", exit_gate=False), max_seq_len=32)
-    AdamWConfig().optimizer_config(exit_gate=False).build(model_parts=[model])
+    (optimizer,) = AdamWConfig().optimizer_config(exit_gate=False).build(model_parts=[model])
+    assigned = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(assigned) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_the_rate_is_a_function_of_tokens_in_every_group():

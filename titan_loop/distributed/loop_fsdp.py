@@ -170,6 +170,7 @@ def _sum_visits_in_fp32(model: LoopDecoder, *, hold_layers: bool) -> None:
             _fsdp(layer).unshard()
             for parameter in layer.parameters():
                 parameter.grad_dtype = torch.float32
+            compat.sum_gradients_as_declared(layer)
             if not hold_layers:
                 _fsdp(layer).reshard()
 
