@@ -1,3 +1,3 @@
 """Fixtures of the verbs: a run with one checkpoint, written without training."""
 
-from tests.inference.conftest import trained_run  # noqa: F401
+from tests.inference.conftest import ended_run, own_run, trained_run  # noqa: F401

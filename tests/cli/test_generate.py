@@ -9,7 +9,7 @@ from tests.inference.conftest import byte_level_tokenizer
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
+from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.text import TextEngine, chat_prompt
 from titan_loop.text.chatml import Turn
 
@@ -26,7 +26,8 @@ def generate(capsys, *arguments: str) -> tuple[str, str]:
 def expected_text(run, prompt: str, **options) -> str:
     loaded = load_checkpoint(run)
     engine = Engine(loaded.model, recurrent_steps=options.pop("recurrent_steps", 2), **options)
-    text = TextEngine(engine, load_matching_tokenizer(loaded))
+    tokenizer = load_matching_tokenizer(loaded)
+    text = TextEngine(engine, tokenizer, text_ends(loaded, tokenizer).stop_tokens)
     return text.complete([prompt], max_new_tokens=12)[0].text
 
 
@@ -49,6 +50,12 @@ def test_steps_are_shown_behind_each_token(capsys, trained_run):
     assert len(steps) == 12
     assert f"mean exit step {sum(steps) / 12:.2f} of 4" in err
     assert "(last)" in err
+
+
+def test_it_stops_at_the_end_token_of_the_training_data(capsys, ended_run):
+    out, err = generate(capsys, ended_run.path, "--prompt", ended_run.prompt, *NEW)
+    assert out == byte_level_tokenizer().decode(ended_run.tokens) + "\n"
+    assert f"[{len(ended_run.tokens)} tokens" in err
 
 
 def test_several_prompts_run_as_one_batch(capsys, trained_run):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from tests.inference.conftest import own_run, trained_run  # noqa: F401
+from tests.inference.conftest import ended_run, own_run, trained_run  # noqa: F401
 
 
 @pytest.fixture(autouse=True)

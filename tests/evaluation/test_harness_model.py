@@ -76,11 +76,18 @@ def test_generation_is_the_engines(trained_run: Path):
     texts = lm.generate_until(ask(*((prompt, options) for prompt in prompts)))
     loaded = load_checkpoint(trained_run)
     engine = Engine(loaded.model, recurrent_steps=4, kv_cache="last", exit_policy=QExit(0.6))
-    text_engine = TextEngine(engine, byte_level_tokenizer())
+    text_engine = TextEngine(engine, byte_level_tokenizer(), frozenset((END,)))
     expected = text_engine.complete(list(prompts), max_new_tokens=9, stop=["\n"])
     assert texts == [completion.text for completion in expected]
     steps = [step for completion in expected for step in completion.steps]
     assert lm.count.mean == pytest.approx(sum(steps) / len(steps))
+
+
+def test_texts_begin_and_end_with_the_end_token_of_the_training_data(ended_run):
+    lm = LoopLM(ended_run.path)
+    assert lm.eot_token_id == ended_run.end
+    (text,) = lm.generate_until(ask((ended_run.prompt, {"until": [], "max_gen_toks": 12})))
+    assert text == byte_level_tokenizer().decode(ended_run.tokens)
 
 
 def test_repetitions_of_a_sampled_prompt_differ(trained_run: Path):

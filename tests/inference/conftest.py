@@ -1,8 +1,11 @@
 """A run directory with one checkpoint, written without training."""
 
 import hashlib
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +15,9 @@ from tests.inference.reference import CONTEXT, make_model
 from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.loading import load_checkpoint
+from titan_loop.inference.request import Request
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.text.tokenizer import SPECIAL_TOKENS
 
@@ -85,6 +91,32 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_run(trained_run: Path, tmp_path: Path) -> Path:
     """A copy that a test may damage; its source is still the shared one."""
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+class EndedRun(NamedTuple):
+    """A run whose texts end elsewhere, and the token at which its greedy completion must stop."""
+
+    path: Path
+    prompt: str
+    end: int
+    tokens: list[int]
+
+
+@pytest.fixture
+def ended_run(own_run: Path, tmp_path: Path) -> EndedRun:
+    """A copy of `trained_run` prepared with another `--eos-token`: one it generates on its own."""
+    loaded = load_checkpoint(own_run)
+    prompt = byte_level_tokenizer().encode("def f(").ids
+    engine = Engine(loaded.model, recurrent_steps=loaded.recurrent_steps)
+    (free,) = engine.complete([Request(prompt=prompt, max_new_tokens=12)])
+    stop = next(i for i in range(2, 12) if free.tokens[i] not in free.tokens[:i])
+    source = tmp_path / "ended"
+    shutil.copytree(loaded.source, source)
+    replace(SourceCard.read(source), eos_id=free.tokens[stop]).write(source)
+    config = RunDirectory(own_run).read_config()
+    config["dataloader"]["mixture"] = [f"{source}=1"]
+    (own_run / "config.json").write_text(json.dumps(config))
+    return EndedRun(own_run, "def f(", free.tokens[stop], free.tokens[:stop])
 
 
 @pytest.fixture

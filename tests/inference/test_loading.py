@@ -1,5 +1,6 @@
 """A checkpoint on disk becomes the model that was saved, or one line says why not."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -14,8 +15,10 @@ from titan_loop.inference.loading import (
     check_vocabulary,
     load_checkpoint,
     load_matching_tokenizer,
+    text_ends,
 )
 from titan_loop.inference.request import Request
+from titan_loop.runs.run_directory import RunDirectory
 
 
 def test_run_and_checkpoint_give_the_saved_weights(trained_run, weights):
@@ -55,6 +58,33 @@ def test_an_imported_run_has_its_tokenizer_beside_it(own_run):
     shutil.copyfile(loaded.source / "tokenizer.json", own_run / "tokenizer.json")
     imported = replace(load_checkpoint(own_run), source=None)
     assert load_matching_tokenizer(imported).get_vocab_size() == 259
+
+
+def test_texts_end_where_the_training_data_said(trained_run, ended_run):
+    def ends(run):
+        loaded = load_checkpoint(run)
+        return text_ends(loaded, load_matching_tokenizer(loaded))
+
+    assert ends(trained_run) == (0, 2)
+    assert ends(ended_run.path) == (ended_run.end, 2)
+    assert ends(ended_run.path).stop_tokens == {ended_run.end, 2}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "ends"),
+    [
+        ({"text": {"end_of_text": "a", "turn_end": "b"}}, ("a", "b")),
+        ({"text": {"end_of_text": "a", "turn_end": None}}, ("a", "<|im_end|>")),
+        ({"text": None}, ("<|endoftext|>", "<|im_end|>")),
+        ({}, ("<|endoftext|>", "<|im_end|>")),
+    ],
+)
+def test_an_imported_run_has_recorded_where_texts_end(own_run, recorded, ends):
+    config = RunDirectory(own_run).read_config()
+    config["dataloader"]["mixture"] = []
+    (own_run / "config.json").write_text(json.dumps(config | recorded))
+    tokenizer = byte_level_tokenizer()
+    assert text_ends(load_checkpoint(own_run), tokenizer) == tuple(map(tokenizer.token_to_id, ends))
 
 
 def refusal(call) -> str:

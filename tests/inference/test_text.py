@@ -83,7 +83,9 @@ def test_an_empty_stop_string_is_refused():
 
 def text_engine(**options) -> TextEngine:
     model = make_model(vocab_size=8).double()
-    return TextEngine(Engine(model, **options), byte_tokenizer("abcdef"))
+    tokenizer = byte_tokenizer("abcdef")
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return TextEngine(Engine(model, **options), tokenizer, frozenset((end,)))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_stream_gives_the_same_as_completing():
 
 def test_a_tokenizer_of_another_vocabulary_is_refused():
     with pytest.raises(UserError, match="has token 8, the model's vocabulary has 8"):
-        TextEngine(Engine(make_model(vocab_size=8)), byte_tokenizer("abcdefgh"))
+        TextEngine(Engine(make_model(vocab_size=8)), byte_tokenizer("abcdefgh"), frozenset())
 
 
 def test_a_prompt_longer_than_the_context_is_one_line():

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     from titan_loop.inference.cache import cache_strategy
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.exit_policy import parse_exit_policy
-    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
+    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
     from titan_loop.inference.sampling import Sampling
     from titan_loop.inference.speculative import SelfSpeculation
     from titan_loop.inference.text import TextEngine
@@ -59,7 +59,8 @@ def run(arguments: Sequence[str]) -> int:
         exit_policy=policy,
         speculation=speculation,
     )
-    text = TextEngine(engine, load_matching_tokenizer(loaded, given.tokenizer))
+    tokenizer = load_matching_tokenizer(loaded, given.tokenizer)
+    text = TextEngine(engine, tokenizer, text_ends(loaded, tokenizer).stop_tokens)
     session = _Session(text, sampling, torch.Generator().manual_seed(given.seed), given)
     if given.prompt and len(given.prompt) > 1:
         session.complete_all(given.prompt)

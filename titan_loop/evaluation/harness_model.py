@@ -32,10 +32,14 @@ from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest,
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import parse_exit_policy
-from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
+from titan_loop.inference.loading import (
+    Loaded,
+    load_checkpoint,
+    load_matching_tokenizer,
+    text_ends,
+)
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.text import TextEngine
-from titan_loop.text.tokenizer import END_OF_TEXT
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -140,6 +144,7 @@ class LoopLM(TemplateLM):
         self.count = StepCount()
         self.kv_cache = kv_cache
         self._text_tokenizer = load_matching_tokenizer(loaded, tokenizer)
+        self._ends = text_ends(loaded, self._text_tokenizer)
         self._scorer = TokenScorer(loaded.model, self.readings, batch_rows=rows)
         self._rows = rows
         self._memory: dict[str, Any] = {}
@@ -170,10 +175,11 @@ class LoopLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token in front of a text without context."""
-        token = self._text_tokenizer.token_to_id(END_OF_TEXT)
-        if token is None:
-            raise UserError(f"the tokenizer of {self.loaded.checkpoint} has no {END_OF_TEXT}")
-        return token
+        if self._ends.end_of_text is None:
+            raise UserError(
+                f"the tokenizer of {self.loaded.checkpoint} has no token that ends a text"
+            )
+        return self._ends.end_of_text
 
     @property
     def tokenizer_name(self) -> str:
@@ -235,9 +241,10 @@ class LoopLM(TemplateLM):
         """Return completions; at most `max_gen_toks` tokens, and up to the first stop string."""
         reading = self.readings[self.reading]
         asked = [_Generation.of(*instance.args) for instance in requests]
+        how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
         keys = [
             # What is sampled differs from one repetition of a prompt to the next.
-            digest(["generate", reading.name, 0 if one.is_greedy() else index, *one.key()])
+            digest([*how, 0 if one.is_greedy() else index, *one.key()])
             for index, one in enumerate(asked)
         ]
         answers = self._remembered(
@@ -255,7 +262,7 @@ class LoopLM(TemplateLM):
             kv_cache=self.kv_cache,
             exit_policy=reading.policy,
         )
-        text = TextEngine(engine, self._text_tokenizer)
+        text = TextEngine(engine, self._text_tokenizer, self._ends.stop_tokens)
         groups: dict[str, list[int]] = {}
         for index, one in enumerate(asked):
             groups.setdefault(digest(one.key()[1:]), []).append(index)

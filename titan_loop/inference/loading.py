@@ -10,7 +10,7 @@ A run directory stands for its newest whole checkpoint. An imported run keeps it
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -23,7 +23,8 @@ from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
+from titan_loop.text.chatml import TURN_END
+from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -144,6 +145,40 @@ def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> 
             f"tokenizer {path} is not the one {loaded.checkpoint} was trained with; use {own}"
         )
     return tokenizer
+
+
+class TextEnds(NamedTuple):
+    """Ids of the tokens that end a text.
+
+    Attributes:
+        end_of_text: The token between documents; None if the tokenizer has none.
+        turn_end: The token that ends a chat turn; None if the tokenizer has none.
+    """
+
+    end_of_text: int | None
+    turn_end: int | None
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens at which generation stops."""
+        return frozenset(token for token in self if token is not None)
+
+
+def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
+    """Return the tokens that ended texts in a model's training data.
+
+    An imported run recorded them; a prepared source's card has the id that `--eos-token` chose.
+    Where neither is left, they are `<|endoftext|>` and `<|im_end|>`.
+
+    Args:
+        loaded: The model.
+        tokenizer: From `load_matching_tokenizer`.
+    """
+    recorded = RunDirectory(loaded.run).read_config().get("text") or {}
+    end_of_text = tokenizer.token_to_id(recorded.get("end_of_text") or END_OF_TEXT)
+    if loaded.source is not None and (loaded.source / CARD_NAME).is_file():
+        end_of_text = SourceCard.read(loaded.source).eos_id
+    return TextEnds(end_of_text, tokenizer.token_to_id(recorded.get("turn_end") or TURN_END))
 
 
 def check_vocabulary(tokenizer: "Tokenizer", vocab_size: int, name: str) -> None:

@@ -10,8 +10,8 @@ from titan_loop.inference.loading import check_vocabulary
 from titan_loop.inference.request import Completion, GeneratedToken, Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.text_stream import TextStream
-from titan_loop.text.chatml import ASSISTANT, TURN_END, Turn, control_tokens
-from titan_loop.text.tokenizer import END_OF_TEXT
+from titan_loop.text.chatml import ASSISTANT, TURN_END, TURN_START, Turn
+from titan_loop.text.tokenizer import require_token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,17 +23,17 @@ class TextEngine:
     Args:
         engine: Generates tokens.
         tokenizer: The one the model was trained with.
+        stop_tokens: Tokens that end every completion, as `loading.text_ends` finds them.
 
     Raises:
         UserError: The tokenizer has tokens the model does not know.
     """
 
-    def __init__(self, engine: Engine, tokenizer: "Tokenizer") -> None:
+    def __init__(self, engine: Engine, tokenizer: "Tokenizer", stop_tokens: frozenset[int]) -> None:
         check_vocabulary(tokenizer, engine.stack.model.config.vocab_size, "of this text")
         self.engine = engine
         self.tokenizer = tokenizer
-        ends = (tokenizer.token_to_id(name) for name in (END_OF_TEXT, TURN_END))
-        self._stop_tokens = frozenset(token for token in ends if token is not None)
+        self._stop_tokens = stop_tokens
 
     def stream(
         self,
@@ -50,8 +50,8 @@ class TextEngine:
         Args:
             prompts: Texts, in which special tokens are recognised, or token ids.
             max_new_tokens: At most this many tokens a prompt.
-            stop: Strings that end a completion and are no part of it, as the tokens for the end of
-                a text and of a turn always do.
+            stop: Strings that end a completion, which does not include them. The stop tokens end it
+                too.
             rows: How many run at once, as in `Engine.stream`.
             sampling: How tokens are chosen; None is greedy.
             generator: As in `Engine.stream`.
@@ -106,7 +106,8 @@ def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
     Raises:
         UserError: The tokenizer lacks a control token.
     """
-    control = control_tokens(tokenizer, END_OF_TEXT)
+    turn_start = require_token(tokenizer, TURN_START, "control token")
+    turn_end = require_token(tokenizer, TURN_END, "control token")
     recognised = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = True  # which means: as text
 
@@ -119,7 +120,7 @@ def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
             # As in training: what the assistant says is encoded apart from the header before it.
             spoken = role == ASSISTANT
             said = encode(f"{role}\n") + encode(content) if spoken else encode(f"{role}\n{content}")
-            prompt += [control.turn_start, *said, control.turn_end, *newline]
-        return [*prompt, control.turn_start, *encode(f"{ASSISTANT}\n")]
+            prompt += [turn_start, *said, turn_end, *newline]
+        return [*prompt, turn_start, *encode(f"{ASSISTANT}\n")]
     finally:
         tokenizer.encode_special_tokens = recognised
