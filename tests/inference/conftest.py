@@ -17,7 +17,7 @@ from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import load_checkpoint
-from titan_loop.inference.request import Request
+from titan_loop.inference.rows import Request
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.text.tokenizer import SPECIAL_TOKENS
 

@@ -19,7 +19,7 @@ from titan_loop.inference.exit_policy import (
     StaticStep,
     parse_exit_policy,
 )
-from titan_loop.inference.request import Request
+from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.attention import DocumentAttention

@@ -17,7 +17,7 @@ from titan_loop.inference.loading import (
     load_matching_tokenizer,
     text_ends,
 )
-from titan_loop.inference.request import Request
+from titan_loop.inference.rows import Request
 from titan_loop.runs.run_directory import RunDirectory
 
 

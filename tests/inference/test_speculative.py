@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.inference.reference import make_model, prompts
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.request import Request
+from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling, probabilities
 from titan_loop.inference.speculative import SelfSpeculation, accepted_count
 

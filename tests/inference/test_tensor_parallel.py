@@ -7,7 +7,7 @@ from tests.inference.reference import make_model, prompts
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import KLAndEntropy, QExit
-from titan_loop.inference.request import Completion, Request
+from titan_loop.inference.rows import Completion, Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 

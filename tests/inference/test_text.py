@@ -8,13 +8,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.inference.reference import CONTEXT, make_model
 from titan_loop.errors import UserError
+from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
-from titan_loop.inference.request import Completion
+from titan_loop.inference.rows import Completion
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.inference.text import TextEngine
-from titan_loop.inference.text_stream import TextStream
 from titan_loop.text.tokenizer import END_OF_TEXT
 
 
@@ -33,7 +33,7 @@ TOKENIZER = byte_tokenizer()
 
 def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
     """Return the pieces a stream gives for the bytes of `text`, and whether it stopped."""
-    stream = TextStream(TOKENIZER, stop)
+    stream = Detokenizer(TOKENIZER, stop)
     pieces = []
     for token in TOKENIZER.encode(text).ids:
         pieces.append(stream.push(token))
@@ -70,7 +70,7 @@ def test_a_character_of_several_tokens_appears_whole():
 
 
 def test_half_a_character_at_the_end_is_not_swallowed():
-    stream = TextStream(TOKENIZER)
+    stream = Detokenizer(TOKENIZER)
     halves = TOKENIZER.encode("é").ids
     assert stream.push(halves[0]) == ""
     assert stream.rest() == "\ufffd"
@@ -78,7 +78,7 @@ def test_half_a_character_at_the_end_is_not_swallowed():
 
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(UserError, match="stop='' would end"):
-        TextStream(TOKENIZER, ("",))
+        Detokenizer(TOKENIZER, ("",))
 
 
 def text_engine(**options) -> TextEngine:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from titan_loop.inference.request import Completion
+    from titan_loop.inference.rows import Completion
     from titan_loop.inference.sampling import Sampling
     from titan_loop.inference.text import TextEngine
 
@@ -142,7 +142,7 @@ class _Session:
 
     def answer(self, prompt: str) -> None:
         """Stream one completion, or one turn of the chat."""
-        from titan_loop.inference.request import Completion
+        from titan_loop.inference.rows import Completion
         from titan_loop.inference.text import chat_prompt
         from titan_loop.text.chatml import ASSISTANT, Turn
 
@@ -162,7 +162,7 @@ class _Session:
 
     def complete_all(self, prompts: list[str]) -> None:
         """Complete several prompts in one batch and print them one after the other."""
-        from titan_loop.inference.request import Completion
+        from titan_loop.inference.rows import Completion
 
         start = time.perf_counter()
         completions = [Completion() for _ in prompts]

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from titan_loop.errors import UserError
 from titan_loop.inference import stepwise
-from titan_loop.inference.batch import Batch
 from titan_loop.inference.cache import PromptVisit, cache_strategy
 from titan_loop.inference.exit_policy import ExitDecider, ExitPolicy, StaticStep
-from titan_loop.inference.request import Completion, GeneratedToken, Request, Row
+from titan_loop.inference.rows import Batch, Completion, GeneratedToken, Request, Row
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.inference.stack import Stack, Work

@@ -25,8 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError
-from titan_loop.inference.batch import Batch
-from titan_loop.inference.request import GeneratedToken
+from titan_loop.inference.rows import Batch, GeneratedToken
 from titan_loop.inference.sampling import probabilities
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_loop.inference.batch import Batch
-from titan_loop.inference.request import GeneratedToken
+from titan_loop.inference.rows import Batch, GeneratedToken
 
 
 def advance(batch: Batch) -> Iterator[GeneratedToken]:

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import check_vocabulary
-from titan_loop.inference.request import Completion, GeneratedToken, Request
+from titan_loop.inference.rows import Completion, GeneratedToken, Request
 from titan_loop.inference.sampling import Sampling
-from titan_loop.inference.text_stream import TextStream
 from titan_loop.text.chatml import ASSISTANT, TURN_END, TURN_START, Turn
 from titan_loop.text.tokenizer import require_token
 
@@ -64,7 +64,7 @@ class TextEngine:
                 prompt=self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
                 max_new_tokens=max_new_tokens,
                 stop_tokens=self._stop_tokens,
-                text=TextStream(self.tokenizer, stop),
+                text=Detokenizer(self.tokenizer, stop),
             )
             for prompt in prompts
         ]

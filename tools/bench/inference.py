@@ -31,7 +31,7 @@ from titan_loop.inference.cache import STRATEGIES
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import Evidence, ExitPolicy
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
-from titan_loop.inference.request import Request
+from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder

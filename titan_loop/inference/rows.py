@@ -1,16 +1,22 @@
-"""What is asked of one row, what it has produced, and when it is done.
+"""Requests, the rows that run them, and the batch of rows that share calls of the stack.
 
 A row ends at a stop token, at a stop string of its text, at its own limit, or at the end of the
 model's context, whichever comes first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from titan_loop.inference.text_stream import TextStream
+from titan_loop.inference.cache import LoopCache
+from titan_loop.inference.detokenizer import Detokenizer
+from titan_loop.inference.exit_policy import ExitDecider
+from titan_loop.inference.sampling import Sampling, draw, probabilities
+from titan_loop.inference.stack import Stack
 
 FinishReason = Literal["stop_token", "stop_string", "limit", "context"]
 
@@ -28,7 +34,7 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end the row; they are no part of the completion."""
 
-    text: TextStream | None = None
+    text: Detokenizer | None = None
     """Turns tokens into text and looks for stop strings; None for token ids only."""
 
 
@@ -39,7 +45,7 @@ class GeneratedToken(NamedTuple):
         row: Index of the request.
         token: The sampled token.
         step: The recurrent step whose readout it was sampled from, from 1.
-        text: What can be shown now; "" without a `TextStream`, inside a character, or while a stop
+        text: What can be shown now; "" without a `Detokenizer`, inside a character, or while a stop
             string may have begun.
         finish: Why the row ends with this token; None if it goes on.
     """
@@ -58,7 +64,7 @@ class Completion:
     Attributes:
         tokens: Without a stop token.
         steps: The recurrent step each of them was read from.
-        text: Without a stop string; "" without a `TextStream`.
+        text: Without a stop string; "" without a `Detokenizer`.
         finish: Why it ended.
     """
 
@@ -138,3 +144,59 @@ class Row:
         if self.finish is not None and stream is not None and not stopped:
             text += stream.rest()
         return GeneratedToken(self.index, token, step, text, self.finish)
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """State of a decoding loop; row b of every tensor belongs to `rows[b]`.
+
+    Attributes:
+        stack: The model.
+        rows: Those that are not done.
+        cache: Of these rows, with room for as many as may run at once.
+        decider: The exit policy with its memory of these rows.
+        sampling: How tokens are chosen.
+        recurrent_steps: R, the deepest step there is.
+        hidden_BLD: (B, 1, D) state of each row's newest token after `Row.step` steps.
+    """
+
+    stack: Stack
+    rows: list[Row]
+    cache: LoopCache
+    decider: ExitDecider
+    sampling: Sampling
+    recurrent_steps: int
+    hidden_BLD: Tensor
+
+    def column(self, values: Iterable[int]) -> Tensor:
+        """Return one integer a row as (B, 1)."""
+        return torch.tensor([[value] for value in values], device=self.stack.device)
+
+    def sample(self, logits_BV: Tensor, rows: list[Row]) -> list[int]:
+        """Draw a token for each of `rows` from (B, V) logits."""
+        return self.draw(probabilities(logits_BV, self.sampling), rows)
+
+    def draw(self, weight_BV: Tensor, rows: list[Row]) -> list[int]:
+        """Draw a token for each of `rows` from (B, V) weights."""
+        if self.sampling.temperature == 0.0:
+            return weight_BV.argmax(-1).tolist()  # random numbers would change nothing
+        uniform_B = torch.tensor(
+            [row.uniform() for row in rows], dtype=torch.float64, device=weight_BV.device
+        )
+        return draw(weight_BV, uniform_B).tolist()
+
+    def admit(self, rows: list[Row]) -> None:
+        """Let rows in that have gone through their prompt and are about to start a token."""
+        self.rows = self.rows + rows
+        self.decider.admit(len(rows))
+        self.hidden_BLD = F.pad(self.hidden_BLD, (0, 0, 0, 0, 0, len(rows)))
+
+    def drop_finished(self) -> None:
+        """Forget the rows that are done."""
+        kept = [index for index, row in enumerate(self.rows) if row.finish is None]
+        if len(kept) == len(self.rows):
+            return
+        self.rows = [self.rows[index] for index in kept]
+        self.cache.select(kept)
+        self.decider.select(kept)
+        self.hidden_BLD = self.hidden_BLD[kept]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-class TextStream:
+class Detokenizer:
     """The text of one row.
 
     Args:
