@@ -16,8 +16,8 @@ from titan_loop.errors import EXIT_OK
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.slurm.commands import show, slurm
 from titan_loop.slurm.record import slurm_folder
-from titan_loop.slurm.script import Resources, render_script, stage_directives
 from titan_loop.slurm.site import Site
+from titan_loop.slurm.submit import Resources, render_script
 
 ROOT = Path(__file__).parents[2]
 RECIPES, ENDINGS = "tests.slurm.recipes", "tests.slurm.endings"
@@ -87,7 +87,6 @@ class Cluster:
             site=Site(),
             site_file=self.site,
             log=self.log(folder, "job"),
-            more=stage_directives(resources),
         )
         path = slurm_folder(folder) / "job.sbatch"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ from titan_loop.slurm.record import (
     write_jobs,
     write_restarts,
 )
+from titan_loop.slurm.requeue import wants_requeue
 from titan_loop.slurm.site import Site
 
 ALLOCATION = Allocation(
@@ -165,3 +166,19 @@ def test_ports_of_jobs_and_starts_differ():
 def test_a_batch_script_must_say_how_many_ranks(tasks):
     with pytest.raises(UserError, match="--ntasks-per-node"):
         Allocation.current({"SLURM_JOB_ID": "1", "SLURM_NTASKS_PER_NODE": tasks})
+
+
+@pytest.mark.parametrize(
+    ("code", "warned", "killed", "again"),
+    [
+        (75, False, False, True),  # stopped and saved
+        (138, True, False, True),  # died of SIGUSR1 before Python could handle it
+        (138, False, False, False),
+        (137, True, True, True),  # did not end in time
+        (137, True, False, False),
+        (0, True, False, False),
+        (1, True, False, False),
+    ],
+)
+def test_which_exit_codes_have_a_job_requeued(code, warned, killed, again):
+    assert wants_requeue(code, warned=warned, killed=killed) == again

@@ -65,14 +65,14 @@ def test_a_dry_run_prints_a_script_a_stage(tmp_path, capsys):
     ("flags", "complaint"),
     [
         (("--nodes=0",), "--nodes=0 must be at least 1"),
-        (("--time=soon",), "--time=soon is no time limit"),
+        (("--time=soon",), "--time=soon is not a time limit"),
         (("--time=6:00",), "--time=6:00 leaves nothing to train in"),
         (("--save-seconds=0",), "--save-seconds=0 must be at least 1"),
         (("--gpus-per-node=4", "--ranks-per-node=8"), "--ranks-per-node=8 is more than the 4 GPUs"),
         (("--nodes=3",), "stage first: a global batch of 4 windows does not divide"),
         (("--stage=third",), "recipe two_stages has no stage 'third'"),
         (("--stage=second",), "stage second starts from first, which has 0 of"),
-        (("--site=nowhere.sh",), "--site=nowhere.sh is no file"),
+        (("--site=nowhere.sh",), "--site=nowhere.sh is not a file"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(capsys, flags, complaint):

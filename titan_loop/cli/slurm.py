@@ -60,11 +60,15 @@ def submit(arguments: Sequence[str]) -> int:
             "with --dry-run"
         )
 
-    from titan_loop.slurm.script import Resources
     from titan_loop.slurm.site import Site, find_site, source_site
 
     site_file = find_site(given.site)
     environment = source_site(site_file)
+    recipe = load_recipe(given.recipe)
+
+    from titan_loop.cli.stage_flags import apply_to_stages, split_by_stage
+    from titan_loop.slurm.submit import Request, Resources, plan_jobs, submit_jobs
+
     resources = Resources(
         nodes=given.nodes,
         ranks_per_node=given.ranks_per_node or given.gpus_per_node,
@@ -72,11 +76,6 @@ def submit(arguments: Sequence[str]) -> int:
         time=given.time,
         save_seconds=given.save_seconds,
     )
-    recipe = load_recipe(given.recipe)
-
-    from titan_loop.cli.stage_flags import apply_to_stages, split_by_stage
-    from titan_loop.slurm.submit import Request, plan_jobs, submit_jobs
-
     apply_to_stages(recipe, flags, f"titan-loop train {given.recipe}", only=given.stage)
     if given.stage is not None and recipe.stage(given.stage).config.checkpoint.carry.parent:
         recipe.stage(given.stage).parent = None  # a fork
@@ -192,9 +191,9 @@ def check_node(arguments: Sequence[str]) -> int:
     if "SLURM_PROCID" not in os.environ:
         raise UserError("slurm check-node is a task of a SLURM step: slurm run starts it")
 
-    from titan_loop.slurm.node_check import Requirements, check_node
+    from titan_loop.slurm.node_check import check_node
 
-    check_node(Requirements(**vars(given)))
+    check_node(**vars(given))
     return EXIT_OK
 
 

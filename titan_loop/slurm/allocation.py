@@ -1,4 +1,4 @@
-"""The job this process runs in, as SLURM's variables describe it, and its `srun` commands."""
+"""The job that this process runs in, as SLURM's variables describe it, and its `srun` commands."""
 
 import os
 import sys
@@ -10,11 +10,11 @@ from titan_loop.slurm.commands import host_names
 from titan_loop.slurm.site import Site
 
 WAIT_SECONDS = 120
-"""After its first task has ended, a step's others are killed: a rank that died leaves the rest
-waiting. Longer than ranks differ at a regular end."""
+"""Time from the end of a step's first task until the others are killed: they may be waiting for a
+rank that died. At a regular end ranks finish closer together than that."""
 
 _FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
-"""Below what Linux gives to outgoing connections."""
+"""These ports are below the range that Linux uses for outgoing connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,11 +22,11 @@ class Allocation:
     """A job's nodes and tasks.
 
     Attributes:
-        job: Its number.
-        restarts: How often SLURM has started it again.
-        nodes: Names, the batch step's first.
-        ranks_per_node: Tasks a node.
-        gpus_per_node: What it asked for; 0 for none.
+        job: Number of the job.
+        restarts: Number of times that SLURM has started it again.
+        nodes: Names of the nodes; the batch step runs on the first.
+        ranks_per_node: Number of tasks on a node.
+        gpus_per_node: Number of GPUs the job asked for on a node; 0 for none.
     """
 
     job: str
@@ -37,21 +37,21 @@ class Allocation:
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> "Allocation":
-        """Return the job this process runs in.
+        """Return the job that this process runs in.
 
         Raises:
-            UserError: It runs in none, or the job does not say how many tasks a node has.
+            UserError: The process runs in no job, or the job sets no number of tasks for a node.
         """
         if "SLURM_JOB_ID" not in environment:
             raise UserError(
-                "slurm run is what a batch script calls: use titan-loop slurm submit, or sbatch "
+                "slurm run is what a batch script calls; use titan-loop slurm submit, or sbatch "
                 "slurm/pretrain.sbatch"
             )
         ranks = environment.get("SLURM_NTASKS_PER_NODE", "")
         if not ranks.isdigit():
             raise UserError(
-                "the batch script does not say how many ranks a node has; give it "
-                "--ntasks-per-node, one for each GPU"
+                "the batch script sets no number of ranks for a node; add --ntasks-per-node, one "
+                "for each GPU"
             )
         gpus = environment.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # TYPE:COUNT
         return cls(
@@ -63,7 +63,7 @@ class Allocation:
         )
 
     def port(self, offset: int = 0) -> int:
-        """Return a port that jobs on the same node do not share, nor a job with its last start."""
+        """Return a port that differs from those of other jobs and of the job's last start."""
         block = int(self.job) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 
@@ -71,9 +71,9 @@ class Allocation:
         """Return the command that starts `titan-loop` on every rank.
 
         Args:
-            site: Flags and container.
-            *command: What follows `titan-loop`.
-            wait: Seconds from the end of the first rank to that of the others.
+            site: Flags of srun, and the container.
+            *command: Arguments of `titan-loop`.
+            wait: Seconds from the end of the first rank until the others are killed.
         """
         program = (
             [*site.container, "titan-loop"]
@@ -85,7 +85,7 @@ class Allocation:
             f"--nodes={len(self.nodes)}",
             f"--ntasks={len(self.nodes) * self.ranks_per_node}",
             f"--ntasks-per-node={self.ranks_per_node}",
-            # A rank that leaves with code 75 must not have the others killed while they leave.
+            # A rank that exits with code 75 must not have the others killed while they exit.
             "--kill-on-bad-exit=0",
             f"--wait={wait}",
             *site.srun_flags,
@@ -96,7 +96,7 @@ class Allocation:
     def rank_environment(
         self, site: Site, *, port: int, environment: Mapping[str, str] = os.environ
     ) -> dict[str, str]:
-        """Return the environment of a step: where ranks meet, and over which network."""
+        """Return the environment of a step: the address where ranks meet, and the network."""
         variables = {
             **environment,
             "MASTER_ADDR": site.rendezvous_host or self.nodes[0],
@@ -105,6 +105,6 @@ class Allocation:
         if site.network_interface:
             variables["NCCL_SOCKET_IFNAME"] = site.network_interface
             variables["GLOO_SOCKET_IFNAME"] = site.network_interface
-        if "SLURM_CPUS_PER_TASK" in environment:  # srun does not inherit it by itself
+        if "SLURM_CPUS_PER_TASK" in environment:  # srun does not inherit it
             variables["SRUN_CPUS_PER_TASK"] = environment["SLURM_CPUS_PER_TASK"]
         return variables

@@ -1,4 +1,4 @@
-"""The jobs of a recipe together: what became of them, and how to cancel them."""
+"""The jobs of a recipe together: their states, and how to cancel them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +14,13 @@ class JobStatus:
     """One job of a chain.
 
     Attributes:
-        stage: What it trains.
-        job: Its number.
-        state: SLURM's, or "GONE" once SLURM has forgotten it.
-        reason: Why it waits; empty if it does not.
-        restarts: How often it was started again.
-        elapsed: Of its present start, as SLURM writes it.
-        nodes: Where it runs.
+        stage: Name of the stage that it trains.
+        job: Number of the job.
+        state: SLURM's name for its state, or "GONE" once SLURM has forgotten it.
+        reason: Reason for waiting; empty if it does not wait.
+        restarts: Number of times that it was started again.
+        elapsed: Time since its latest start, as SLURM writes it.
+        nodes: Nodes that it runs on, as SLURM writes them.
     """
 
     stage: str
@@ -33,15 +33,15 @@ class JobStatus:
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether the job waits or runs."""
         return self.state in ACTIVE
 
 
 def read_chain(folder: Path) -> list[JobStatus]:
-    """Return the jobs submitted for a recipe's folder, in their order.
+    """Return the jobs submitted for a recipe's folder, in the order of submission.
 
     Raises:
-        UserError: There are none, or this machine has no SLURM.
+        UserError: No job was submitted, or this machine has no SLURM.
     """
     return [_status(stage, job) for stage, job in read_jobs(folder).items()]
 
@@ -75,13 +75,13 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
-    """Cancel what still waits or runs; return those jobs.
+    """Cancel the jobs that wait or run, and return them.
 
     Raises:
         UserError: Nothing was submitted for `folder`, or this machine has no SLURM.
     """
     active = [job for job in read_chain(folder) if job.active]
-    # The last first, so that none begins because another has ended.
+    # The last one first, so that no job begins because its parent has ended.
     for job in reversed(active):
         slurm("scancel", job.job)
     return active

@@ -1,4 +1,4 @@
-"""SLURM's commands: run, and what they answer as Python values."""
+"""Runs SLURM's commands and returns their answers as Python values."""
 
 import os
 import re
@@ -12,7 +12,7 @@ _SECONDS = 60.0
 
 
 class CommandFailedError(RunFailedError):
-    """A SLURM command answered with an error; the text is what it said."""
+    """A SLURM command failed; the text is its error message."""
 
 
 def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
@@ -20,11 +20,11 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
     Args:
         *command: Program and arguments.
-        environment: Instead of this process' own.
+        environment: Environment variables; None for those of this process.
 
     Raises:
-        UserError: The program is not there.
-        CommandFailedError: It failed, or did not answer within a minute.
+        UserError: The program is not on PATH.
+        CommandFailedError: The command failed, or did not answer within a minute.
     """
     try:
         done = subprocess.run(
@@ -32,8 +32,8 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
         )
     except FileNotFoundError as error:
         raise UserError(
-            f"{command[0]} is not on PATH: run this on a node of the cluster, where SLURM's "
-            "commands are (or with --dry-run)"
+            f"{command[0]} is not on PATH; run this on a node of the cluster that has SLURM's "
+            "commands (or add --dry-run)"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise CommandFailedError(f"{command[0]} did not answer within {_SECONDS:g} s") from error
@@ -44,14 +44,14 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def show(kind: str, name: str) -> dict[str, str]:
-    """Return the fields `scontrol show KIND NAME` prints.
+    """Return the fields that `scontrol show KIND NAME` prints.
 
     Args:
         kind: "job", "partition" or "node".
-        name: Which one.
+        name: Name of it, or number of the job.
 
     Raises:
-        CommandFailedError: There is none.
+        CommandFailedError: SLURM knows no such thing.
     """
     line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
     found = list(_FIELD.finditer(line))
@@ -68,9 +68,10 @@ def host_names(node_list: str) -> list[str]:
 
 
 def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without what SLURM set for the present job.
+    """Return the environment without the variables that SLURM set for the present job.
 
-    `sbatch` hands its environment on, and a new job must not take this one's for its own.
+    `sbatch` passes its environment on, and a new job must not take this job's variables for its
+    own.
     """
     return {
         name: value
@@ -86,11 +87,11 @@ def parse_seconds(time: str) -> int:
         time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
 
     Raises:
-        UserError: It is none of them.
+        UserError: The text has another form.
     """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise UserError(f"--time={time} is no time limit; write H:M:S or D-H:M:S")
+        raise UserError(f"--time={time} is not a time limit; write H:M:S or D-H:M:S")
     days, *rest = match.groups()
     numbers = [int(number) for number in rest if number is not None]
     if days is not None:

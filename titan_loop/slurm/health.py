@@ -1,7 +1,7 @@
-"""The verdict of the node check: which nodes are bad, from what their ranks reported.
+"""The verdict of the node check: which nodes are bad, according to the reports of their ranks.
 
-A rank writes its report anew at every phase (`titan_loop.slurm.node_check`), so one that hangs or
-dies leaves how far it came.
+A rank rewrites its report at every phase (`titan_loop.slurm.node_check`), so the report of a rank
+that hangs or dies shows how far it came.
 """
 
 import json
@@ -14,8 +14,8 @@ from typing import Any
 from titan_loop.slurm.allocation import Allocation
 
 PHASES = ("start", "node", "meet", "all")
-"""What a rank has begun: its own checks, the all-reduce of its node, meeting all ranks, the
-all-reduce of all."""
+"""Phases that a rank begins: its own checks, the all-reduce on its node, meeting all ranks, the
+all-reduce across all nodes."""
 
 _CLOCK_SKEW_SECONDS = 5.0
 
@@ -24,18 +24,18 @@ _Reports = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCheck:
-    """What is required of every node.
+    """Requirements on every node.
 
     Attributes:
-        free_disk_gigabytes: In the recipe's folder and in TMPDIR, 10⁹ bytes.
-        free_memory_share: Of every GPU's memory.
+        free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
+        free_memory_share: Free share of every GPU's memory.
     """
 
     free_disk_gigabytes: float = 1.0
     free_memory_share: float = 0.9
 
     def command(self, reports: Path, allocation: Allocation, folder: Path) -> list[str]:
-        """Return what follows `titan-loop` on every rank."""
+        """Return the arguments of `titan-loop` on every rank."""
         return [
             "slurm",
             "check-node",
@@ -49,17 +49,17 @@ class NodeCheck:
 
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
-    """Return node → what is wrong with it, and what is wrong with no node in particular.
+    """Return node → its fault, and the faults that no single node is to blame for.
 
     Args:
-        reports: The folder the ranks reported to.
-        allocation: Which nodes and how many ranks there should be.
+        reports: Folder with the ranks' reports.
+        allocation: Expected nodes and ranks.
     """
     found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         found.setdefault(report["node"], []).append(report)
-    # What ranks of good nodes complain about is the absence of the bad ones: in this order.
+    # Ranks of good nodes complain that those of bad ones are missing, so the order matters.
     for blame in (_alone(allocation), _apart, _skewed):
         if bad := blame(found):
             return bad, []
@@ -68,7 +68,7 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
 
 
 def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
-    """Return what finds the nodes that fail by themselves."""
+    """Return the function that finds nodes that fail by themselves."""
 
     def reason(reports: list[dict[str, Any]]) -> str:
         problems = sorted({problem for report in reports for problem in report["problems"]})
@@ -88,7 +88,7 @@ def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
 
 
 def _apart(found: _Reports) -> dict[str, str]:
-    """Return the nodes that did not reach rank 0, which others did."""
+    """Return the nodes that did not reach rank 0 although others did."""
     return {
         node: f"rank {report['rank']} did not reach rank 0: {report['failure'] or 'it hung'}"
         for node, reports in found.items()
@@ -98,7 +98,7 @@ def _apart(found: _Reports) -> dict[str, str]:
 
 
 def _skewed(found: _Reports) -> dict[str, str]:
-    """Return the nodes whose clock is off; of two nodes that differ, the second."""
+    """Return the nodes whose clock is off; if only two nodes differ, the second one."""
     clocks = {
         node: min(report["clock"] for report in reports)
         for node, reports in found.items()

@@ -1,11 +1,11 @@
-"""What a training job does: check its nodes, train, and have itself started again.
+"""A training job: it checks its nodes, trains, and has itself started again.
 
-    SIGUSR1 from SLURM ─► srun ─► ranks: save, EXIT_STOPPED
-        no end in time ─► the ranks are killed
-    EXIT_STOPPED, or a bad node ─► started again, three times at most without a new checkpoint
-    0 ─► done: the next stage's job begins        anything else ─► failed: it never does
+    SIGUSR1 from SLURM ─► srun ─► ranks save and exit with REQUEUE_EXIT_CODE
+        they do not end in time ─► they are killed
+    REQUEUE_EXIT_CODE or a bad node ─► requeued, at most three times without a new checkpoint
+    0 ─► the next stage's job begins        any other code ─► failed: the next stage never begins
 
-It runs as the batch step, in place of the script's shell, so that `--signal=B:USR1@…` reaches it.
+The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.
 """
 
 import os
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_STOPPED
+from titan_loop.errors import EXIT_CRASH, EXIT_OK
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.commands import CommandFailedError, show
 from titan_loop.slurm.health import NodeCheck, bad_nodes
@@ -30,30 +30,36 @@ from titan_loop.slurm.record import (
     slurm_folder,
     write_restarts,
 )
-from titan_loop.slurm.requeue import SUCCESSOR_VARIABLE, end_steps, start_again
+from titan_loop.slurm.requeue import (
+    REQUEUE_EXIT_CODE,
+    SUCCESSOR_VARIABLE,
+    end_steps,
+    start_again,
+    wants_requeue,
+)
 from titan_loop.slurm.site import Site
 from titan_loop.training.stop_request import GRACE_VARIABLE
 
 FRUITLESS_RESTARTS = 3
 RANKS_SHARE, STEP_SHARE = 0.8, 0.9
-"""Of `save_seconds`: when ranks give up by themselves, and when they are killed. The rest is for
-requeueing."""
+"""Shares of `save_seconds` after which ranks give up, and after which they are killed. The rest is
+left for requeueing."""
 
 _CHECK_SECONDS = 300
 _CHECK_WAIT_SECONDS = 60
-"""From the report of the first rank that is done, or fails, to the end of the check."""
+"""Time from the first rank's end, good or bad, to the end of the check."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to train, and how.
+    """One job of a recipe.
 
     Attributes:
-        train: The arguments of `titan-loop train`, folder and stage left out.
-        folder: The recipe's.
-        stage: The one to train; None for all that is left.
-        save_seconds: How long before the time limit SLURM sends SIGUSR1.
-        check: What to require of the nodes; None checks nothing.
+        train: Arguments of `titan-loop train`, without folder and stage.
+        folder: Folder of the recipe.
+        stage: The stage to train; None for all that are not complete.
+        save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
+        check: Requirements on the nodes; None for no check.
     """
 
     train: tuple[str, ...]
@@ -64,15 +70,15 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Names the job's files."""
+        """Name of the job's files."""
         return self.stage or "job"
 
 
 def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
-    """Run one start of a job; returns the exit code of its batch step.
+    """Run one start of a job and return the exit code of its batch step.
 
     Raises:
-        UserError: This is no job, or a setting of the site is wrong.
+        UserError: The process runs in no job, or a setting of the site is wrong.
     """
     allocation, site = Allocation.current(environment), Site.of(environment)
     restarts = read_restarts(job.folder, job.name)
@@ -87,7 +93,7 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
             code = _check(job, job.check, allocation, site, steps, restarts)
             if code != EXIT_OK:
                 return code
-        code = EXIT_STOPPED if steps.warned else steps.run(*_training(job, allocation, site))
+        code = REQUEUE_EXIT_CODE if steps.warned else steps.run(*_training(job, allocation, site))
         if code == EXIT_OK or not steps.may_start_again(code):
             _say("finished" if code == EXIT_OK else f"failed with code {code}: not started again")
             return code
@@ -110,7 +116,7 @@ def _check(
     steps: "_Steps",
     restarts: Restarts,
 ) -> int:
-    """Check the nodes; `EXIT_OK` if all are good, else the job ends with what is returned."""
+    """Check the nodes; return `EXIT_OK` if all are good, otherwise the job's exit code."""
     reports = slurm_folder(job.folder) / f"check-{allocation.job}-{allocation.restarts}"
     arguments = check.command(reports, allocation, job.folder)
     command = allocation.srun(site, *arguments, wait=_CHECK_WAIT_SECONDS)
@@ -136,30 +142,30 @@ def _check(
 def _start_again(
     job: Job, allocation: Allocation, restarts: Restarts, exclude: Sequence[str]
 ) -> int:
-    """Have the job started again, unless it was cancelled or gets nowhere."""
+    """Have the job started again, unless it was cancelled or makes no progress."""
     state = show("job", allocation.job)["JobState"]
     if state != "RUNNING":
         _say(f"the job is {state.lower()}: not started again")
-        return EXIT_STOPPED
+        return REQUEUE_EXIT_CODE
     now = newest_checkpoints(job.folder, job.stage)
     if restarts.fruitless >= FRUITLESS_RESTARTS and not is_newer(now, restarts.checkpoints):
         return _stop_restarting()
     # SLURM ends this process with SIGTERM as soon as it has requeued the job, commands included.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _say(start_again(allocation.job, exclude=exclude, folder=job.folder, name=job.name))
-    return EXIT_STOPPED
+    return REQUEUE_EXIT_CODE
 
 
 def _stop_restarting() -> int:
     _say(
-        f"{FRUITLESS_RESTARTS} restarts without a new checkpoint: not started again; find out why, "
-        "then submit it once more"
+        f"{FRUITLESS_RESTARTS} restarts without a new checkpoint: not started again; find the "
+        "reason, then submit the job again"
     )
     return EXIT_CRASH
 
 
 class _Steps:
-    """Runs steps one after another, and passes SLURM's warning on to the one that runs."""
+    """Runs steps one after another and passes SLURM's warning on to the running one."""
 
     def __init__(self, job: Job, allocation: Allocation) -> None:
         self._limit = STEP_SHARE * job.save_seconds
@@ -171,7 +177,7 @@ class _Steps:
 
     def __enter__(self) -> "_Steps":
         signal.signal(signal.SIGUSR1, self._warn)
-        # Cancelled: the ranks hear it from SLURM, and this process waits for them.
+        # SIGTERM cancels the job: SLURM tells the ranks, too, and this process waits for them.
         signal.signal(signal.SIGTERM, lambda number, frame: None)
         return self
 
@@ -182,7 +188,7 @@ class _Steps:
     def run(
         self, command: Sequence[str], environment: Mapping[str, str], limit: float | None = None
     ) -> int:
-        """Run one step to its end, or to `limit` seconds; return its exit code as a shell does."""
+        """Run one step, for `limit` seconds at most; return its exit code as a shell gives it."""
         self._killed = False
         with subprocess.Popen(command, env=dict(environment)) as step:
             self._step = step
@@ -197,10 +203,8 @@ class _Steps:
         return 128 - code if code < 0 else code
 
     def may_start_again(self, code: int) -> bool:
-        """Return whether a step that ended with `code` saved, or was told to and could not."""
-        # A rank may hear the signal before Python can: it dies of it then.
-        deaf = self.warned and code == 128 + signal.SIGUSR1
-        return code == EXIT_STOPPED or deaf or self._killed
+        """Return whether a step that ended with `code` is to be started again."""
+        return wants_requeue(code, warned=self.warned, killed=self._killed)
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
         if self._step is not None:

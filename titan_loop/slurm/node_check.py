@@ -1,7 +1,7 @@
-"""The node check, on every rank: its GPU, disk, and an all-reduce on the node and across nodes.
+"""The node check on every rank: GPU, disk, and all-reduces on the node and across nodes.
 
-Each phase begins with a report on the shared disk, so that a rank that hangs or dies is told from
-one that was well. Exact sums are compared: a link that alters data fails, too.
+Each phase begins with a report on the shared disk, so that ranks that hang or die can be told from
+healthy ones. Sums are compared exactly, so a link that alters data fails, too.
 """
 
 import os
@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,23 +24,25 @@ _SENT_FLOATS = 2**20
 _ROUNDS = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Requirements:
-    """What a rank checks its node for; see `titan_loop.slurm.health.NodeCheck`."""
-
-    reports: Path
-    folder: Path
-    gpus: int
-    node_port: int
-    free_disk_gigabytes: float
-    free_memory_share: float
-
-
-def check_node(wanted: Requirements, environment: Mapping[str, str] = os.environ) -> None:
-    """Check this rank's node and report; never raises for what it finds.
+def check_node(
+    *,
+    reports: Path,
+    folder: Path,
+    gpus: int,
+    node_port: int,
+    free_disk_gigabytes: float,
+    free_memory_share: float,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Check this rank's node and write a report; faults are reported, not raised.
 
     Args:
-        wanted: What to check for, and where to report.
+        reports: Folder for the reports.
+        folder: Folder that the run will write to.
+        gpus: Number of GPUs that the node must have; 0 checks none.
+        node_port: First port at which the ranks of a node meet.
+        free_disk_gigabytes: See `titan_loop.slurm.health.NodeCheck`.
+        free_memory_share: See there.
         environment: SLURM's variables of a task, MASTER_ADDR and MASTER_PORT.
     """
     rank, world_size = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
@@ -58,20 +59,20 @@ def check_node(wanted: Requirements, environment: Mapping[str, str] = os.environ
 
     def begin(phase: str) -> None:
         report["phase"] = phase
-        write_json(wanted.reports / f"rank-{rank}.json", report)
+        write_json(reports / f"rank-{rank}.json", report)
 
     begin("start")
     report["problems"] = [
-        *gpu_problems(wanted.gpus, local_rank, wanted.free_memory_share),
-        *disk_problems(wanted.folder, wanted.free_disk_gigabytes),
-        *disk_problems(Path(environment.get("TMPDIR", "/tmp")), wanted.free_disk_gigabytes),
+        *gpu_problems(gpus, local_rank, free_memory_share),
+        *disk_problems(folder, free_disk_gigabytes),
+        *disk_problems(Path(environment.get("TMPDIR", "/tmp")), free_disk_gigabytes),
     ]
     if torch.cuda.is_available() and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
     try:
         begin("node")
-        # Ranks of a node meet by themselves; nodes may be one host's, in tests at least.
-        port = wanted.node_port + rank // local_world_size % (PORTS_A_JOB - 2)
+        # Each node has a port of its own: in tests, several nodes are one host.
+        port = node_port + rank // local_world_size % (PORTS_A_JOB - 2)
         with _Group("127.0.0.1", port, local_rank, local_world_size) as group:
             group.all_reduce()
         begin("meet")
@@ -80,18 +81,18 @@ def check_node(wanted: Requirements, environment: Mapping[str, str] = os.environ
             begin("all")
             group.all_reduce()
             report["clock"] = time.time()  # all ranks are here at the same time
-    except Exception as error:  # whatever it is: it is what this rank has to report
+    except Exception as error:  # of any kind: it belongs in the report
         report["failure"] = f"{type(error).__name__}: {error}".splitlines()[0]
     begin(report["phase"])
 
 
 def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
-    """Return what is wrong with a node's GPUs.
+    """Return the faults of a node's GPUs.
 
     Args:
-        wanted: How many the job asked for; 0 looks at none.
-        local_rank: Whose memory to look at.
-        free_share: Of its memory, what must be free.
+        wanted: Number of GPUs that the job asked for; 0 checks none.
+        local_rank: The GPU whose memory is checked.
+        free_share: Share of its memory that must be free.
     """
     if wanted == 0:
         return []
@@ -109,7 +110,7 @@ def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
 
 
 def disk_problems(folder: Path, gigabytes: float) -> list[str]:
-    """Return why a run could not write into `folder`."""
+    """Return the reasons why a run could not write into `folder`."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"titan_loop")
@@ -147,7 +148,7 @@ class _Group:
         """Add up 4 MiB a few times and compare with the exact sum.
 
         Raises:
-            RuntimeError: A sum is wrong, or ranks were missing.
+            RuntimeError: A sum is wrong, or a rank is missing.
         """
         device = "cuda" if torch.cuda.is_available() else "cpu"
         expected = self._world_size * (self._world_size + 1) // 2

@@ -1,10 +1,10 @@
-"""What the jobs of a recipe leave in `FOLDER/slurm/`, for each other and for the user.
+"""The files that the jobs of a recipe leave in `FOLDER/slurm/`.
 
 STAGE.sbatch   the script that was submitted
-STAGE.log      what all starts of the stage's job printed
-jobs.json      stage → job, the latest one
-STAGE.json     restarts without a new checkpoint, nodes found bad
-check-JOB-K/   the reports of the node check before start K
+STAGE.log      output of all starts of the stage's job
+jobs.json      stage → its latest job
+STAGE.json     number of restarts without a new checkpoint, and the bad nodes
+check-JOB-K/   reports of the node check before start K
 """
 
 import json
@@ -20,7 +20,7 @@ FORMAT_VERSION = 1
 
 
 def slurm_folder(folder: Path) -> Path:
-    """Return where the jobs of the recipe in `folder` leave their files."""
+    """Return the folder for the files of a recipe's jobs."""
     return folder / "slurm"
 
 
@@ -35,7 +35,7 @@ def read_jobs(folder: Path) -> dict[str, str]:
         return dict(_read(path)["jobs"])
     except FileNotFoundError as error:
         raise UserError(
-            f"{folder} has no jobs: titan-loop slurm submit records them there"
+            f"{folder} has no jobs; give the folder of a recipe that slurm submit was called for"
         ) from error
 
 
@@ -46,7 +46,7 @@ def write_jobs(folder: Path, jobs: Mapping[str, str]) -> None:
 
 
 def replace_job(folder: Path, old: str, new: str) -> None:
-    """Record that a job's successor does its work now; nothing if the job is not recorded."""
+    """Record that a successor continues a job; do nothing if the job is not recorded."""
     try:
         jobs = read_jobs(folder)
     except UserError:
@@ -56,12 +56,12 @@ def replace_job(folder: Path, old: str, new: str) -> None:
 
 @dataclass(slots=True)
 class Restarts:
-    """How the starts of one job went.
+    """The history of one job's starts.
 
     Attributes:
-        fruitless: Restarts in a row before which no new checkpoint was written.
-        checkpoints: Run → newest checkpointed step when the job last started.
-        bad_nodes: Node → what was wrong with it.
+        fruitless: Number of restarts in a row without a new checkpoint before them.
+        checkpoints: Run → newest checkpointed step at the job's latest start.
+        bad_nodes: Node → its fault.
     """
 
     fruitless: int = 0
@@ -73,7 +73,7 @@ class Restarts:
 
         Args:
             checkpoints: Run → newest checkpointed step now.
-            is_restart: Whether the job, or the one it succeeds, has been started before.
+            is_restart: Whether the job, or the job that it continues, was started before.
         """
         if not is_restart:
             self.fruitless, self.bad_nodes = 0, {}
@@ -102,7 +102,7 @@ def newest_checkpoints(folder: Path, stage: str | None) -> dict[str, int]:
 
 
 def read_restarts(folder: Path, name: str) -> Restarts:
-    """Return the record of the job called `name`; an empty one before its first start."""
+    """Return the history of the job called `name`; an empty one before its first start."""
     try:
         record = _read(slurm_folder(folder) / f"{name}.json")
         record.pop("format_version")
@@ -112,7 +112,7 @@ def read_restarts(folder: Path, name: str) -> Restarts:
 
 
 def write_restarts(folder: Path, name: str, restarts: Restarts) -> None:
-    """Record how the starts of a job went."""
+    """Write the history of a job's starts."""
     record = {"format_version": FORMAT_VERSION, **asdict(restarts)}
     write_json(slurm_folder(folder) / f"{name}.json", record)
 

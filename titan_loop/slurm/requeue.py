@@ -1,37 +1,57 @@
-"""Start a job again: requeue it, or submit a successor where the cluster refuses to.
+"""Starts a job again: which exit codes ask for it, and how it is done.
 
-scontrol requeue ─► same job, same log, same place in the chain
-    refused ─► sbatch the same script, after this job ─► dependents wait for the successor
+ranks exit with REQUEUE_EXIT_CODE, or were killed because they did not ─► scontrol requeue:
+the same job, log and place in the chain
+refused ─► sbatch the same script, after this job ─► dependents wait for the successor
 """
 
 import re
 import shlex
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from titan_loop.errors import EXIT_STOPPED
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
 from titan_loop.slurm.record import replace_job, slurm_folder
 
 SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"
 """The job that a successor goes on with."""
 
+REQUEUE_EXIT_CODE = EXIT_STOPPED
+"""Exit code of ranks that stopped at a signal or were ended by the watchdog: 75. The exit codes of
+all commands are in `titan_loop/errors.py`."""
+
 _UPDATE_ATTEMPTS = 5
 
 
-def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
-    """Have `job`, in whose batch step this runs, started again.
+def wants_requeue(code: int, *, warned: bool, killed: bool) -> bool:
+    """Return whether a job is started again after its ranks ended.
 
     Args:
-        job: Its number.
+        code: Exit code of the step, as a shell gives it.
+        warned: The job was told that its time limit comes.
+        killed: The ranks did not end in time and were killed.
+    """
+    # A rank may get SIGUSR1 before Python can handle it, and dies of it.
+    too_early = warned and code == 128 + signal.SIGUSR1
+    return code == REQUEUE_EXIT_CODE or too_early or killed
+
+
+def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
+    """Have the job whose batch step this is started again.
+
+    Args:
+        job: Number of the job.
         exclude: Nodes to keep away from.
-        folder: The recipe's, whose record follows the work to a successor.
-        name: Of the job's files there.
+        folder: Folder of the recipe; its record of jobs is updated for a successor.
+        name: Name of the job's files in that folder.
 
     Returns:
-        What was done, for the log.
+        A line for the log that says what was done.
 
     Raises:
-        CommandFailedError: Neither way was accepted.
+        CommandFailedError: SLURM accepted neither a requeue nor a successor.
     """
     before = show("job", job)
     excluded = _with_those_before(before, exclude)
@@ -43,7 +63,7 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
         replace_job(folder, job, successor)
         waiting = f"; {', '.join(moved)} wait for it now" if moved else ""
         return f"{refusal}; job {successor} goes on in its place{waiting}"
-    # Only a job that is pending again takes it, and this process has until KillWait.
+    # Only a pending job can be changed so; this process lives until KillWait has passed.
     if excluded:
         _exclude(job, excluded)
     return f"job {job} requeued" + (f" without {excluded}" if excluded else "")
@@ -66,7 +86,7 @@ def _exclude(job: str, nodes: str) -> None:
 
 
 def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Path) -> str:
-    """Submit the script of `job` again, with what it was submitted with, to run after it."""
+    """Submit the script of `job` again with its own flags, to run after it."""
     slurm("scontrol", "write", "batch_script", job, str(script))
     flags = {
         "job-name": fields["JobName"],
@@ -94,7 +114,7 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
 
 
 def _repoint_dependents(job: str, successor: str) -> list[str]:
-    """Let jobs that wait for `job` wait for its successor; return their numbers."""
+    """Make the jobs that wait for `job` wait for its successor; return their numbers."""
     moved: list[str] = []
     for line in slurm("squeue", "--noheader", "--format=%i|%E").splitlines():
         number, _, dependency = line.partition("|")
@@ -107,10 +127,10 @@ def _repoint_dependents(job: str, successor: str) -> list[str]:
 
 
 def end_steps(job: str) -> None:
-    """Kill the tasks of a job's steps, not its batch step."""
+    """Kill the tasks of a job's steps, but not its batch step."""
     for line in slurm("squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i").split():
         if line.rpartition(".")[2].isdigit():
             try:
                 slurm("scancel", "--signal=KILL", line)
             except CommandFailedError:
-                continue  # it ended by itself
+                continue  # it has just ended

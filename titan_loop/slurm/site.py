@@ -1,14 +1,14 @@
-"""What differs from cluster to cluster: the variables of the user's site file.
+"""The settings that differ from cluster to cluster: variables of the user's site file.
 
 The file is a shell script (`slurm/site.sh.example`), since loading modules and activating an
-environment must come before any Python. Every job sources it; `submit` does, too, to know what the
-jobs will find.
+environment must come before any Python. Every job sources it; `submit` sources it, too, to know
+the jobs' environment.
 
     SBATCH_PARTITION, SBATCH_ACCOUNT, …   read by sbatch itself
-    TITAN_LOOP_CONTAINER                  command in front of every rank
-    TITAN_LOOP_SRUN_FLAGS                 for every srun
-    TITAN_LOOP_NETWORK_INTERFACE          of NCCL and gloo
-    TITAN_LOOP_RENDEZVOUS_HOST            where rank 0 is reached; default its node's name
+    TITAN_LOOP_CONTAINER                  command in front of every rank's own
+    TITAN_LOOP_SRUN_FLAGS                 flags of every srun
+    TITAN_LOOP_NETWORK_INTERFACE          network of NCCL and gloo
+    TITAN_LOOP_RENDEZVOUS_HOST            address of rank 0; its node's name by default
 """
 
 import os
@@ -37,11 +37,11 @@ class Site:
 
     Attributes:
         container: Words in front of a rank's command; empty for none.
-        srun_flags: For every srun.
-        network_interface: For NCCL and gloo; empty lets them choose.
+        srun_flags: Flags of every srun.
+        network_interface: Network interface of NCCL and gloo; empty lets them choose.
         rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
-        partition: Empty for the cluster's default.
-        account: Empty for the user's default.
+        partition: SLURM partition; empty for the cluster's default.
+        account: SLURM account; empty for the user's default.
     """
 
     container: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Site:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Site":
-        """Return what an environment says, inside a job or after `source_site`."""
+        """Return the settings in an environment, inside a job or after `source_site`."""
 
         def words(name: str) -> tuple[str, ...]:
             try:
@@ -72,30 +72,30 @@ class Site:
 
 
 def find_site(given: str | None) -> Path | None:
-    """Return the site file: the one given, else `slurm/site.sh` if it is there.
+    """Return the given site file, or else `slurm/site.sh` if it exists.
 
     Raises:
-        UserError: The one given is missing.
+        UserError: The given file is missing.
     """
     path = DEFAULT_SITE if given is None else Path(given)
     if path.is_file():
         return path.absolute()
     if given is not None:
-        raise UserError(f"--site={given} is no file; copy slurm/site.sh.example and fill it in")
+        raise UserError(f"--site={given} is not a file; copy slurm/site.sh.example and fill it in")
     return None
 
 
 def source_site(
     path: Path | None, environment: Mapping[str, str] = os.environ
 ) -> Mapping[str, str]:
-    """Return the environment a job has after sourcing its site file.
+    """Return the environment of a job after sourcing its site file.
 
     Raises:
-        UserError: The file fails, or sets a `TITAN_LOOP_` variable that nobody reads.
+        UserError: The file fails, or sets an unknown `TITAN_LOOP_` variable.
     """
     if path is None:
         return environment
-    # `env -0` at the end, on a channel of its own: modules print what they like.
+    # `env -0` writes to a channel of its own, because modules may print anything.
     program = 'set -e; source "$0" >/dev/null; env -0 >&3'
     read, write = os.pipe()
     with os.fdopen(read, "rb") as reader:

@@ -1,9 +1,12 @@
-"""Submits a recipe: one job a stage that is not complete, each after its parent's.
+"""Submits a recipe: one batch script and one job for each stage that is not complete.
 
-Everything that can be known to be wrong is found before the first job is submitted.
+Each job waits for its parent's. Every mistake that can be found is found before the first job is
+submitted. A script has directives, the site file and one command; the command has all the logic.
 """
 
-from collections.abc import Mapping
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +16,29 @@ from titan_loop.recipes.runner import check_recipe, is_complete
 from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
 from titan_loop.slurm.record import slurm_folder, write_jobs
-from titan_loop.slurm.script import Resources, render_script, stage_directives
 from titan_loop.slurm.site import Site
 
 EARLY_SECONDS = 60
-"""SLURM looks at time limits once in a while and warns up to a minute early."""
+"""SLURM checks time limits once in a while, so its warning may come up to a minute early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resources:
+    """What every job of a chain asks for.
+
+    Attributes:
+        nodes: Number of nodes.
+        ranks_per_node: Processes on a node, one for each GPU.
+        gpus_per_node: GPUs on a node; 0 on a CPU cluster.
+        time: Time limit of one start, as `sbatch --time` takes it.
+        save_seconds: Seconds between the signal to save and the time limit.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    time: str
+    save_seconds: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +46,15 @@ class Request:
     """What to submit.
 
     Attributes:
-        recipe: With the flags of the command line applied.
+        recipe: The recipe, with the flags of the command line applied.
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
-        folder: Where the stages' run directories go; empty for the recipe's own.
-        resources: Of every job.
-        site: The cluster's settings.
-        site_file: Where they come from.
+        folder: Folder for the stages' run directories; empty for the recipe's own.
+        resources: Resources of every job.
+        site: Settings of the cluster.
+        site_file: File with those settings; None without one.
         check_nodes: Whether jobs check their nodes first.
-        environment: What the jobs are submitted with.
+        environment: Environment variables that `sbatch` is run with.
     """
 
     recipe: Recipe
@@ -49,7 +70,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job before it is submitted: its stage, script and the stage whose job it follows."""
+    """A job before it is submitted: its stage, the parent whose job it waits for, its script."""
 
     stage: str
     parent: str | None
@@ -102,17 +123,60 @@ def _script(request: Request, stage: Stage, root: Path, *, alone: bool) -> str:
         site=request.site,
         site_file=request.site_file,
         log=slurm_folder(root) / f"{stage.name}.log",
-        more=stage_directives(request.resources),
     )
+
+
+def render_script(
+    name: str,
+    command: Sequence[str],
+    *,
+    resources: Resources,
+    site: Site,
+    site_file: Path | None,
+    log: Path,
+) -> str:
+    """Return the batch script of a training job.
+
+    Args:
+        name: Name of the job.
+        command: Arguments of `titan-loop`.
+        resources: What the job asks for.
+        site: Partition and account.
+        site_file: File that the job sources; None for none.
+        log: File that every start of the job appends to.
+    """
+    directives = [
+        f"--job-name={name}",
+        f"--nodes={resources.nodes}",
+        f"--ntasks-per-node={resources.ranks_per_node}",
+        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
+        f"--time={resources.time}",
+        *([f"--partition={shlex.quote(site.partition)}"] if site.partition else []),
+        *([f"--account={shlex.quote(site.account)}"] if site.account else []),
+        f"--output={shlex.quote(str(log))}",
+        "--open-mode=append",
+        # B: sends it to the batch step alone, which must know of it and passes it on.
+        f"--signal=B:USR1@{resources.save_seconds}",
+        "--requeue",
+        "--kill-on-invalid-dep=yes",
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {directive}" for directive in directives),
+        "",
+        *([f"source {shlex.quote(str(site_file))}"] if site_file else []),
+        f"exec {shlex.join([sys.executable, '-m', 'titan_loop', *command])}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, str]:
     """Submit what `plan_jobs` returned; return stage → job number.
 
     Raises:
-        UserError: SLURM is not there, the cluster has no such resources, or jobs of an earlier
-            submission still wait or run.
-        RunFailedError: SLURM refused a job; those before it are cancelled again.
+        UserError: This machine has no SLURM, the cluster lacks such resources, or jobs of an
+            earlier submission still wait or run.
+        RunFailedError: SLURM refused a job; the jobs submitted before it are cancelled.
     """
     _check_cluster(request)
     _refuse_second_submission(root)
@@ -162,7 +226,7 @@ def _check_resources(resources: Resources) -> None:
 
 
 def _check_cluster(request: Request) -> None:
-    """Refuse what the partition cannot ever give."""
+    """Refuse resources that the partition can never give."""
     resources, wanted = request.resources, request.site.partition
     partitions = slurm("sinfo", "--noheader", "--format=%P").split()
     default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")
