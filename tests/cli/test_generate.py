@@ -10,8 +10,8 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
-from titan_loop.inference.text import TextEngine, chat_prompt
-from titan_loop.text.chatml import Turn
+from titan_loop.inference.text import TextEngine
+from titan_loop.text.chatml import Turn, chat_prompt
 
 NEW = ("--max-new-tokens", "12")
 

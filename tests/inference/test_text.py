@@ -126,7 +126,7 @@ def test_a_stream_gives_the_same_as_completing():
 
 
 def test_a_tokenizer_of_another_vocabulary_is_refused():
-    with pytest.raises(UserError, match="has token 8, the model's vocabulary has 8"):
+    with pytest.raises(UserError, match="has 9 token ids, the model's vocabulary has 8"):
         TextEngine(Engine(make_model(vocab_size=8)), byte_tokenizer("abcdefgh"), frozenset())
 
 

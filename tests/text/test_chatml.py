@@ -15,7 +15,7 @@ from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
-from titan_loop.text.chatml import Turn, control_tokens, encode_chats, parse_turns, render
+from titan_loop.text.chatml import Turn, chat_prompt, encode_chats, parse_turns, render
 from titan_loop.text.tokenizer import load_tokenizer
 
 EOS = "<|endoftext|>"
@@ -53,9 +53,7 @@ def reference(text: str, path: Path) -> tuple[list[int], list[bool]]:
 
 def encode(path: Path, chats: list[list[Turn]]) -> list[tuple[list[int], list[bool]]]:
     tokenizer = load_tokenizer(path)
-    tokenizer.encode_special_tokens = True
-    control = control_tokens(tokenizer, EOS)
-    return [(ids.tolist(), mask.tolist()) for ids, mask in encode_chats(tokenizer, chats, control)]
+    return [(ids.tolist(), mask.tolist()) for ids, mask in encode_chats(tokenizer, chats, EOS)]
 
 
 def test_ids_and_masks_are_those_of_the_whole_text(tokenizer_path: Path) -> None:
@@ -104,7 +102,7 @@ def test_the_prompt_is_what_a_model_answers_to(tokenizer_path: Path) -> None:
     chat = [Turn("user", "Hi"), Turn("assistant", "\n\nHello")]
     ((ids, mask),) = encode(tokenizer_path, [chat])
     prompt = tokenizer.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n").ids
-    assert ids[: len(prompt)] == prompt
+    assert ids[: len(prompt)] == prompt == chat_prompt(tokenizer, chat[:1])
     assert mask.index(True) == len(prompt)
 
 

@@ -13,7 +13,7 @@ from titan_loop.cli.verbs import Verb, run_verb
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
-    from titan_loop.checkpoint.hugging_face.tokenizer_files import TextFormat
+    from titan_loop.text.text_format import TextFormat
 
 DTYPES = ("float32", "bfloat16")
 SHARD_GIGABYTES = 5.0
@@ -156,16 +156,12 @@ def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> 
     Raises:
         UserError: It is another one, or there is none to take.
     """
-    from titan_loop.checkpoint.hugging_face.tokenizer_files import (
-        END_OF_TEXT,
-        TOKENIZER,
-        TextFormat,
-        load_tokenizer,
-    )
     from titan_loop.data.load.mixture import parse_mixture
-    from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256
+    from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256, text_format
+    from titan_loop.text.text_format import TextFormat
+    from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
-    imported = run / TOKENIZER
+    imported = run / TOKENIZER_NAME
     mixture = config["dataloader"].get("mixture")
     sources = [Path(entry.path) for entry in parse_mixture(mixture)] if mixture else []
     sources = [path for path in sources if (path / CARD_NAME).is_file()]
@@ -174,11 +170,8 @@ def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> 
         text = TextFormat(**(config.get("text") or {}))  # runs of earlier imports have none
     elif sources:
         cards = [SourceCard.read(path) for path in sources]
-        own, sha256 = sources[0] / TOKENIZER, cards[0].tokenizer_sha256
-        token = load_tokenizer(own).id_to_token(cards[0].eos_id)
-        text = TextFormat(end_of_text=token or END_OF_TEXT)
-        if any(card.has_loss_mask for card in cards):
-            text = text.with_chatml()
+        own, sha256 = sources[0] / TOKENIZER_NAME, cards[0].tokenizer_sha256
+        text = text_format(cards, load_tokenizer(own))
     elif given is not None:
         return _Tokenizer(Path(given), TextFormat(), is_known=False)
     else:

@@ -143,8 +143,7 @@ class _Session:
     def answer(self, prompt: str) -> None:
         """Stream one completion, or one turn of the chat."""
         from titan_loop.inference.rows import Completion
-        from titan_loop.inference.text import chat_prompt
-        from titan_loop.text.chatml import ASSISTANT, Turn
+        from titan_loop.text.chatml import ASSISTANT, Turn, chat_prompt
 
         start = time.perf_counter()
         completion = Completion()

@@ -6,13 +6,18 @@ sizes (and checks them against the files) instead of opening every shard.
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import write_json
+from titan_loop.text.text_format import TextFormat
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CARD_NAME = "source.json"
 LOCK_NAME = "source.lock"
@@ -163,6 +168,26 @@ class SourceCard:
             raise UserError(
                 f"source card {path} is unreadable ({error}): prepare it again"
             ) from error
+
+
+def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
+    """Return how the text of a mixture ends: in its first source's EOS, in ChatML if one has chats.
+
+    Args:
+        cards: The cards of the mixture's sources.
+        tokenizer: Their tokenizer.
+
+    Raises:
+        UserError: If the tokenizer does not have the EOS token.
+    """
+    end_of_text = tokenizer.id_to_token(cards[0].eos_id)
+    if end_of_text is None:
+        raise UserError(
+            f"source {cards[0].name}: its EOS id {cards[0].eos_id} is not in its tokenizer: "
+            "restore source.json or prepare the source again"
+        )
+    text = TextFormat(end_of_text=end_of_text)
+    return text.with_chatml() if any(card.has_loss_mask for card in cards) else text
 
 
 def file_sha256(path: Path) -> str:

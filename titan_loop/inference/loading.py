@@ -23,8 +23,13 @@ from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.text.chatml import TURN_END
-from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, load_tokenizer
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_NAME,
+    TURN_END,
+    check_vocabulary,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -179,16 +184,3 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
     if loaded.source is not None and (loaded.source / CARD_NAME).is_file():
         end_of_text = SourceCard.read(loaded.source).eos_id
     return TextEnds(end_of_text, tokenizer.token_to_id(recorded.get("turn_end") or TURN_END))
-
-
-def check_vocabulary(tokenizer: "Tokenizer", vocab_size: int, name: str) -> None:
-    """Raise `UserError` if a tokenizer has tokens that a model of `vocab_size` does not know.
-
-    A model may have rows to spare, since vocabularies are padded to round numbers.
-    """
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
-    if largest >= vocab_size:
-        raise UserError(
-            f"tokenizer {name} has token {largest}, the model's vocabulary has {vocab_size}; use "
-            "the tokenizer it was trained with"
-        )

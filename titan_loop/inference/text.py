@@ -7,11 +7,9 @@ import torch
 
 from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.loading import check_vocabulary
 from titan_loop.inference.rows import Completion, GeneratedToken, Request
 from titan_loop.inference.sampling import Sampling
-from titan_loop.text.chatml import ASSISTANT, TURN_END, TURN_START, Turn
-from titan_loop.text.tokenizer import require_token
+from titan_loop.text.tokenizer import check_vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,35 +90,3 @@ class TextEngine:
         ):
             completions[event.row].add(event)
         return completions
-
-
-def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
-    """Return a conversation in ChatML, up to where the assistant begins to speak, as token ids.
-
-    Control tokens come from the template alone; one that is spelt out in a turn stays text.
-
-    Args:
-        tokenizer: Has the control tokens.
-        turns: What has been said.
-
-    Raises:
-        UserError: The tokenizer lacks a control token.
-    """
-    turn_start = require_token(tokenizer, TURN_START, "control token")
-    turn_end = require_token(tokenizer, TURN_END, "control token")
-    recognised = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = True  # which means: as text
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-
-    try:
-        newline, prompt = encode("\n"), []
-        for role, content in turns:
-            # As in training: what the assistant says is encoded apart from the header before it.
-            spoken = role == ASSISTANT
-            said = encode(f"{role}\n") + encode(content) if spoken else encode(f"{role}\n{content}")
-            prompt += [turn_start, *said, turn_end, *newline]
-        return [*prompt, turn_start, *encode(f"{ASSISTANT}\n")]
-    finally:
-        tokenizer.encode_special_tokens = recognised

@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.text.tokenizer import require_token
+from titan_loop.text.tokenizer import TURN_END, TURN_START, require_token
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
 ASSISTANT = "assistant"
+
+CHAT_TEMPLATE = f"""\
+{{%- for message in messages -%}}
+{{{{ '{TURN_START}' + message['role'] + '\\n' + message['content'] + '{TURN_END}' + '\\n' }}}}
+{{%- endfor -%}}
+{{%- if add_generation_prompt -%}}
+{{{{ '{TURN_START}{ASSISTANT}\\n' }}}}
+{{%- endif -%}}
+"""
+"""`render` in Jinja for transformers, and the header of the answer that is asked for."""
 
 
 class Turn(NamedTuple):
@@ -28,14 +36,6 @@ class Turn(NamedTuple):
 
     role: str
     content: str
-
-
-class ControlTokens(NamedTuple):
-    """Ids of the tokens that delimit turns and documents."""
-
-    turn_start: int
-    turn_end: int
-    end_of_text: int
 
 
 def parse_turns(record: Mapping[str, Any]) -> list[Turn]:
@@ -72,7 +72,7 @@ def render(turns: Sequence[Turn]) -> str:
 
 
 def encode_chats(
-    tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], control: ControlTokens
+    tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], end_of_text: str
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokenise conversations, each ending in the end-of-text token.
 
@@ -80,46 +80,73 @@ def encode_chats(
     answers: the prompt's tokens are fixed before the first answer token is chosen.
 
     Args:
-        tokenizer: One that treats special tokens spelt out in texts as text
-            (`encode_special_tokens`).
+        tokenizer: Has the control tokens.
         chats: Conversations.
-        control: From `control_tokens`.
+        end_of_text: The token that ends a document.
 
     Returns:
         Per conversation the ids (int64) and which of them are targets (bool), both of shape (n,).
-    """
-    texts: list[str] = []
-    for turns in chats:
-        for role, content in turns:
-            spoken = role == ASSISTANT
-            texts += [f"{role}\n", content] if spoken else [f"{role}\n{content}"]
-    texts.append("\n")
-    encoded = iter(
-        [encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
-    )
-    parts = [
-        [
-            (next(encoded), next(encoded)) if role == ASSISTANT else (next(encoded), None)
-            for role, _ in turns
-        ]
-        for turns in chats
-    ]
-    newline = next(encoded)
-    return [_join(chat, newline, control) for chat in parts]
-
-
-def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> ControlTokens:
-    """Return the ids of the control tokens.
 
     Raises:
-        UserError: If the tokenizer lacks one.
+        UserError: The tokenizer lacks a control token.
     """
-    return ControlTokens(
-        *(
-            require_token(tokenizer, token, "control token")
-            for token in (TURN_START, TURN_END, end_of_text)
-        )
-    )
+    turn_start, turn_end, end = control_tokens(tokenizer, end_of_text)
+    texts = ["\n"]
+    for turns in chats:
+        for role, content in turns:
+            texts += [f"{role}\n", content] if role == ASSISTANT else [f"{role}\n{content}"]
+    newline, *encoded = _encode_as_text(tokenizer, texts)
+    parts = iter(encoded)
+    results: list[tuple[np.ndarray, np.ndarray]] = []
+    for turns in chats:
+        ids: list[int] = []
+        is_target: list[bool] = []
+        for role, _ in turns:
+            prompt = [turn_start, *next(parts)]
+            answer = [*next(parts), turn_end] if role == ASSISTANT else []
+            rest = newline if answer else [turn_end, *newline]
+            ids += [*prompt, *answer, *rest]
+            is_target += [False] * len(prompt) + [True] * len(answer) + [False] * len(rest)
+        results.append((np.asarray([*ids, end], dtype=np.int64), np.asarray([*is_target, False])))
+    return results
+
+
+def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
+    """Return the ids of a conversation up to where the assistant is to speak, as in training.
+
+    Args:
+        tokenizer: Has the control tokens.
+        turns: What has been said.
+
+    Raises:
+        UserError: The tokenizer lacks a control token.
+    """
+    # Of an empty answer only the end of its turn is a target: the prompt is what stands before it.
+    chat = [*turns, Turn(ASSISTANT, "")]
+    ((ids, is_target),) = encode_chats(tokenizer, [chat], end_of_text=TURN_END)
+    return ids[: np.flatnonzero(is_target)[-1]].tolist()
+
+
+def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> tuple[int, int, int]:
+    """Return the ids of the tokens that begin a turn, end a turn and end a document.
+
+    Raises:
+        UserError: The tokenizer lacks one.
+    """
+    names = (TURN_START, TURN_END, end_of_text)
+    start, end, document_end = (require_token(tokenizer, n, "control token") for n in names)
+    return start, end, document_end
+
+
+def _encode_as_text(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
+    """Encode texts in which a special token that is spelt out stays text."""
+    before = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = True  # which means: as text
+    try:
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    finally:
+        tokenizer.encode_special_tokens = before
+    return [encoding.ids for encoding in encodings]
 
 
 def _turn(message: Any) -> Turn:
@@ -129,19 +156,3 @@ def _turn(message: Any) -> Turn:
     if not isinstance(role, str) or not isinstance(content, str):
         raise TypeError("'role' or 'content' of a message is not a string")
     return Turn(role, content)
-
-
-def _join(
-    turns: Sequence[tuple[list[int], list[int] | None]], newline: list[int], control: ControlTokens
-) -> tuple[np.ndarray, np.ndarray]:
-    ids: list[int] = []
-    is_target: list[bool] = []
-    for prompt, answer in turns:
-        spoken = [] if answer is None else [*answer, control.turn_end]
-        silent_end = [control.turn_end] if answer is None else []
-        ids += [control.turn_start, *prompt, *spoken, *silent_end, *newline]
-        is_target += [False] * (1 + len(prompt)) + [True] * len(spoken)
-        is_target += [False] * (len(silent_end) + len(newline))
-    ids.append(control.end_of_text)
-    is_target.append(False)
-    return np.asarray(ids, dtype=np.int64), np.asarray(is_target, dtype=bool)

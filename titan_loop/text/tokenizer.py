@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 TOKENIZER_NAME = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")
-"""Ids 0, 1 and 2 of a tokenizer trained here; the last two delimit the turns of a chat."""
+"""The token that ends a document, unless a preparation or an imported model says otherwise."""
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+"""ChatML's tokens around a turn of a conversation."""
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+"""Ids 0, 1 and 2 of a tokenizer trained here."""
 
 BYTE_VALUES = 256
 _LARGEST_UINT16_VOCABULARY = 1 << 16
@@ -72,6 +75,28 @@ def token_bytes(tokenizer: "Tokenizer") -> int:
             f"{tokenizer.get_vocab_size()} tokens, which two bytes cannot hold: renumber its tokens"
         )
     return 2
+
+
+def check_vocabulary(
+    tokenizer: "Tokenizer", rows: int, name: str, *, most_spare_rows: int | None = None
+) -> None:
+    """Check that a tokenizer's ids are rows of a model's embedding.
+
+    Args:
+        tokenizer: The tokenizer.
+        rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
+        name: What messages call the tokenizer.
+        most_spare_rows: Largest number of rows without a token; None allows any number.
+
+    Raises:
+        UserError: The tokenizer has ids that the model lacks, or far too few.
+    """
+    ids = vocab_size(tokenizer)
+    if ids > rows or (most_spare_rows is not None and ids < rows - most_spare_rows):
+        raise UserError(
+            f"tokenizer {name} has {ids} token ids, the model's vocabulary has {rows}; use the "
+            "tokenizer the model was trained with"
+        )
 
 
 def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:

@@ -258,7 +258,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys, tokenize
             convert("export", *arguments)
         else:
             message = error_of(capsys, "export", *arguments)
-            assert f"has {VOCABULARY} tokens, the model {vocabulary}" in message
+            assert f"has {VOCABULARY} token ids, the model's vocabulary has {vocabulary}" in message
 
 
 def test_a_model_without_a_gate_is_refused(tmp_path, capsys, tokenizer_file, plain):

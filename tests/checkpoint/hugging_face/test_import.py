@@ -306,7 +306,7 @@ def test_a_tokenizer_of_another_vocabulary_is_one_line(edited, tmp_path, capsys)
     tokenizer["model"]["vocab"]["one more"] = VOCABULARY
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
-    assert f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}" in message
+    assert f"has {VOCABULARY + 1} token ids, the model's vocabulary has {VOCABULARY}" in message
 
 
 def test_another_tokenizer_than_the_imported_one_is_refused(plain, tmp_path, capsys):

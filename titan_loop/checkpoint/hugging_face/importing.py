@@ -18,17 +18,20 @@ from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.hugging_face.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.hugging_face.tokenizer_files import (
-    END_OF_TEXT,
+    PADDING_ROWS,
     TEMPLATE,
-    TOKENIZER,
     TOKENIZER_CONFIG,
-    TextFormat,
-    check_vocabulary,
-    load_tokenizer,
 )
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.text.text_format import TextFormat
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_NAME,
+    check_vocabulary,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,12 +63,14 @@ class OuroFolder:
         self.shape = OuroShape.from_config(config)
         self._files = SafetensorsFolder(path)
         self._check_tensors()
-        tokenizer = path / TOKENIZER
+        tokenizer = path / TOKENIZER_NAME
         self.tokenizer = tokenizer if tokenizer.exists() else None
         self.text: TextFormat | None = None
         if self.tokenizer is not None:
             loaded = load_tokenizer(tokenizer)
-            check_vocabulary(tokenizer, loaded, vocab_size=self.shape.vocab_size, is_known=False)
+            check_vocabulary(
+                loaded, self.shape.vocab_size, str(tokenizer), most_spare_rows=PADDING_ROWS
+            )
             self.text = _text_format(path, config, loaded)
 
     @property
@@ -219,8 +224,8 @@ def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | N
     token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
     if token is None:
         raise UserError(
-            f"config.json: {name}={value!r} is no token of the folder's {TOKENIZER}; name one, or "
-            "leave the field out"
+            f"config.json: {name}={value!r} is no token of the folder's {TOKENIZER_NAME}; name "
+            "one, or leave the field out"
         )
     return token
 

@@ -6,57 +6,29 @@ splitting of digits would be lost.
 """
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
+from titan_loop.text.chatml import CHAT_TEMPLATE
+from titan_loop.text.text_format import TextFormat
+from titan_loop.text.tokenizer import (
+    TOKENIZER_NAME,
+    TURN_START,
+    check_vocabulary,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-END_OF_TEXT = "<|endoftext|>"
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-
-# What training renders conversations as, with the header of the answer that is asked for.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}
-"""
 
 PADDING_ROWS = 127
 """Rows of the embedding that may lie behind the tokenizer's last id, as padding to a round size."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextFormat:
-    """How text ends and conversations are rendered.
-
-    Attributes:
-        end_of_text: The token between documents.
-        turn_end: The token that ends a turn; None where only documents end.
-        chat_template: Jinja text; None for a model that knows no conversations.
-    """
-
-    end_of_text: str = END_OF_TEXT
-    turn_end: str | None = None
-    chat_template: str | None = None
-
-    def with_chatml(self) -> "TextFormat":
-        """Return the same documents, with ChatML conversations."""
-        return replace(self, turn_end=TURN_END, chat_template=CHAT_TEMPLATE)
-
-    def without_chat(self) -> "TextFormat":
-        """Return the same documents alone."""
-        return replace(self, turn_end=None, chat_template=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +59,7 @@ class TokenizerExport:
 
     def write(self, folder: Path, *, max_positions: int) -> None:
         """Write the tokenizer's files and `generation_config.json`."""
-        shutil.copyfile(self.path, folder / TOKENIZER)
+        shutil.copyfile(self.path, folder / TOKENIZER_NAME)
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": max_positions,
@@ -130,7 +102,8 @@ def open_tokenizer(
         UserError: It is missing or none, of another vocabulary, or lacks a token.
     """
     tokenizer = load_tokenizer(path)
-    check_vocabulary(path, tokenizer, vocab_size=vocab_size, is_known=is_known)
+    spare = None if is_known else PADDING_ROWS
+    check_vocabulary(tokenizer, vocab_size, str(path), most_spare_rows=spare)
     turn_end_id = None
     if text.turn_end is not None:
         hint = "use --no-chatml, or give the tokenizer of the chat stage"
@@ -143,37 +116,6 @@ def open_tokenizer(
         end_of_text_id=_require(tokenizer, path, text.end_of_text, "say which with --eos-token"),
         turn_end_id=turn_end_id,
     )
-
-
-def load_tokenizer(path: Path) -> "Tokenizer":
-    """Read a `tokenizer.json`.
-
-    Raises:
-        UserError: It is missing, or none.
-    """
-    from tokenizers import Tokenizer
-
-    if not path.is_file():
-        raise UserError(
-            f"tokenizer {path} is not a file; give the tokenizer.json of the training data"
-        )
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises bare Exception
-        raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
-
-
-def check_vocabulary(
-    path: Path, tokenizer: "Tokenizer", *, vocab_size: int, is_known: bool
-) -> None:
-    """Raise `UserError` unless the tokenizer's ids are rows of the embedding, and nearly all."""
-    ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-    smallest = 1 if is_known else vocab_size - PADDING_ROWS
-    if not smallest <= ids <= vocab_size:
-        raise UserError(
-            f"tokenizer {path} has {ids} tokens, the model {vocab_size}: it is of another "
-            "vocabulary; give the one the model was trained with"
-        )
 
 
 def _require(tokenizer: "Tokenizer", path: Path, token: str, hint: str) -> int:

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from titan_loop.data.keyed import keyed_uniform
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.errors import UserError
-from titan_loop.text.chatml import control_tokens, encode_chats, parse_turns, render
+from titan_loop.text.chatml import encode_chats, parse_turns, render
 from titan_loop.text.tokenizer import keep_whole
 
 # fsspec opens .zst files with this module and, where it is missing, with one that stops at the
@@ -309,7 +309,6 @@ class ChatTokenizer(PlainTextTokenizer):
         assert self.eos_token is not None
         assert self.save_loss_metadata
         assert self.local_working_dir is None
-        control = control_tokens(self.tokenizer, self.eos_token)
         file = TokenizedFile(
             self.output_folder,
             filename,
@@ -320,7 +319,7 @@ class ChatTokenizer(PlainTextTokenizer):
         )
         for batch in batched(self._counted(data), self.batch_size):
             chats = [document.metadata["turns"] for document in batch]
-            for ids, is_target in encode_chats(self.tokenizer, chats, control):
+            for ids, is_target in encode_chats(self.tokenizer, chats, self.eos_token):
                 file.write(cast(list[int], ids), is_target)
                 self.stat_update("tokens", value=len(ids))
         file.close()
