@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.analysis.plots import StageCurve
-from titan_loop.analysis.recipe_plot import plot_stages
+from titan_loop.analysis.recipe_plot import StageCurve, plot_stages
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import PlannedStage, write_plan

@@ -1,9 +1,8 @@
 """PNG plots of a run: loss per recurrent step, exit distribution, bits per byte by depth."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BASELINE_STYLES = ("--", ":", "-.")
-_BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
 
 
 def plot_run(run_directory: RunDirectory) -> list[Path]:
@@ -128,71 +126,6 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         )
 
     return draw_axes(draw, path)
-
-
-class StageCurve(NamedTuple):
-    """One stage of a recipe, for `plot_recipe`.
-
-    Attributes:
-        name: Shown in the legend.
-        start_tokens: Global tokens that its ancestors consumed.
-        records: Of its `metrics.jsonl`.
-    """
-
-    name: str
-    start_tokens: int
-    records: Sequence[Mapping[str, Any]]
-
-
-def plot_recipe(
-    branches: Sequence[Sequence[StageCurve]], path: Path, *, boundaries: bool = False
-) -> Path:
-    """Draw the last recurrent step's cross entropy over all stages of a recipe.
-
-    Args:
-        branches: For every branch the stages that no earlier branch holds, each with a record or
-            more. A branch has a colour, from light to dark along its stages.
-        path: Where the PNG goes.
-        boundaries: Whether a dashed line marks where each stage begins.
-    """
-
-    def draw(axes: "Axes") -> None:
-        import matplotlib as mpl
-
-        everything: list[np.ndarray] = []
-        most = 0.0
-        for number, branch in enumerate(branches):
-            color_map = _BRANCH_COLORS[number % len(_BRANCH_COLORS)]
-            colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
-            for stage, color in zip(branch, colors, strict=True):
-                tokens = stage.start_tokens + series(stage.records, "tokens")
-                losses = np.array([_last_step_loss(record) for record in stage.records])
-                axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-                axes.plot(
-                    tokens,
-                    smoothed(losses),
-                    color=color,
-                    linewidth=1.6,
-                    label=stage.name,
-                    marker=only_marker(tokens),
-                )
-                if boundaries and stage.start_tokens:
-                    axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
-                everything.append(losses)
-                most = max(most, float(tokens[-1]))
-        show_the_bulk(axes, np.concatenate(everything))
-        axes.set_title("Training loss after the last recurrent step, stage by stage")
-        axes.set_ylabel("cross entropy (nats per token)")
-        axes.figure.legend(loc="outside right upper", frameon=False)
-        token_axis(axes, np.array([0.0, most]))
-        axes.set_xlabel("tokens read since the first stage began")
-
-    return draw_axes(draw, path)
-
-
-def _last_step_loss(record: Mapping[str, Any]) -> float:
-    value = record.get(f"ce/step_{record['recurrent_steps']}")
-    return math.nan if value is None else value
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:

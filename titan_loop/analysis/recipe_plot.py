@@ -3,20 +3,50 @@
 recipe.json, every stage's metrics.jsonl ─► branches, each from where it forks ─► loss.png
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titan_loop.analysis.plots import StageCurve, plot_recipe
+import numpy as np
+
+from titan_loop.analysis.drawing import (
+    draw_axes,
+    only_marker,
+    series,
+    show_the_bulk,
+    smoothed,
+    token_axis,
+)
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import StageStatus, read_status
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BRANCH_COLORS = ("Blues", "Oranges", "Greens", "Purples")
+
+
+class StageCurve(NamedTuple):
+    """One stage of a recipe, for `plot_recipe`.
+
+    Attributes:
+        name: Name in the legend.
+        start_tokens: Global tokens that its ancestors consumed.
+        records: Records of its `metrics.jsonl`.
+    """
+
+    name: str
+    start_tokens: int
+    records: Sequence[Mapping[str, Any]]
 
 
 def plot_stages(folder: Path) -> Path:
     """Draw `plots/loss.png` of a recipe's folder and return its path.
 
     Raises:
-        UserError: It is no recipe's folder, or no stage has logged anything.
+        UserError: The folder holds no recipe, or no stage has logged anything.
     """
     branches = [
         branch
@@ -30,7 +60,7 @@ def plot_stages(folder: Path) -> Path:
 
 
 def _branches(folder: Path, stage: StageStatus, *, start_tokens: int) -> Iterator[list[StageCurve]]:
-    """Yield the branch that a stage begins, down its first children, then those forked from it."""
+    """Yield the branch from a stage down its first children, then the branches forked from it."""
     branch: list[StageCurve] = []
     forks: list[tuple[StageStatus, int]] = []
     following: StageStatus | None = stage
@@ -45,3 +75,54 @@ def _branches(folder: Path, stage: StageStatus, *, start_tokens: int) -> Iterato
     yield branch
     for fork, start in forks:
         yield from _branches(folder, fork, start_tokens=start)
+
+
+def plot_recipe(
+    branches: Sequence[Sequence[StageCurve]], path: Path, *, boundaries: bool = False
+) -> Path:
+    """Draw the last recurrent step's cross entropy over all stages of a recipe.
+
+    Args:
+        branches: For every branch the stages that no earlier branch has, each with at least one
+            record. A branch has one colour, from light to dark along its stages.
+        path: The PNG to write.
+        boundaries: Whether a dashed line marks the beginning of each stage.
+    """
+
+    def draw(axes: "Axes") -> None:
+        import matplotlib as mpl
+
+        everything: list[np.ndarray] = []
+        most = 0.0
+        for number, branch in enumerate(branches):
+            color_map = _BRANCH_COLORS[number % len(_BRANCH_COLORS)]
+            colors = mpl.colormaps[color_map](np.linspace(0.45, 0.95, len(branch)))
+            for stage, color in zip(branch, colors, strict=True):
+                tokens = stage.start_tokens + series(stage.records, "tokens")
+                losses = np.array([_last_step_loss(record) for record in stage.records])
+                axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
+                axes.plot(
+                    tokens,
+                    smoothed(losses),
+                    color=color,
+                    linewidth=1.6,
+                    label=stage.name,
+                    marker=only_marker(tokens),
+                )
+                if boundaries and stage.start_tokens:
+                    axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
+                everything.append(losses)
+                most = max(most, float(tokens[-1]))
+        show_the_bulk(axes, np.concatenate(everything))
+        axes.set_title("Training loss after the last recurrent step, stage by stage")
+        axes.set_ylabel("cross entropy (nats per token)")
+        axes.figure.legend(loc="outside right upper", frameon=False)
+        token_axis(axes, np.array([0.0, most]))
+        axes.set_xlabel("tokens read since the first stage began")
+
+    return draw_axes(draw, path)
+
+
+def _last_step_loss(record: Mapping[str, Any]) -> float:
+    value = record.get(f"ce/step_{record['recurrent_steps']}")
+    return math.nan if value is None else value

@@ -14,13 +14,8 @@ from typing import Any, NamedTuple
 
 import titan_loop
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.plots import (
-    StageCurve,
-    plot_depths,
-    plot_exit_pmf,
-    plot_recipe,
-    plot_step_losses,
-)
+from titan_loop.analysis.plots import plot_depths, plot_exit_pmf, plot_step_losses
+from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.training_plots import (
     plot_entropy,
     plot_mixture,
