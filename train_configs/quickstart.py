@@ -7,7 +7,7 @@ batch were chosen by measurement on two cores, see LOG.md.
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.held_out import HeldOutConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

@@ -29,7 +29,7 @@ def write_run_of(source: Path, path: Path) -> Path:
     return path
 
 
-def write_checkpoint_of(run: Path, step: int) -> None:
+def write_checkpoint_of(run: Path, step: int, *, windows_consumed: int = 4) -> None:
     vocabulary = RunDirectory(run).read_config()["model"]["vocab_size"]
     model = make_model(seed=step, vocab_size=vocabulary)
     write_checkpoint(
@@ -43,7 +43,7 @@ def write_checkpoint_of(run: Path, step: int) -> None:
                 "recurrent_steps": 4,
                 "architecture": architecture(model.config),
             },
-            "data": {"windows_consumed": 4, "accepted": []},
+            "data": {"windows_consumed": windows_consumed, "accepted": []},
             "lineage": {},
         },
     )

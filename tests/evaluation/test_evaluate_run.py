@@ -1,18 +1,20 @@
-"""Evaluating a run: what is missing is one line, and no source is mistaken for the total."""
+"""Evaluating a run: what is missing is one line, and a run of any length ends in minutes."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.data.load.windows import CutWindows
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evaluate_run import evaluate_run, name_of_total
+from titan_loop.evaluation import evaluate_run as module
+from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import SEQ_LEN
 
-
-def test_the_total_never_replaces_a_source():
-    assert name_of_total(["code", "prose"]) == "all"
-    assert name_of_total(["code", "all"]) == "(all)"
-    assert name_of_total(["all", "(all)"]) == "((all))"
+REAL_RUN_WINDOWS = 3_000_000_000_000 // SEQ_LEN
 
 
 def test_a_run_without_config_is_one_line(tmp_path: Path):
@@ -27,3 +29,53 @@ def test_checkpoints_are_looked_for_where_the_config_puts_them(tmp_path: Path):
     run.create_or_open([], {"dataloader": {"mixture": ["a=1"]}, "checkpoint": {"folder": "mine"}})
     with pytest.raises(UserError, match="mine has no committed checkpoint"):
         evaluate_run(run, depths=[1])
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Epoch and number of every training window that is read; more than 1,000 are an error."""
+    found: list[tuple[int, int]] = []
+    read_into = CutWindows.read_into
+
+    def counted(self: CutWindows, epoch: int, number: int, window: object) -> None:
+        found.append((epoch, number))
+        assert len(found) <= 1000, "this would read the whole run"
+        read_into(self, epoch, number, window)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(CutWindows, "read_into", counted)
+    return found
+
+
+def test_a_run_of_three_trillion_tokens_is_sampled(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, caplog
+):
+    monkeypatch.setattr(module, "MOST_COUNTED_TOKENS", 300 * SEQ_LEN)
+    run = RunDirectory(write_run_of(source, tmp_path / "run"))
+    write_checkpoint_of(run.path, 3, windows_consumed=REAL_RUN_WINDOWS)
+    with caplog.at_level("INFO", logger="titan_loop"):
+        report = evaluate_run(run, depths=[1, 2], windows=4)
+    assert len(read) == 300 + 4  # four are held-out windows
+    epochs = [epoch for epoch, _ in read[4:]]
+    assert epochs == sorted(epochs)
+    assert epochs[0] < 0.01 * epochs[-1]  # from the beginning to the end
+    assert "count 9,600 of the 3,000,000,000,000 tokens" in caplog.text
+    assert report.baseline_tokens is not None
+    assert 0 < report.baseline_tokens <= 300 * SEQ_LEN
+    assert DepthReport.latest(run) == report
+
+
+def test_a_short_run_is_counted_completely(source: Path, tmp_path: Path, read):
+    run = RunDirectory(write_run_of(source, tmp_path / "run"))
+    write_checkpoint_of(run.path, 3, windows_consumed=40)
+    evaluate_run(run, depths=[1], windows=4)
+    assert len(read) == 40 + 4
+
+
+def test_the_sample_covers_the_run_without_repetition():
+    assert sample_windows(5, 10).tolist() == [0, 1, 2, 3, 4]
+    for consumed in (11, 12_345, REAL_RUN_WINDOWS):
+        chosen = sample_windows(consumed, 10)
+        bounds = [part * consumed // 10 for part in range(11)]
+        assert np.searchsorted(bounds, chosen, side="right").tolist() == list(range(1, 11))
+    # Equal distances of 7 would hit one source of a mixture with period 7 every time.
+    assert len(np.unique(sample_windows(7000, 1000) % 7)) == 7

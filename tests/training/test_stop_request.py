@@ -14,6 +14,7 @@ import pytest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_STOPPED, StoppedError, UserError
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -65,7 +66,7 @@ def test_a_run_saves_at_the_next_boundary_and_goes_on(source, tmp_path):
     callback = SignalAt(2)
     config.callbacks = (callback,)
     with StopListener() as listener, pytest.raises(StoppedError, match="after step 3 of 6"):
-        run_training(config, stop_listener=listener)
+        run_training(config, stop_listener=listener, evaluations=evaluations)
     assert listener.requested_by == "SIGUSR1"
     assert not callback.ended
     assert committed_steps(tmp_path / "stopped" / "checkpoints") == [3]

@@ -428,23 +428,6 @@ def test_callbacks_see_every_step_and_the_logged_record(source, tmp_path):
     assert seen == [("start", 0), (1, True), (2, False), (3, True), (4, True), ("end", 4)]
 
 
-def test_held_out_losses_at_several_depths_cost_no_gradient_and_change_nothing(source, tmp_path):
-    plain = tiny_config(source, tmp_path / "plain", steps=4)
-    run_training(plain, command=["test"])
-    config = tiny_config(source, tmp_path / "held", steps=4)
-    config.held_out.interval = 2
-    config.held_out.depths = [1, 2, 6]
-    config.held_out.windows = 5
-    run_training(config, command=["test"])
-    assert losses(tmp_path / "held") == losses(tmp_path / "plain")
-    records = read_jsonl(RunDirectory(tmp_path / "held").held_out_jsonl)
-    assert [r["step"] for r in records] == [2, 4]
-    for record in records:
-        for depth in (1, 2, 6):
-            assert 3 < record[f"source/ce/step_{depth}"] < 7
-            assert 1 < record[f"source/bits_per_byte/step_{depth}"] < 10
-
-
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")  # torch's own
 def test_profiler_and_flight_recorder_switches_pass_through(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)

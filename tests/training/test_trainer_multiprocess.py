@@ -14,6 +14,7 @@ from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import NonFiniteError, StoppedError
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
@@ -41,7 +42,9 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
     config.metrics.log_freq = changes.get("log_freq", 1)
     config.resolve(world)
-    return LoopTrainer(config)
+    trainer = LoopTrainer(config)
+    trainer.callbacks += evaluations(config)
+    return trainer
 
 
 def train(source: Path, run: Path, world: int, changes: dict[str, Any]) -> None:
@@ -141,10 +144,11 @@ def test_every_layout_trains_the_same_run(runs, layout):
                 assert got[key] == pytest.approx(value, rel=RELATIVE_TOLERANCE), key
             else:
                 assert got[key] == value, key
-    got, want = (
-        (runs[name] / "held_out.jsonl").read_text().count("\n") for name in (layout, "one")
-    )
-    assert got == want == 2
+    got, want = (RunDirectory(runs[name]).evals_jsonl for name in (layout, "one"))
+    for record, expected in zip(read_jsonl(got), read_jsonl(want), strict=True):
+        assert record["step"] == expected["step"]
+        assert record["results"] == pytest.approx(expected["results"], rel=RELATIVE_TOLERANCE)
+    assert len(read_jsonl(want)) == 2
 
 
 def test_layers_held_through_a_step_are_saved_bit_for_bit_as_without(runs):

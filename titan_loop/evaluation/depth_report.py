@@ -44,12 +44,14 @@ class DepthReport:
         tokens: Global tokens it has read.
         trained_recurrent_steps: R at the end of training.
         sources: Source name → results, in the order to show them.
+        baseline_tokens: Number of tokens the baselines were fitted on; None in reports of 0.1.
     """
 
     step: int
     tokens: int
     trained_recurrent_steps: int
     sources: dict[str, SourceDepths]
+    baseline_tokens: int | None = None
 
     def save(self, run_directory: RunDirectory) -> Path:
         """Write `evals/depth-step-N.json` and return its path."""

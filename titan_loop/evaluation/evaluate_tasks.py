@@ -5,28 +5,33 @@ tasks, suites ─► each on its own: held_out │ exam on ids │ harness ─�
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
+from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.tasks.task import recorded_task
+from titan_loop.data.load.loader import HeldOutWindows
+from titan_loop.data.tasks.task import Task, recorded_task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.held_out_task import (
-    exam_frontier_readings,
-    held_out_frontier_readings,
-    load_windows,
-    score_exam,
-    score_held_out,
-)
+from titan_loop.evaluation.held_out import at_readings, open_run, score_windows, summarise
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.ranks import join_ranks, rank_device
-from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading
+from titan_loop.evaluation.readings import (
+    Reading,
+    depth_readings,
+    frontier_readings,
+    policy_reading,
+    states_at,
+)
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.runs.run_directory import RunDirectory
@@ -40,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 CACHE_FOLDER = "requests"
 _EXAM_QUESTIONS = 512
+_SAMPLE_WINDOWS = 4
+_SAMPLE_QUESTIONS = 64
+
+Results = dict[str, dict[str, ReadingResult]]  # task → reading → result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +158,10 @@ class _Evaluation:
         self._options = options
         self._run = RunDirectory(loaded.run)
         self._config = self._run.read_config()
+        self._model = loaded.model
+        self._device = loaded.model.tok_embeddings.weight.device
         manifest = loaded.manifest
+        self._generated = recorded_task(manifest["data"])
         self._report = TaskReport(
             step=manifest["step"],
             tokens=manifest["trainer"]["tokens"],
@@ -159,14 +171,13 @@ class _Evaluation:
         )
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None
-        self._windows: dict[str, Any] | None = None
         self._readings = self._make_readings()
 
     def run(self) -> TaskReport:
         """Run the tasks one by one."""
         for task in self._options.tasks:
             try:
-                for name, results in self._choose(task)().items():
+                for name, results in self._ask(task).items():
                     self._report.tasks[name] = results
                     self._report.settings[name] = self._settings(task)
                 logger.info("%s: done", task.name)
@@ -191,28 +202,40 @@ class _Evaluation:
             f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"
         )
 
-    def _choose(self, task: SuiteTask) -> Callable[[], dict[str, dict[str, ReadingResult]]]:
+    def _ask(self, task: SuiteTask) -> Results:
         if task.name == HELD_OUT:
-            return self._held_out
-        generated = recorded_task(self._loaded.manifest["data"])
-        if generated is not None and generated.name == task.name:
-            return lambda: {
-                generated.name: score_exam(
-                    self._loaded.model,
-                    generated,
-                    self._readings,
-                    min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS),
-                )
-            }
-        return lambda: self._ask_harness(task)
+            return self._held_out()
+        if self._generated is not None and self._generated.name == task.name:
+            return {task.name: self._exam(self._generated)}
+        return self._ask_harness(task)
 
-    def _held_out(self) -> dict[str, dict[str, ReadingResult]]:
+    def _held_out(self) -> Results:
+        forward = at_readings(self._model, self._readings)
+        names = [reading.name for reading in self._readings]
         return {
-            f"{HELD_OUT}/{name}": score_held_out(self._loaded.model, windows, self._readings)
-            for name, windows in self._held_out_windows().items()
+            f"{HELD_OUT}/{name}": summarise(
+                score_windows(windows, forward, device=self._device), names
+            )
+            for name, windows in self._windows.items()
         }
 
-    def _ask_harness(self, task: SuiteTask) -> dict[str, dict[str, ReadingResult]]:
+    def _exam(self, generated: Task) -> dict[str, ReadingResult]:
+        """Return exact match on the exam of the task that the run was trained on."""
+        count = min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS)
+        requests = [
+            TokenRequest(tuple(prompt), (answer,))
+            for prompt, answer in zip(*map(np.ndarray.tolist, generated.exam(count)), strict=True)
+        ]
+        scores = TokenScorer(self._model, self._readings).score(requests)
+        return {
+            reading.name: ReadingResult(
+                metrics={"acc,none": sum(score.greedy[index] for score in scores) / len(scores)},
+                mean_steps=sum(score.steps[index] for score in scores) / len(scores),
+            )
+            for index, reading in enumerate(self._readings)
+        }
+
+    def _ask_harness(self, task: SuiteTask) -> Results:
         consent = self._options.confirm_run_unsafe_code
         if task.name in CODE_TASKS and not consent:
             raise NotAskedError(
@@ -244,10 +267,9 @@ class _Evaluation:
             )
         return run_task(self._lm, loaded_task, limit=options.limit, confirm_run_unsafe_code=consent)
 
-    def _held_out_windows(self) -> dict[str, Any]:
-        if self._windows is None:
-            self._windows = load_windows(self._config, self._options.windows)
-        return self._windows
+    @cached_property
+    def _windows(self) -> dict[str, HeldOutWindows]:
+        return open_run(self._config, count=self._options.windows, name=self._loaded.run)
 
     def _make_readings(self) -> list[Reading]:
         options = self._options
@@ -256,11 +278,27 @@ class _Evaluation:
             return depth_readings(options.depths)
         if not options.frontier:
             return [policy_reading(options.exit, steps)]
-        generated = recorded_task(self._loaded.manifest["data"])
-        if generated is not None:
-            return exam_frontier_readings(self._loaded.model, generated, steps)
-        sample = next(iter(self._held_out_windows().values()))
-        return held_out_frontier_readings(self._loaded.model, sample, steps)
+        # A policy's thresholds are taken from the states of a small sample.
+        if self._generated is not None:
+            input_BL = torch.from_numpy(self._generated.exam(_SAMPLE_QUESTIONS)[0])
+            chosen_BL = torch.zeros_like(input_BL, dtype=torch.bool)
+            chosen_BL[:, -1] = True
+            positions_BL = None
+        else:
+            sample = next(iter(self._windows.values()))
+            input_BL, positions_BL = (
+                part_BL[:_SAMPLE_WINDOWS] for part_BL in (sample.input, sample.positions)
+            )
+            chosen_BL = sample.labels[:_SAMPLE_WINDOWS] != IGNORE_INDEX
+            positions_BL = positions_BL.to(self._device)
+        states = states_at(
+            self._model,
+            input_BL.to(self._device),
+            chosen_BL.to(self._device),
+            steps,
+            positions_BL,
+        )
+        return frontier_readings(self._model, states, steps)
 
 
 def _described(error: Exception) -> str:

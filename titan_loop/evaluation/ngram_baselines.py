@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 class TokenCounts:
     """Counts of tokens and of pairs, filled chunk by chunk.
 
-    Feed it the model's own (input, label) arrays, and it has read exactly what the model has: no
-    pair across a document boundary, and none that was not trained on. Memory is 16 bytes per
+    Feed it the model's own (input, label) arrays, and it reads as the model does: no pair across a
+    document boundary, and none that was not trained on. Memory is 16 bytes per
     distinct pair (at most V²), a few times that while chunks are merged.
 
     Args:
@@ -41,6 +41,11 @@ class TokenCounts:
         self._pair_counts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._pending: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self._pending_size = 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens counted."""
+        return int(self.label_counts_V.sum())
 
     def add(self, inputs: Integers, labels: Integers) -> None:
         """Count a chunk.

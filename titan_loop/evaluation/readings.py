@@ -98,6 +98,36 @@ def policy_reading(exit_text: str, recurrent_steps: int) -> Reading:
 
 
 @torch.no_grad()
+def states_at(
+    model: LoopDecoder,
+    input_BL: Tensor,
+    chosen_BL: Tensor,
+    steps: int,
+    positions_BL: Tensor | None = None,
+) -> list[Tensor]:
+    """Return the states of T chosen positions after each of R recurrent steps, (T, D) each.
+
+    Args:
+        model: Whole, on the device of the tensors.
+        input_BL: Token ids.
+        chosen_BL: Which positions to return; T of them are True.
+        steps: R.
+        positions_BL: Positions that restart with every document; None for one document per row.
+
+    Raises:
+        UserError: The model's context is shorter than L.
+    """
+    context, length = model.config.max_seq_len, input_BL.shape[1]
+    if context < length:
+        raise UserError(
+            f"max_length={context} is shorter than the {length} tokens of a window of this task; "
+            "raise it, or leave it out"
+        )
+    output = model(input_BL, positions_BL, recurrent_steps=steps, collect="all")
+    return [hidden_BLD[chosen_BL] for hidden_BLD in output.hidden_RBLD]
+
+
+@torch.no_grad()
 def frontier_readings(
     model: LoopDecoder, hidden_RTD: Sequence[Tensor], recurrent_steps: int
 ) -> list[Reading]:

@@ -13,18 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.model import load_model
-from titan_loop.data.load.loader import (
-    HeldOutWindows,
-    WindowLoader,
-    held_out_windows,
-    named_sources,
-)
-from titan_loop.data.load.windows import IGNORED
-from titan_loop.errors import UserError
+from titan_loop.data.load.loader import HeldOutWindows
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
-from titan_loop.evaluation.evaluate_run import name_of_total, score_windows
-from titan_loop.inference.loading import find_checkpoint
+from titan_loop.evaluation.held_out import (
+    WindowScores,
+    at_depths,
+    open_run,
+    score_windows,
+    with_total,
+)
+from titan_loop.evaluation.ranks import rank_device
+from titan_loop.inference.loading import find_checkpoint, load_checkpoint
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
@@ -114,12 +113,6 @@ def report_upcycling(
     steps = int(manifests[0]["trainer"]["recurrent_steps"])
     depths = [*range(1, steps + 1)]
     before, after = _score(parent, held_out, depths), _score(child, held_out, depths)
-    tokens = {name: (part.labels != IGNORED).sum(dim=1).numpy() for name, part in held_out.items()}
-    if len(held_out) > 1:
-        total = name_of_total(held_out)
-        for scores in (before, after):
-            scores[total] = np.concatenate([*scores.values()], axis=1)
-        tokens[total] = np.concatenate([*tokens.values()])
     from_layers, n_layers = (
         int(manifest["trainer"]["architecture"]["n_layers"]) for manifest in manifests
     )
@@ -129,8 +122,8 @@ def report_upcycling(
         from_layers=from_layers,
         n_layers=n_layers,
         sources={
-            name: _compare(before[name], after[name], tokens[name], copies=n_layers // from_layers)
-            for name in tokens
+            name: _compare(before[name], after[name], copies=n_layers // from_layers)
+            for name in before
         },
     )
 
@@ -140,54 +133,42 @@ def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWind
 
     Args:
         checkpoint: A checkpoint or its run.
-        windows: Per source.
+        windows: Number of windows per source.
 
     Raises:
         UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.
     """
     path, run = find_checkpoint(checkpoint)
-    config = RunDirectory(run).read_config()
-    mixture = config["dataloader"].get("mixture")
-    if not mixture:
-        raise UserError(
-            f"{path} was imported or trained on generated data: it has no held-out text, leave the "
-            "report out"
-        )
-    paths = WindowLoader.Config(mixture=mixture).source_paths()
-    return {
-        name: held_out_windows(source, seq_len=config["training"]["seq_len"], count=windows)
-        for name, source in named_sources(paths).items()
-    }
+    return open_run(RunDirectory(run).read_config(), count=windows, name=path)
 
 
 def _score(
     checkpoint: Path, held_out: Mapping[str, HeldOutWindows], depths: Sequence[int]
-) -> dict[str, np.ndarray]:
-    config = RunDirectory(find_checkpoint(checkpoint)[1]).read_config()
-    model = load_model(checkpoint, config["model"], max_seq_len=config["training"]["seq_len"])
-    return {name: score_windows(model, part, depths) for name, part in held_out.items()}
+) -> dict[str, WindowScores]:
+    device = rank_device()
+    forward = at_depths(load_checkpoint(checkpoint, device=device).model, depths)
+    return with_total(
+        {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
+    )
 
 
-def _compare(
-    before_RW: np.ndarray, after_RW: np.ndarray, tokens_W: np.ndarray, *, copies: int
-) -> SourceJump:
-    """Compare summed losses of R steps and W windows."""
-    total = tokens_W.sum()
+def _compare(before: WindowScores, after: WindowScores, *, copies: int) -> SourceJump:
+    """Compare the losses of two models after each of R steps on the same windows."""
+    total = int(before.tokens_W.sum())
+    old_RW, new_RW = before.nats_PW, after.nats_PW
 
     def difference(after_W: np.ndarray, before_W: np.ndarray) -> Interval:
         # Bits per byte with 1/ln 2 "bytes" a token are nats per token.
-        return paired_difference(after_W, before_W, tokens_W / math.log(2))
+        return paired_difference(after_W, before_W, before.tokens_W / math.log(2))
 
-    steps = len(before_RW)
+    steps = len(old_RW)
     return SourceJump(
-        before=[float(nats) for nats in before_RW.sum(axis=1) / total],
-        after=[float(nats) for nats in after_RW.sum(axis=1) / total],
-        same_steps=[difference(*pair) for pair in zip(after_RW, before_RW, strict=True)],
-        same_visits=(
-            None if steps % copies else difference(after_RW[steps // copies - 1], before_RW[-1])
-        ),
-        windows=len(tokens_W),
-        n_tokens=int(total),
+        before=[float(nats) for nats in old_RW.sum(axis=1) / total],
+        after=[float(nats) for nats in new_RW.sum(axis=1) / total],
+        same_steps=[difference(*pair) for pair in zip(new_RW, old_RW, strict=True)],
+        same_visits=None if steps % copies else difference(new_RW[steps // copies - 1], old_RW[-1]),
+        windows=len(before.tokens_W),
+        n_tokens=total,
     )
 
 

@@ -21,11 +21,10 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.compiler import keep_compiled_code
 from titan_loop.errors import UserError
-from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
+from titan_loop.evaluation.while_training import check_suite, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.status import PlannedStage, write_plan
-from titan_loop.training.callback import Callback
 from titan_loop.training.run import (
     architecture_of,
     check_resumable,
@@ -80,7 +79,7 @@ def run_recipe(
             run_training(
                 stage.config,
                 stop_listener=stop_listener,
-                callbacks=_evaluations(stage.config),
+                evaluations=evaluations,
                 startup=startup,
             )
             if startup.finished:
@@ -136,11 +135,6 @@ def is_complete(config: LoopTrainer.Config) -> bool:
     """
     state = _saved_state(config)
     return state is not None and state["tokens"] >= config.total_tokens
-
-
-def _evaluations(config: LoopTrainer.Config) -> list[Callback]:
-    """Return what evaluates the model while it trains: training itself knows no tasks."""
-    return [TrainingSuite(config.suite)] if config.suite.enabled else []
 
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:

@@ -6,8 +6,8 @@ Format version 1:
     config.json      the fully resolved configuration of the latest start
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
-    held_out.jsonl   held-out losses
-    evals.jsonl      what `titan-loop eval watch`, or the suite while training, found
+    evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
+    held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
     run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
@@ -63,12 +63,12 @@ class RunDirectory:
 
     @property
     def held_out_jsonl(self) -> Path:
-        """Held-out losses."""
+        """Held-out losses of a run that 0.1 trained."""
         return self.path / "held_out.jsonl"
 
     @property
     def evals_jsonl(self) -> Path:
-        """One record an evaluation by `eval watch` or by the suite while training."""
+        """One record per evaluation: while training, or by `eval watch`."""
         return self.path / "evals.jsonl"
 
     @property

@@ -36,7 +36,7 @@ def run_training(
     command: Sequence[str] | None = None,
     *,
     stop_listener: StopListener | None = None,
-    callbacks: Sequence[Callback] = (),
+    evaluations: Callable[[LoopTrainer.Config], Sequence[Callback]] | None = None,
     startup: StartupClock | None = None,
 ) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
@@ -48,7 +48,8 @@ def run_training(
         config: The run; changed in place by `resolve`.
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
-        callbacks: Called after those of the config.
+        evaluations: Builds the callbacks that follow `held_out` and `suite`, called after those of
+            the config; needed where either is on, since training itself knows no evaluation.
         startup: Measures this start; None begins now.
 
     Returns:
@@ -66,6 +67,7 @@ def run_training(
     if world_size == 1:
         compat.skip_final_pause()
     config.resolve(world_size)
+    callbacks = _callbacks(config, evaluations)
     run_directory = RunDirectory(config.dump_folder)
     _require_writable(run_directory)
     if not _agreed(lambda: check_resumable(config)):
@@ -91,6 +93,23 @@ def run_training(
     finally:
         trainer.close()
     return EXIT_OK
+
+
+def _callbacks(
+    config: LoopTrainer.Config,
+    evaluations: Callable[[LoopTrainer.Config], Sequence[Callback]] | None,
+) -> Sequence[Callback]:
+    """Return the callbacks that evaluate while training; refuse to leave any out silently."""
+    if evaluations is not None:
+        return evaluations(config)
+    for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
+        if asked.enabled:
+            raise UserError(
+                f"{name}.interval={asked.interval} has no effect without evaluations: train with "
+                "run_recipe, give run_training evaluations="
+                "titan_loop.evaluation.while_training.evaluations, or set it to 0"
+            )
+    return ()
 
 
 def _agreed(look: Callable[[], T]) -> T:

@@ -81,7 +81,7 @@ from titan_loop.training.batch_schedule import (
 )
 from titan_loop.training.callback import Callback
 from titan_loop.training.cuda_graphs import check_cuda_graphs
-from titan_loop.training.held_out import HeldOutConfig, HeldOutLoss
+from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.learning_rate import AdamWConfig, TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
 from titan_loop.training.prepared_tokens import PreparedTokens
@@ -101,7 +101,6 @@ from titan_loop.training.stability import (
 from titan_loop.training.startup import FIRST_STEP, StartupClock
 from titan_loop.training.step_plan import StepPlan, plan_step
 from titan_loop.training.stop_request import StopListener
-from titan_loop.training.suite_config import SuiteConfig
 from titan_loop.training.value_checks import check_values
 
 DEFAULT_SEED = 0
@@ -493,8 +492,6 @@ class LoopTrainer(Trainer):
         self._stopped_at: str | None = None
         self.callbacks: list[Callback] = [*config.callbacks]
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
-        if config.held_out.enabled:
-            self.callbacks.insert(0, HeldOutLoss(config.held_out, self))
 
     @property
     def model(self) -> LoopDecoder:

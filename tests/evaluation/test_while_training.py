@@ -12,12 +12,13 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_suite import TrainingSuite, check_suite
+from titan_loop.evaluation.while_training import WhileTraining, check_suite, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
-from titan_loop.training.suite_config import SuiteConfig
+from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 DEPTHS, WINDOWS, QUESTIONS = [1, 3], 3, 4
@@ -74,6 +75,41 @@ def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, t
 
 
 @pytest.mark.usefixtures("alone")
+def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(source, tmp_path):
+    config = tiny_config(source, tmp_path / "held", steps=4)
+    config.held_out.interval, config.held_out.depths, config.held_out.windows = 2, [1, 2, 6], 5
+    config.metrics.enable_tensorboard = True
+    run = train(config)
+    assert losses(run) == losses(train(tiny_config(source, tmp_path / "plain", steps=4)))
+    records = read_jsonl(run.evals_jsonl)
+    assert [record["step"] for record in records] == [2, 4]
+    for record in records:
+        options = TaskOptions(tasks=expand_tasks(["held_out"]), depths=(1, 2, 6), windows=5)
+        found = evaluate_tasks(run.checkpoint(record["step"]), options).flat()
+        assert record["results"] == pytest.approx(found, rel=RELATIVE_TOLERANCE)
+        assert 3 < record["results"]["held_out/source/nats_per_token/static:6"] < 7
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.tensorboard))
+    events.Reload()
+    assert len(events.Scalars("held_out/source/bits_per_byte/step_6")) == 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("field", ["held_out", "suite"])
+def test_what_is_asked_is_never_left_out_silently(source: Path, tmp_path: Path, field: str):
+    """`run_training` called directly refuses, or evaluates as a recipe does."""
+    config = tiny_config(source, tmp_path / "run", steps=2)
+    config.suite = suite(["held_out"], interval=0)
+    getattr(config, field).interval = 2
+    with pytest.raises(UserError, match=rf"{field}\.interval=2 has no effect without evaluations"):
+        run_training(config)
+    assert not (tmp_path / "run").exists()
+    run_training(config, evaluations=evaluations)
+    assert len(read_jsonl(RunDirectory(tmp_path / "run").evals_jsonl)) == 1
+
+
+@pytest.mark.usefixtures("alone")
 def test_mano_in_token_ids(source: Path, tmp_path: Path):
     config = tiny_config(source, tmp_path / "run", steps=2)
     config.dataloader = ManoLoader.Config(modulus=3, max_operations=2)
@@ -93,7 +129,8 @@ def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskRepo
     config.resolve(world)
     check_suite(config)
     trainer = LoopTrainer(config)
-    asked = TrainingSuite(config.suite)
+    (asked,) = evaluations(config)
+    assert isinstance(asked, WhileTraining)
     asked.on_train_start(trainer)
     report = asked.ask(trainer)
     trainer.close()

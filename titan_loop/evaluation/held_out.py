@@ -1,0 +1,240 @@
+"""Held-out text: one way to open it, to score it and to summarise what was found.
+
+    sources ─► held-out windows, always the same ones ─► a share for each rank ─► forward
+    ─► nats and recurrent steps of every window at P readings ─► bits per byte with intervals
+
+Training, `titan-loop eval`, the suites, the watcher and `upcycle --report` differ in the forward
+function they bring: `at_depths` reads a distributed model at several depths through its streamed
+head, `at_readings` a whole model under any exit policy. All readings cost one pass to the deepest
+step.
+
+Shapes: P readings, W windows, B windows of a batch, L tokens.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.data.load.loader import (
+    HeldOutWindows,
+    WindowLoader,
+    held_out_windows,
+    named_sources,
+)
+from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
+from titan_loop.evaluation.ranks import share_work
+from titan_loop.evaluation.readings import Reading, score_states, states_at
+from titan_loop.evaluation.suites import NotAskedError
+from titan_loop.evaluation.task_report import ReadingResult
+from titan_loop.models.context import WindowShare
+from titan_loop.models.decoder import LoopDecoder
+
+ALL_SOURCES = "all"
+_BATCH_WINDOWS = 8
+
+Sums = tuple[list[float], list[float]]  # of one window: nats and recurrent steps at each reading
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes inputs, positions and labels, (B, L) each; returns nats and recurrent steps, (P, B) each,
+summed over the labels of a window."""
+Divide = Callable[[Sequence[int], Callable[[Sequence[int]], list[Sums]]], list[Sums]]
+"""Calls its second argument with the windows of this rank; returns the sums of all windows."""
+
+
+class WindowScores(NamedTuple):
+    """Scores of W windows at P readings.
+
+    Attributes:
+        nats_PW: Negative log likelihood, summed over a window's labels.
+        steps_PW: Recurrent steps, summed over a window's labels.
+        tokens_W: Number of labels.
+        bytes_W: Bytes of text the labels stand for.
+    """
+
+    nats_PW: NDArray[np.float64]
+    steps_PW: NDArray[np.float64]
+    tokens_W: NDArray[np.int64]
+    bytes_W: NDArray[np.int64]
+
+
+def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
+    """Return the held-out windows of prepared sources by the sources' names.
+
+    Args:
+        paths: Folders of the sources.
+        seq_len: L.
+        count: Number of windows per source, always the same ones.
+
+    Raises:
+        UserError: As `held_out_windows`.
+    """
+    return {
+        name: held_out_windows(path, seq_len=seq_len, count=count)
+        for name, path in named_sources(paths).items()
+    }
+
+
+def open_run(config: Mapping[str, Any], *, count: int, name: object) -> dict[str, HeldOutWindows]:
+    """Return the held-out windows of every source a run reads.
+
+    Args:
+        config: The run's `config.json`.
+        count: Number of windows per source, always the same ones.
+        name: How messages call the run.
+
+    Raises:
+        NotAskedError: The run has no prepared sources.
+        UserError: A source is gone, or `count` is below 1.
+    """
+    mixture = config["dataloader"].get("mixture")
+    if not mixture:
+        raise NotAskedError(
+            f"{name} was imported or trained on generated data: it has no held-out text"
+        )
+    paths = WindowLoader.Config(mixture=mixture).source_paths()
+    return open_sources(paths, seq_len=config["training"]["seq_len"], count=count)
+
+
+def at_depths(
+    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None = None
+) -> Forward:
+    """Read out the states of one pass at several depths through the streamed head.
+
+    Args:
+        model: May be distributed; every rank of its mesh then calls the function together.
+        depths: Recurrent steps, each ≥ 1.
+        share: The part of every window this rank computes; None for all of it.
+
+    Returns:
+        The function; its sums are those of this rank's tokens.
+    """
+    last = [depth - 1 for depth in depths]
+
+    @torch.no_grad()
+    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+        masks = None
+        if share is not None:
+            masks = model.get_attention_masks(positions_BL, share)
+            input_BL, positions_BL, labels_BL = (
+                part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
+            )
+        output = model(input_BL, positions_BL, masks, recurrent_steps=max(depths), collect="all")
+        states = tuple(output.hidden_RBLD[index] for index in last)
+        weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
+        _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
+        tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
+        return ce_PBL.double().sum(dim=2), torch.stack([depth * tokens_B for depth in depths])
+
+    return forward
+
+
+def at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
+    """Read out the states of one pass under every reading.
+
+    Args:
+        model: Whole, on this rank.
+        readings: At least one.
+    """
+    deepest = max(reading.deepest_step for reading in readings)
+
+    @torch.no_grad()
+    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+        valid_BL = labels_BL != IGNORE_INDEX
+        states = states_at(model, input_BL, valid_BL, deepest, positions_BL)
+        scores = score_states(model, states, labels_BL[valid_BL], readings)
+        lengths = valid_BL.sum(1).tolist()
+        nats_PB, steps_PB = (
+            torch.stack([part_PT.double().sum(1) for part_PT in values.split(lengths, 1)], dim=1)
+            for values in (scores.nats_PT, scores.step_PT)
+        )
+        return nats_PB, steps_PB
+
+    return forward
+
+
+def score_windows(
+    windows: HeldOutWindows,
+    forward: Forward,
+    *,
+    device: torch.device,
+    batch_windows: int = _BATCH_WINDOWS,
+    divide: Divide = share_work,
+) -> WindowScores:
+    """Score windows; collective over the ranks that divide them.
+
+    Args:
+        windows: W windows, the same on every rank.
+        forward: What to compute of a batch.
+        device: Device of the model.
+        batch_windows: Windows per forward pass.
+        divide: How the ranks share the windows; by default every rank has the whole model.
+
+    Returns:
+        The scores of all windows, equal on all ranks.
+    """
+
+    def work(rows: Sequence[int]) -> list[Sums]:
+        sums: list[Sums] = []
+        for start in range(0, len(rows), batch_windows):
+            chosen = [*rows[start : start + batch_windows]]
+            columns = (windows.input, windows.positions, windows.labels)
+            nats_PB, steps_PB = forward(*(column[chosen].to(device) for column in columns))
+            sums += zip(nats_PB.T.tolist(), steps_PB.T.tolist(), strict=True)
+        return sums
+
+    all_sums = divide(range(len(windows.labels)), work)
+    nats_PW, steps_PW = (
+        np.asarray(values, dtype=np.float64).T for values in zip(*all_sums, strict=True)
+    )
+    return WindowScores(
+        nats_PW,
+        steps_PW,
+        (windows.labels != IGNORE_INDEX).sum(dim=1).numpy(),
+        windows.label_bytes.sum(dim=1).numpy(),
+    )
+
+
+def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:
+    """Return reading → bits per byte with its 95 % bootstrap interval over windows, and more.
+
+    Args:
+        scores: Scores of one source.
+        readings: Name of each row.
+    """
+    tokens = int(scores.tokens_W.sum())
+    intervals = bootstrap_bits_per_byte(scores.nats_PW, scores.bytes_W)
+    nats_P, steps_P = scores.nats_PW.sum(axis=1), scores.steps_PW.sum(axis=1)
+    return {
+        name: ReadingResult(
+            metrics={
+                "bits_per_byte": interval.value,
+                "bits_per_byte_low": interval.low,
+                "bits_per_byte_high": interval.high,
+                "nats_per_token": float(nats) / tokens,
+            },
+            mean_steps=float(steps) / tokens,
+        )
+        for name, interval, nats, steps in zip(readings, intervals, nats_P, steps_P, strict=True)
+    }
+
+
+def with_total(scores: Mapping[str, WindowScores]) -> dict[str, WindowScores]:
+    """Return the scores of every source, then of all sources together if there are several."""
+    if len(scores) < 2:
+        return dict(scores)
+    parts = zip(*scores.values(), strict=True)
+    total = WindowScores(*(np.concatenate(part, axis=-1) for part in parts))
+    return {**scores, name_of_total(scores): total}
+
+
+def name_of_total(sources: Collection[str]) -> str:
+    """Return a name for all sources together: "all", in parentheses if a source is called so."""
+    name = ALL_SOURCES
+    while name in sources:
+        name = f"({name})"
+    return name

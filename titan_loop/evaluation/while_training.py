@@ -1,0 +1,200 @@
+"""Evaluates a model while it trains, without a checkpoint in between.
+
+    held_out.*, suite.* of a run ─► callbacks ─► tasks, each at several depths from one pass
+    ─► evals.jsonl; `held_out/SOURCE/METRIC/step_R` and `suite/…` in TensorBoard and W&B
+
+It asks what `titan-loop eval --tasks … --limit … --depths …` asks of a checkpoint and finds the
+same. Nothing of training is touched: no random number is drawn and no state is left behind.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
+from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
+from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.task_report import TaskReport, headline
+from titan_loop.evaluation.training_tasks import Exam, HeldOutText, Questions, TrainingTask
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.callback import Callback
+from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.trainer import LoopTrainer
+
+
+def evaluations(config: LoopTrainer.Config) -> list[Callback]:
+    """Return the callbacks that follow `held_out` and `suite` of a run; none where both are off.
+
+    Args:
+        config: The run, resolved and checked by `check_suite`.
+    """
+    held_out, suite = config.held_out, config.suite
+    callbacks: list[Callback] = []
+    if held_out.enabled:
+        callbacks.append(
+            WhileTraining(
+                lambda trainer: [
+                    HeldOutText(
+                        trainer,
+                        held_out.sources or config.dataloader.source_paths(),
+                        held_out.windows,
+                    )
+                ],
+                interval=held_out.interval,
+                depths=held_out.depths,
+            )
+        )
+    if suite.enabled:
+        callbacks.append(
+            WhileTraining(
+                lambda trainer: [_suite_task(trainer, suite, name) for name in _names(suite)],
+                interval=suite.interval,
+                depths=suite.depths,
+                prefix="suite/",
+            )
+        )
+    return callbacks
+
+
+def check_suite(config: LoopTrainer.Config) -> None:
+    """Raise `UserError` for a suite that this run cannot be asked; touches no device.
+
+    Args:
+        config: The run, resolved.
+    """
+    suite = config.suite
+    if suite.interval < 0:
+        raise UserError(f"suite.interval={suite.interval} is negative; 0 turns it off")
+    if not suite.enabled:
+        return
+    for name, value in (("windows", suite.windows), ("questions", suite.questions)):
+        if value < 1:
+            raise UserError(f"suite.{name}={value} must be at least 1")
+    if not suite.depths or min(suite.depths) < 1:
+        raise UserError(f"suite.depths={suite.depths} must name depths of at least 1")
+    known, generated = (HELD_OUT, *OFFLINE_TASKS), config.dataloader.task()
+    for name in _names(suite):
+        if generated is not None and generated.name == name:
+            degree = config.parallelism.context_parallel_degree
+            if degree > 1:
+                raise UserError(
+                    f"suite.tasks: {name} in token ids does not work with "
+                    f"parallelism.context_parallel_degree={degree}; leave that at 1, or take "
+                    f"{name} out"
+                )
+            generated.exam(suite.questions)  # refuses more questions than there are
+        elif name not in known:
+            raise UserError(
+                f"suite.tasks: {name} cannot be asked while training{nearest(name, known)}"
+            )
+        elif not config.dataloader.source_paths():
+            raise UserError(
+                f"suite.tasks: {name} needs a prepared source, for its text or its tokenizer, and "
+                "this data has none; take it out of suite.tasks"
+            )
+        elif name != HELD_OUT:
+            OFFLINE_TASKS[name]()  # refuses a task whose questions are not installed
+
+
+def _names(suite: SuiteConfig) -> list[str]:
+    return [task.name for task in expand_tasks(suite.tasks)]
+
+
+def _suite_task(trainer: LoopTrainer, suite: SuiteConfig, name: str) -> TrainingTask:
+    data = trainer.config.dataloader
+    generated = data.task()
+    if name == HELD_OUT:
+        return HeldOutText(trainer, data.source_paths(), suite.windows)
+    if generated is not None and generated.name == name:
+        return Exam(trainer, generated, suite.questions)
+    return Questions(trainer, name, suite.questions)
+
+
+class WhileTraining:
+    """A `Callback` that asks tasks every `interval` steps and after the last one; collective.
+
+    Args:
+        open_tasks: Reads the tasks' windows and questions, once.
+        interval: Steps between two evaluations.
+        depths: Recurrent steps to read.
+        prefix: Put in front of the names in TensorBoard and W&B.
+    """
+
+    def __init__(
+        self,
+        open_tasks: Callable[[LoopTrainer], list[TrainingTask]],
+        *,
+        interval: int,
+        depths: Sequence[int],
+        prefix: str = "",
+    ) -> None:
+        self._open_tasks = open_tasks
+        self._interval = interval
+        self._depths = depths
+        self._prefix = prefix
+        self._tasks: list[TrainingTask] = []
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        """Read windows and questions once."""
+        self._tasks = self._open_tasks(trainer)
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+        """Ask if it is time; every rank takes part, rank 0 writes."""
+        if trainer.step % self._interval and trainer.step != trainer.config.training.steps:
+            return
+        began = time.perf_counter()
+        report = self.ask(trainer)
+        if dist.get_rank() == 0:
+            run = RunDirectory(trainer.config.dump_folder)
+            seconds = time.perf_counter() - began
+            append_evaluation(run, report, asked=WHILE_TRAINING, seconds=seconds)
+            logger.info("evaluated, step %d: %s", trainer.step, _summary(report))
+        trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        """Do nothing."""
+
+    @torch.no_grad()
+    def ask(self, trainer: LoopTrainer) -> TaskReport:
+        """Return what all tasks give at every depth, equal on all ranks; collective."""
+        report = TaskReport(
+            step=trainer.step,
+            tokens=trainer.tokens,
+            trained_recurrent_steps=trainer.model.recurrent_steps,
+            manifest_sha256="",
+        )
+        trainer.model.eval()
+        for task in self._tasks:
+            report.tasks.update(task.ask(trainer, self._depths))
+            trainer.stop_listener.progress()
+        trainer.model.train()
+        return report
+
+    def _curves(self, report: TaskReport) -> dict[str, float]:
+        """Return what TensorBoard and W&B draw: the metrics without their intervals."""
+        return {
+            f"{self._prefix}{task}/{metric.removesuffix(',none')}/"
+            f"step_{reading.removeprefix('static:')}": value
+            for task, readings in report.tasks.items()
+            for reading, result in readings.items()
+            for metric, value in result.metrics.items()
+            if not metric.endswith(("_low", "_high"))
+        }
+
+
+def _summary(report: TaskReport) -> str:
+    parts = []
+    for name, readings in report.tasks.items():
+        metric = headline(next(iter(readings.values())).metrics, "acc,none")
+        values = " ".join(
+            f"R={reading.removeprefix('static:')} {result.metrics[metric]:.3f}"
+            for reading, result in readings.items()
+        )
+        parts.append(f"{name} {metric.removesuffix(',none')} {values}")
+    return "; ".join(parts)
