@@ -10,7 +10,7 @@ from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
-from titan_loop.inference.text import TextEngine
+from titan_loop.inference.rows import text_requests
 from titan_loop.text.chatml import Turn, chat_prompt
 
 NEW = ("--max-new-tokens", "12")
@@ -27,8 +27,13 @@ def expected_text(run, prompt: str, **options) -> str:
     loaded = load_checkpoint(run)
     engine = Engine(loaded.model, recurrent_steps=options.pop("recurrent_steps", 2), **options)
     tokenizer = load_matching_tokenizer(loaded)
-    text = TextEngine(engine, tokenizer, text_ends(loaded, tokenizer).stop_tokens)
-    return text.complete([prompt], max_new_tokens=12)[0].text
+    requests = text_requests(
+        tokenizer,
+        [prompt],
+        stop_tokens=text_ends(loaded, tokenizer).stop_tokens,
+        max_new_tokens=12,
+    )
+    return engine.complete(requests)[0].text
 
 
 def test_a_prompt_is_completed_at_the_trained_depth(capsys, trained_run):
@@ -98,12 +103,12 @@ def test_lines_of_standard_input_are_prompts(capsys, monkeypatch, trained_run):
 
 def test_a_chat_remembers_its_turns(capsys, monkeypatch, trained_run):
     asked = []
-    stream = TextEngine.stream
+    stream = Engine.stream
     monkeypatch.setattr(
-        TextEngine,
+        Engine,
         "stream",
-        lambda self, prompts, **options: (
-            asked.append(prompts[0]) or stream(self, prompts, **options)
+        lambda self, requests, **options: (
+            asked.append(requests[0].prompt) or stream(self, requests, **options)
         ),
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\nyou\n"))

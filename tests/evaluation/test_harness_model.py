@@ -18,7 +18,7 @@ from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
 from titan_loop.inference.loading import load_checkpoint
-from titan_loop.inference.text import TextEngine
+from titan_loop.inference.rows import text_requests
 
 END = 0
 TEXT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen"
@@ -76,8 +76,14 @@ def test_generation_is_the_engines(trained_run: Path):
     texts = lm.generate_until(ask(*((prompt, options) for prompt in prompts)))
     loaded = load_checkpoint(trained_run)
     engine = Engine(loaded.model, recurrent_steps=4, kv_cache="last", exit_policy=QExit(0.6))
-    text_engine = TextEngine(engine, byte_level_tokenizer(), frozenset((END,)))
-    expected = text_engine.complete(list(prompts), max_new_tokens=9, stop=["\n"])
+    requests = text_requests(
+        byte_level_tokenizer(),
+        prompts,
+        stop_tokens=frozenset((END,)),
+        max_new_tokens=9,
+        stop=["\n"],
+    )
+    expected = engine.complete(requests)
     assert texts == [completion.text for completion in expected]
     steps = [step for completion in expected for step in completion.steps]
     assert lm.count.mean == pytest.approx(sum(steps) / len(steps))

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from titan_loop.cli.parser import Parser
@@ -11,11 +11,10 @@ from titan_loop.errors import EXIT_OK, UserError
 if TYPE_CHECKING:
     import argparse
 
-    import torch
+    from tokenizers import Tokenizer
 
-    from titan_loop.inference.rows import Completion
-    from titan_loop.inference.sampling import Sampling
-    from titan_loop.inference.text import TextEngine
+    from titan_loop.inference.engine import Engine
+    from titan_loop.inference.rows import Completion, GeneratedToken
 
 DTYPES = ("float32", "bfloat16", "float64")
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
@@ -35,9 +34,9 @@ def run(arguments: Sequence[str]) -> int:
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.exit_policy import parse_exit_policy
     from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
+    from titan_loop.inference.rows import text_requests
     from titan_loop.inference.sampling import Sampling
     from titan_loop.inference.speculative import SelfSpeculation
-    from titan_loop.inference.text import TextEngine
 
     policy = parse_exit_policy(given.exit)
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
@@ -60,8 +59,19 @@ def run(arguments: Sequence[str]) -> int:
         speculation=speculation,
     )
     tokenizer = load_matching_tokenizer(loaded, given.tokenizer)
-    text = TextEngine(engine, tokenizer, text_ends(loaded, tokenizer).stop_tokens)
-    session = _Session(text, sampling, torch.Generator().manual_seed(given.seed), given)
+    generator = torch.Generator().manual_seed(given.seed)
+
+    def stream(prompts: list[str] | list[list[int]]) -> "Iterator[GeneratedToken]":
+        requests = text_requests(
+            tokenizer,
+            prompts,
+            stop_tokens=text_ends(loaded, tokenizer).stop_tokens,
+            max_new_tokens=given.max_new_tokens,
+            stop=given.stop,
+        )
+        return engine.stream(requests, sampling=sampling, generator=generator)
+
+    session = _Session(engine, tokenizer, stream, given)
     if given.prompt and len(given.prompt) > 1:
         session.complete_all(given.prompt)
     else:
@@ -123,21 +133,17 @@ class _Session:
 
     def __init__(
         self,
-        text: "TextEngine",
-        sampling: "Sampling",
-        generator: "torch.Generator",
+        engine: "Engine",
+        tokenizer: "Tokenizer",
+        stream: "Callable[[list[str] | list[list[int]]], Iterator[GeneratedToken]]",
         given: "argparse.Namespace",
     ) -> None:
         from titan_loop.text.chatml import Turn
 
-        self._text = text
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._stream = stream
         self._given = given
-        self._arguments = {
-            "max_new_tokens": given.max_new_tokens,
-            "stop": given.stop,
-            "sampling": sampling,
-            "generator": generator,
-        }
         self._turns: list[Turn] = []
 
     def answer(self, prompt: str) -> None:
@@ -150,8 +156,8 @@ class _Session:
         prompts: list[str] | list[list[int]] = [prompt]
         if self._given.chat:
             self._turns.append(Turn("user", prompt))
-            prompts = [chat_prompt(self._text.tokenizer, self._turns)]
-        for event in self._text.stream(prompts, **self._arguments):
+            prompts = [chat_prompt(self._tokenizer, self._turns)]
+        for event in self._stream(prompts):
             completion.add(event)
             print(self._shown(event.text, event.step), end="", flush=True)
         print(flush=True)
@@ -166,7 +172,7 @@ class _Session:
         start = time.perf_counter()
         completions = [Completion() for _ in prompts]
         shown = [""] * len(prompts)
-        for event in self._text.stream(prompts, **self._arguments):
+        for event in self._stream(prompts):
             completions[event.row].add(event)
             shown[event.row] += self._shown(event.text, event.step)
         for prompt, text in zip(prompts, shown, strict=True):
@@ -177,7 +183,7 @@ class _Session:
         return text + str(step).translate(_SUBSCRIPTS) if self._given.show_steps else text
 
     def _summarise(self, completions: "list[Completion]", seconds: float) -> None:
-        engine = self._text.engine
+        engine = self._engine
         steps = [step for completion in completions for step in completion.steps]
         mean = sum(steps) / len(steps) if steps else float("nan")
         parts = [

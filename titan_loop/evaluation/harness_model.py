@@ -1,7 +1,7 @@
 """The model `titan_loop` of lm-evaluation-harness.
 
     lm_eval's requests ─ tokenise ─► TokenScorer (log-likelihoods, rolling windows) ─┐
-                                 └─► TextEngine (generate_until) ────────────────────┴─► lm_eval
+                                 └─► Engine (generate_until) ────────────────────────┴─► lm_eval
 
 A log-likelihood is one pass over the prompt in which each step sees its own step's keys, as in the
 engine's prefill; `kv_cache` matters for generated tokens only. All readings are scored at once: the
@@ -38,8 +38,8 @@ from titan_loop.inference.loading import (
     load_matching_tokenizer,
     text_ends,
 )
+from titan_loop.inference.rows import text_requests
 from titan_loop.inference.sampling import Sampling
-from titan_loop.inference.text import TextEngine
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -262,14 +262,13 @@ class LoopLM(TemplateLM):
             kv_cache=self.kv_cache,
             exit_policy=reading.policy,
         )
-        text = TextEngine(engine, self._text_tokenizer, self._ends.stop_tokens)
         groups: dict[str, list[int]] = {}
         for index, one in enumerate(asked):
             groups.setdefault(digest(one.key()[1:]), []).append(index)
 
         def work(share: Sequence[Sequence[int]]) -> list[list[dict[str, Any]]]:
             return [
-                self._complete(text, [asked[index] for index in batch], seed=batch[0])
+                self._complete(engine, [asked[index] for index in batch], seed=batch[0])
                 for batch in share
             ]
 
@@ -286,15 +285,20 @@ class LoopLM(TemplateLM):
         return answers
 
     def _complete(
-        self, text: TextEngine, batch: Sequence["_Generation"], *, seed: int
+        self, engine: Engine, batch: Sequence["_Generation"], *, seed: int
     ) -> list[dict[str, Any]]:
         first = batch[0]
         # A long answer may not push the whole prompt out: it then ends where the context does.
         room = max(self.max_length - first.max_new_tokens, self.max_length // 2)
-        completions = text.complete(
+        requests = text_requests(
+            self._text_tokenizer,
             [self._last_tokens(one.prompt, room) for one in batch],
+            stop_tokens=self._ends.stop_tokens,
             max_new_tokens=first.max_new_tokens,
             stop=first.until,
+        )
+        completions = engine.complete(
+            requests,
             sampling=first.sampling,
             generator=torch.Generator().manual_seed(seed),
         )

@@ -6,7 +6,7 @@ model's context, whichever comes first.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_policy import ExitDecider
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import Stack
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FinishReason = Literal["stop_token", "stop_string", "limit", "context"]
 
@@ -36,6 +39,37 @@ class Request:
 
     text: Detokenizer | None = None
     """Turns tokens into text and looks for stop strings; None for token ids only."""
+
+
+def text_requests(
+    tokenizer: "Tokenizer",
+    prompts: Sequence[str] | Sequence[list[int]],
+    *,
+    stop_tokens: frozenset[int],
+    max_new_tokens: int = 64,
+    stop: Sequence[str] = (),
+) -> list[Request]:
+    """Return requests whose completions come back as text.
+
+    Args:
+        tokenizer: The one the model was trained with.
+        prompts: Texts, in which special tokens are recognised, or token ids.
+        stop_tokens: Tokens that end a completion, as `loading.text_ends` finds them.
+        max_new_tokens: Most tokens per completion.
+        stop: Strings that end a completion, which does not include them.
+
+    Raises:
+        UserError: A stop string is empty.
+    """
+    return [
+        Request(
+            prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
+            max_new_tokens=max_new_tokens,
+            stop_tokens=stop_tokens,
+            text=Detokenizer(tokenizer, stop),
+        )
+        for prompt in prompts
+    ]
 
 
 class GeneratedToken(NamedTuple):

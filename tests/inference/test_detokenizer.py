@@ -11,10 +11,9 @@ from titan_loop.errors import UserError
 from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import QExit
-from titan_loop.inference.rows import Completion
+from titan_loop.inference.rows import Completion, Request, text_requests
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
-from titan_loop.inference.text import TextEngine
 from titan_loop.text.tokenizer import END_OF_TEXT
 
 
@@ -81,55 +80,51 @@ def test_an_empty_stop_string_is_refused():
         Detokenizer(TOKENIZER, ("",))
 
 
-def text_engine(**options) -> TextEngine:
-    model = make_model(vocab_size=8).double()
+def engine_of(**options) -> Engine:
+    return Engine(make_model(vocab_size=8).double(), **options)
+
+
+def ask(prompts: list[str], **options) -> list[Request]:
     tokenizer = byte_tokenizer("abcdef")
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    return TextEngine(Engine(model, **options), tokenizer, frozenset((end,)))
+    stop_tokens = frozenset((tokenizer.token_to_id(END_OF_TEXT),))
+    return text_requests(tokenizer, prompts, stop_tokens=stop_tokens, **options)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"exit_policy": QExit(0.6)}, {"speculation": SelfSpeculation(1, 3)}]
 )
 def test_generation_stops_at_strings_that_several_tokens_make(options):
-    free = text_engine(**options).complete(["abc", "f"], max_new_tokens=20)
+    free = engine_of(**options).complete(ask(["abc", "f"], max_new_tokens=20))
     text = free[0].text
     assert len(text) == len(free[0].tokens) >= 5
     stop = text[2:4]
-    engine = text_engine(**options)
-    got = engine.complete(["abc", "f"], max_new_tokens=20, stop=[stop])
+    got = engine_of(**options).complete(ask(["abc", "f"], max_new_tokens=20, stop=[stop]))
     assert got[0].text == text[: text.find(stop)]
     assert got[0].finish == "stop_string"
     assert len(got[0].tokens) == text.find(stop) + 2  # the tokens say what was computed
 
 
 def test_a_stream_gives_the_same_as_completing():
-    engine = text_engine(exit_policy=QExit(0.6))
-    sampling = Sampling(temperature=1.0)
-    arguments = {"max_new_tokens": 9, "stop": ["aa"], "sampling": sampling}
-    whole = engine.complete(
-        ["abc", "fade"], **arguments, generator=torch.Generator().manual_seed(2)
-    )
+    engine = engine_of(exit_policy=QExit(0.6))
+
+    def arguments() -> dict:
+        return {
+            "requests": ask(["abc", "fade"], max_new_tokens=9, stop=["aa"]),
+            "sampling": Sampling(temperature=1.0),
+            "generator": torch.Generator().manual_seed(2),
+        }
+
+    whole = engine.complete(**arguments())
     collected = [Completion(), Completion()]
     order = []
-    for event in engine.stream(
-        ["abc", "fade"], **arguments, generator=torch.Generator().manual_seed(2)
-    ):
+    for event in engine.stream(**arguments()):
         collected[event.row].add(event)
         order.append(event.row)
     assert collected == whole
-    one_by_one = engine.complete(
-        ["abc", "fade"], **arguments, rows=1, generator=torch.Generator().manual_seed(2)
-    )
-    assert one_by_one == whole
+    assert engine.complete(**arguments(), rows=1) == whole
     assert order[:2] == [0, 1]
-
-
-def test_a_tokenizer_of_another_vocabulary_is_refused():
-    with pytest.raises(UserError, match="has 9 token ids, the model's vocabulary has 8"):
-        TextEngine(Engine(make_model(vocab_size=8)), byte_tokenizer("abcdefgh"), frozenset())
 
 
 def test_a_prompt_longer_than_the_context_is_one_line():
     with pytest.raises(UserError, match=f"prompt 0 has 60 tokens, the context of {CONTEXT}"):
-        text_engine().complete(["a" * 60])
+        engine_of().complete(ask(["a" * 60]))
