@@ -1,5 +1,5 @@
-"""Recipes: one module a paper or purpose, one public function a recipe.
+"""The recipes: one module for each paper or purpose, one public function for each recipe.
 
-`titan-loop train NAME` finds the function NAME; any field can be overridden on the command
-line. LOG.md records what the recipes gave, failures included.
+`titan-loop train NAME` finds the function NAME; flags override any field. LOG.md has the results,
+failures included.
 """

@@ -1,9 +1,9 @@
-"""What looping is for: Mano at equal parameters, the same layers visited once or several times.
+"""The purpose of looping, on the Mano task: one layer visited once, and visited four times.
 
-Two runs of the same single layer on the same data: one visits it four times and has an exit gate,
-the other visits it once. The exam asks for the value of held-out prefix expressions of the largest
-length; every answer needs a chain of dependent operations, for which one visit is too shallow.
-LOG.md has the length it needs and what came out.
+Both runs have the same single layer and read the same data; the looped one also has an exit gate.
+The exam asks for the values of held-out prefix expressions of the largest length. Every answer
+needs a chain of dependent operations, for which one visit is too shallow. LOG.md has the results
+and the tokens it takes.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
 """

@@ -3,12 +3,12 @@
     1a ─┬─ 1b ── annealing ── longct ── mid_training ── gate        4 layers, R = 8 then 4
         └─ 1b_upcycled ── … ── gate_upcycled                        8 layers, R = 4
 
-As in `ouro.py`: warm-up and batch ramp, R halved after 1a, the fork with layers doubled, β from 0.1
-to 0.05, RoPE bases 10K, 40K and 1M, windows ×1, ×2, ×4, ×2, packed long documents, ChatML with
-replay, and at last the gate on the frozen model. Tokens are ten million times fewer, learning rates
-those of a small model; see LOG.md.
+As in `ouro.py`: warm-up and batch ramp, R halved after 1a, the fork with twice the layers, β from
+0.1 to 0.05, RoPE bases 10K, 40K and 1M, windows ×1, ×2, ×4, ×2, packed long documents, ChatML with
+replay, and finally the gate on the frozen model. It has ten million times fewer tokens and the
+learning rates of a small model; see LOG.md.
 
-`bash tools/miniature.sh` prepares what it reads and runs it.
+`bash tools/miniature.sh` prepares the data and runs the recipe.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ def miniature_short() -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How much to train on, and where the sources lie."""
+    """The folder of the sources, and the share of the tokens to train on."""
 
     corpus: str
     share: float
@@ -88,7 +88,7 @@ def _stage_1a(scale: _Scale) -> Stage:
 
 
 def _branch(scale: _Scale, suffix: str = "", *, layers: int = LAYERS) -> list[Stage]:
-    """Return the stages after 1a, for one of the two models."""
+    """Return the stages after 1a of one of the two models."""
     annealing_tokens, mid_training_tokens = 48_000, 48_000
     mid_training = Schedule.parse(
         f"0:{ANNEALED_RATE} cosine {scale.tokens(mid_training_tokens)}:{FINAL_RATE}"
@@ -170,9 +170,9 @@ def _config(
     mixture: dict[str, str],
     rope_theta: float = 10_000.0,
 ) -> LoopTrainer.Config:
-    """Return what all stages share: R = 4, β = 0.05, 1,024 tokens a batch.
+    """Return the settings that all stages share: R = 4, β = 0.05, 1,024 tokens a batch.
 
-    Every stage has a seed of its own, or it would read the windows of the one before in its order.
+    Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
     """
     config = LoopTrainer.Config(
         total_tokens=scale.tokens(tokens),

@@ -117,7 +117,7 @@ def _stage_1a() -> Stage:
 
 
 def _branch(parent: str, *, size: str = "1.4b") -> list[Stage]:
-    """Return the stages after 1a, for one of the two models."""
+    """Return the stages after 1a of one of the two models."""
     annealing_tokens = 14 * TRILLION // 10
     stages = [
         Stage(
@@ -259,8 +259,8 @@ def _config(
 ) -> LoopTrainer.Config:
     """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1.
 
-    Every stage has a seed of its own, or it would read the windows of the one before in its order.
-    With `epochs`, a source that was read so often leaves the mixture and the others go on.
+    Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
+    With `epochs`, a source leaves the mixture after that many and the others continue.
     """
     config = LoopTrainer.Config(
         total_tokens=tokens,
@@ -292,10 +292,10 @@ def _config(
 
 
 def _recompute_some_of(config: LoopTrainer.Config) -> None:
-    """Checkpoint selectively where 192 layer visits of width 2,048 would keep 63 GiB a window.
+    """Checkpoint selectively, because 192 layer visits of width 2,048 keep 63 GiB for a window.
 
-    With weights and gradients that is 90 to 98 % of what is usable of 80 GB, while the estimate may
-    be 13 % off (`titan_loop/distributed/README.md`); selectively it is 38 to 63 %.
+    With weights and gradients that is 90 to 98 % of the usable part of 80 GB, and the estimate may
+    be 13 % off (`titan_loop/distributed/README.md`). Selective checkpointing needs 38 to 63 %.
     """
     config.activation_checkpoint = SelectiveAC.Config()
 

@@ -1,7 +1,7 @@
 """The quick start: a one-million-parameter LoopLM on code, prose and mathematics, R = 4.
 
-`bash tools/quickstart.sh` builds the corpus this recipe reads and runs it. Size, vocabulary and
-batch were chosen by measurement on two cores, see LOG.md.
+`bash tools/quickstart.sh` builds the corpus and runs the recipe. LOG.md has the measurements on two
+cores that size, vocabulary and batch were chosen by.
 """
 
 from titan_loop.data.load.loader import WindowLoader

@@ -1,1 +1,1 @@
-"""Recipes: how a name becomes a complete config. The recipes themselves are in `train_configs`."""
+"""Turns the name of a recipe into stages and runs them. The recipes are in `train_configs`."""

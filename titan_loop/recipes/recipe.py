@@ -1,9 +1,9 @@
-"""A recipe is a list of stages; a stage is a complete run and what it starts from.
+"""A recipe is a list of stages; a stage is a complete run and the stage that it starts from.
 
     Recipe("ouro", [1a, 1b (parent 1a), …]) ─► runs/ouro/1a, runs/ouro/1b, …
 
-Every stage has a run directory of its own below the recipe's, so a stage can be repeated, forked or
-launched alone, and its checkpoints say which one they descend from.
+Every stage has its own run directory below the recipe's folder, so a stage can be repeated, forked
+or launched alone, and its checkpoints name the checkpoint that they descend from.
 """
 
 import re
@@ -21,13 +21,13 @@ class Stage:
     """One job of a recipe."""
 
     name: str
-    """Names its run directory; letters, digits, dot, dash and underscore."""
+    """Name of the stage and its run directory; letters, digits, dot, dash and underscore."""
 
     config: LoopTrainer.Config
-    """Everything about the run; the recipe sets `stage`, `dump_folder` and the parent's path."""
+    """Config of the run; the recipe sets `stage`, `dump_folder` and the parent's path."""
 
     parent: str | None = None
-    """The stage whose last checkpoint it starts from; None for initial weights."""
+    """Name of the stage whose last checkpoint it starts from; None for initial weights."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,11 +37,11 @@ class Recipe:
     name: str
     stages: list[Stage]
     folder: str = ""
-    """Where the stages' run directories go; empty for `runs/NAME`."""
+    """Folder for the stages' run directories; empty for `runs/NAME`."""
 
     @classmethod
     def of_one_run(cls, name: str, config: LoopTrainer.Config) -> "Recipe":
-        """Return the recipe of a config alone, which trains in the config's own folder."""
+        """Return a recipe with one run, which trains in the config's own folder."""
         return cls(name=name, stages=[Stage(name=name, config=config)], folder=config.dump_folder)
 
     def check(self) -> None:
@@ -78,7 +78,7 @@ class Recipe:
         """Return the stage called `name`.
 
         Raises:
-            UserError: There is none.
+            UserError: The recipe has no such stage.
         """
         for stage in self.stages:
             if stage.name == name:
@@ -87,13 +87,13 @@ class Recipe:
         raise UserError(f"recipe {self.name} has no stage {name!r}{nearest(name, names)}")
 
     def place(self, folder: str = "") -> Path:
-        """Give every stage its run directory, and its parent's as the place to start from.
+        """Set every stage's run directory, and its parent's as the run to start from.
 
         Args:
-            folder: Instead of the recipe's own.
+            folder: Folder for the run directories; empty for the recipe's own.
 
         Returns:
-            The recipe's folder.
+            The folder of the recipe.
         """
         root = Path(folder or self.folder or f"runs/{self.name}")
         alone = len(self.stages) == 1 and self.stages[0].name == self.name

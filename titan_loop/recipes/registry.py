@@ -1,8 +1,8 @@
-"""Find a recipe: `NAME` is the public function of that name in some module of `train_configs`.
+"""Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
-Its annotation says what it returns: a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` names any other. Names and summaries are read from the files, so listing
-them imports nothing; importing a recipe imports torch.
+The function is annotated with what it returns: a `Recipe`, or the `LoopTrainer.Config` of one run.
+`PACKAGE.MODULE:FUNCTION` names any other function. Names and summaries are read from the source
+files, because importing a recipe imports torch.
 """
 
 import ast
@@ -56,14 +56,14 @@ def _find_recipes() -> dict[str, _Found]:
 
 
 def load_recipe(name: str) -> "Recipe":
-    """Return a recipe, checked.
+    """Return a recipe whose stages fit together.
 
     Args:
         name: A name of `recipe_summaries`, or `PACKAGE.MODULE:FUNCTION`. The function takes no
             arguments.
 
     Raises:
-        UserError: There is no such recipe, it returns something else, or its stages do not fit
+        UserError: The recipe does not exist, returns something else, or its stages do not fit
             together.
     """
     module_name, colon, function_name = name.partition(":")
@@ -99,7 +99,7 @@ def load_recipe(name: str) -> "Recipe":
 
 def _import(module_name: str, recipe: str) -> ModuleType:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # a user's recipe lies where the user works
+        sys.path.append(str(Path.cwd()))  # users write recipes in the folder they work in
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -1,8 +1,8 @@
-"""The tree of a recipe's stages and forks: how far each is, its loss, and what runs next.
+"""The tree of a recipe's stages and forks: the progress and loss of each, and the next stage.
 
-Read from files alone: `recipe.json`, which the runner writes, and every run directory below the
-recipe's folder. A run that nobody planned but that started from one of them is a fork and stands
-below its parent.
+It is read from files alone: `recipe.json`, which the runner writes, and every run directory below
+the recipe's folder. A run outside the recipe that started from one of its stages is a fork and is
+shown below its parent.
 """
 
 import json
@@ -58,16 +58,17 @@ class StageStatus:
     """One stage or fork.
 
     Attributes:
-        name: Its run directory's name.
-        parent: The run it starts from; empty for initial weights.
+        name: Name of its run directory.
+        parent: Name of the run that it starts from; empty for initial weights.
+        total_tokens: Global tokens to train on.
         tokens: Global tokens of its last logged step.
-        total_tokens: Global tokens it is to train on.
         saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
-        tokens_per_second: Of the same step.
-        planned: Whether the recipe names it, if there is one.
-        position: Where it stands in the recipe's order; what is not planned comes after.
-        damage: Why none of its checkpoints can be used; empty if one can, or there is none.
+        tokens_per_second: Speed at that step.
+        planned: Whether it belongs to the recipe; True for a run without one.
+        position: Position in the recipe; forks come after all stages.
+        damage: Why none of its checkpoints can be used; empty if one can, or none was written.
+        children: Stages and forks that start from it.
     """
 
     name: str
