@@ -34,9 +34,8 @@ from titan_loop.distributed.memory import StepShape, estimate_memory, unit_param
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sharding import set_loop_sharding
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
-from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.allocations import AllocationTrace
 
@@ -113,7 +112,7 @@ def build(
     options = options or ModelOptions(size="debugmodel", n_layers=LAYERS)
     torch.manual_seed(0)
     config = decoder_config(options, max_seq_len=128)
-    set_loop_sharding(config, enable_sp=True)
+    config.set_sharding(enable_sp=True)
     with torch.device("meta"):
         model = config.build()
     parallelize_loop_decoder(
@@ -245,7 +244,7 @@ def traffic_of_a_step(
         reshard=reshard,
         trainable=trainable,
     )
-    model.backward_steps = case.get("backward_steps")
+    model.recurrence.backward_steps = case.get("backward_steps")
     forward_backward(model, 3)
     reshard_units(model)
     with Collectives() as collectives:
@@ -261,7 +260,7 @@ def traffic_of_a_step(
         shard_degree=shard_degree,
         reshard_after_forward=reshard,
         trainable=trainable,
-        backward_steps=model.backward_steps,
+        backward_steps=model.recurrence.backward_steps,
     )
     config = model.config
     assert isinstance(config, LoopDecoder.Config)

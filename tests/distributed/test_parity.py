@@ -27,7 +27,6 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import keep_shard
-from titan_loop.models.sharding import set_loop_sharding
 from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
@@ -86,7 +85,8 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
         size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate
     )
     config = decoder_config(options, max_seq_len=SEQ_LEN)
-    set_loop_sharding(config, enable_sp=layout.sequence_parallel)
+    config.set_sharding(enable_sp=layout.sequence_parallel)
+    config.recurrence.backward_steps = case.backward_steps
     torch.manual_seed(0)
     with torch.device("meta"):
         model = config.build()
@@ -100,7 +100,6 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
         ac_config=None if checkpointing is None else checkpointing(),
         dump_folder="",
         fsdp=case.fsdp,
-        backward_steps=case.backward_steps,
     )
     model.to_empty(device="cpu")
     with torch.no_grad():

@@ -28,24 +28,28 @@ def test_baseline_equals_torchtitan_up_to_norm_weights():
     # Upstream charges every weight but the embedding's; norms are no matrix products.
     norms = sum(p.numel() for name, p in model.named_parameters() if name.endswith("norm.weight"))
     assert norms == config.dim * (4 * len(config.layers) + 1)
-    assert config.training_flops_per_token(SEQ_LEN, 1) == upstream - 6 * norms
+    assert config.training_flops(SEQ_LEN, 1).total == upstream - 6 * norms
 
 
-@pytest.mark.parametrize(("steps", "readouts", "gate"), [(1, 1, False), (4, 4, True), (8, 1, True)])
+@pytest.mark.parametrize(
+    ("steps", "readouts", "gate"), [(1, 1, False), (4, 4, True), (8, 1, False)]
+)
 def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
     per_layer = 6 * 500_000 + 12 * 16 * 16 * SEQ_LEN
     expected = steps * 6 * per_layer + 6 * readouts * 256 * 2048 + (6 * steps * 256 if gate else 0)
-    assert expected == training_flops_per_token(
-        layer_parameters=500_000,
-        n_layers=6,
-        n_heads=16,
-        head_dim=16,
-        dim=256,
-        vocab_size=2048,
-        seq_len=SEQ_LEN,
-        recurrent_steps=steps,
-        readouts=readouts,
-        gate=gate,
+    assert (
+        expected
+        == training_flops_per_token(
+            layer_parameters=500_000,
+            n_layers=6,
+            n_heads=16,
+            head_dim=16,
+            dim=256,
+            vocab_size=2048,
+            seq_len=SEQ_LEN,
+            recurrent_steps=steps,
+            gate=gate,
+        ).total
     )
 
 
@@ -53,8 +57,8 @@ def test_a_frozen_language_model_runs_forward_only():
     config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
     steps = 4
     gate = steps * config.dim  # multiply-adds a token
-    whole = config.training_flops_per_token(SEQ_LEN, steps) - 6 * gate
-    gate_only = config.training_flops_per_token(SEQ_LEN, steps, "exit_gate") - 4 * gate
+    whole = config.training_flops(SEQ_LEN, steps).total - 6 * gate
+    gate_only = config.training_flops(SEQ_LEN, steps, "exit_gate").total - 4 * gate
     assert 3 * gate_only == whole
 
 
@@ -63,12 +67,12 @@ def test_steps_without_backward_run_forward_only():
     options = ModelOptions(size="quickstart", exit_gate=False)
     config = decoder_config(options, max_seq_len=SEQ_LEN)
     readout = 6 * config.dim * config.vocab_size
-    step = config.training_flops_per_token(SEQ_LEN, 2) - config.training_flops_per_token(SEQ_LEN, 1)
-    truncated = config.training_flops_per_token(SEQ_LEN, 4, backward_steps=2)
+    step = config.training_flops(SEQ_LEN, 2).total - config.training_flops(SEQ_LEN, 1).total
+    truncated = config.training_flops(SEQ_LEN, 4, backward_steps=2).total
     assert 3 * truncated == (2 + 2 * 3) * step + 3 * readout
     config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
     outside = readout + 6 * config.dim
-    truncated = config.training_flops_per_token(SEQ_LEN, 4, backward_steps=2)
+    truncated = config.training_flops(SEQ_LEN, 4, backward_steps=2).total
     assert 3 * truncated == (2 + 2 * 3) * step + (2 * 2 + 2 * 3) * outside
-    whole = config.training_flops_per_token(SEQ_LEN, 4)
-    assert config.training_flops_per_token(SEQ_LEN, 4, backward_steps=9) == whole
+    whole = config.training_flops(SEQ_LEN, 4).total
+    assert config.training_flops(SEQ_LEN, 4, backward_steps=9).total == whole

@@ -62,7 +62,7 @@ def test_the_backward_pass_reaches_the_last_steps_only(backward_steps, tie):
     model, tokens = build(tie=tie)
     want = by_hand(model, tokens, backward_steps)
     model, tokens = build(tie=tie)
-    model.backward_steps = backward_steps
+    model.recurrence.backward_steps = backward_steps
     got = trained(model, tokens)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
@@ -78,10 +78,10 @@ def test_the_backward_pass_reaches_the_last_steps_only(backward_steps, tie):
 @pytest.mark.parametrize("backward_steps", [None, 2])
 def test_recomputing_steps_changes_no_bit(layers, backward_steps):
     plain, tokens = build()
-    plain.backward_steps = backward_steps
+    plain.recurrence.backward_steps = backward_steps
     want = trained(plain, tokens)
     model, _ = build()
-    model.backward_steps = backward_steps
+    model.recurrence.backward_steps = backward_steps
     RecurrentStepAC.Config(layers=layers).build().apply(model)
     runs = []
     for index, layer in enumerate(model.layers.values()):

@@ -37,14 +37,14 @@ def test_flops_steps_and_gpu_days_of_ouro_1b():
     attention = 6 * 4 * LAYERS * 2 * D * WINDOW
     readouts = 6 * 4 * D * VOCABULARY
     flops = needs.flops_per_token
-    assert flops["matrices"] == matrices
-    assert flops["attention"] == attention
-    assert flops["readouts"] == readouts
-    assert flops["total"] == matrices + attention + readouts + 6 * 4 * D
+    assert flops.matrices == matrices
+    assert flops.attention == attention
+    assert flops.readouts == readouts
+    assert flops.total == matrices + attention + readouts + 6 * 4 * D
     assert needs.steps == -(-3 * 10**12 // 2**23)
     assert needs.tokens == needs.steps * 2**23
     assert needs.accumulation == (4, 4)
-    seconds = needs.tokens * flops["total"] / (989e12 * 0.4)
+    seconds = needs.tokens * flops.total / (989e12 * 0.4)
     assert needs.gpu_days == pytest.approx(seconds / 86_400)
     assert not needs.refusals
 
@@ -73,8 +73,7 @@ def test_fp32_takes_as_long_as_its_own_peak_says(capsys):
 def test_r_doubles_what_is_visited_but_not_the_weights():
     first, second = needs_of("1a"), needs_of("1b")  # R = 8 and 4
     assert first.units == second.units
-    for part in first.flops_per_token:
-        assert first.flops_per_token[part] == 2 * second.flops_per_token[part]
+    assert first.flops_per_token == tuple(2 * part for part in second.flops_per_token)
     assert first.activations["none"] == 2 * second.activations["none"]
     assert first.memory.unsharded_gradients == second.memory.unsharded_gradients
 
@@ -97,10 +96,11 @@ def test_limits_of_r_and_steps_without_backward_count():
     config.recurrence.backward_steps = 1
     truncated = stage_needs("x", config, OURO).flops_per_token
     for part, share in (("matrices", 1 / 2), ("attention", 1 / 2), ("readouts", 3 / 4)):
-        assert truncated[part] == pytest.approx(share * needs.flops_per_token[part])
+        whole = getattr(needs.flops_per_token, part)
+        assert getattr(truncated, part) == pytest.approx(share * whole)
     model = decoder_config(config.model, max_seq_len=WINDOW)
-    by_model = model.training_flops_per_token(WINDOW, 4, backward_steps=1)
-    assert truncated["total"] == pytest.approx(by_model)
+    by_model = model.training_flops(WINDOW, 4, backward_steps=1)
+    assert truncated == pytest.approx(by_model)
 
 
 def test_context_parallelism_shares_windows_and_their_activations():

@@ -150,11 +150,11 @@ def _print_columns(needs: Sequence["StageNeeds"], cluster: "Cluster") -> None:
     row("parameters", lambda n: f"{n.units.total:,}")
     row("  of the layers", lambda n: f"{n.units.layer * n.units.n_layers:,}")
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
-    row("GFLOP per token", lambda n: f"{n.flops_per_token['total'] / 1e9:.4g}")
-    for part in ("matrices", "attention", "readouts", "gate"):
+    row("GFLOP per token", lambda n: f"{n.flops_per_token.total / 1e9:.4g}")
+    for part in needs[0].flops_per_token._fields:
         row(
             f"  {'R visits, ' if part == 'matrices' else ''}{part}",
-            lambda n, part=part: f"{n.flops_per_token[part] / 1e9:.4g}",
+            lambda n, part=part: f"{getattr(n.flops_per_token, part) / 1e9:.4g}",
         )
     row("tokens", lambda n: f"{n.tokens:.4g}")
     row("data", lambda n: n.data)

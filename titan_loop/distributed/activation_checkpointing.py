@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
+from torch.utils.checkpoint import checkpoint
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
@@ -31,7 +33,9 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.memory import Checkpointing
 from titan_loop.errors import UserError
+from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.recurrence import Step
 
 
 class RecurrentStepAC(ActivationCheckpointing):
@@ -48,12 +52,32 @@ class RecurrentStepAC(ActivationCheckpointing):
     config: Config
 
     def apply(self, model: nn.Module) -> None:
-        """Switch recomputation on in a `LoopDecoder`."""
+        """Wrap the recurrent steps of a `LoopDecoder`."""
         assert isinstance(model, LoopDecoder)
-        model.recompute_steps = True
+        model.recurrence.wrap_steps(_recompute)
         if self.config.layers == "full":
             FullAC.Config(preserve_rng_state=False).build(dump_folder=self.dump_folder).apply(model)
         logger.info("Applied activation checkpointing by recurrent step")
+
+
+def _recompute(step: Step) -> Step:
+    def run(hidden_BLD: Tensor, number: int, context: LoopContext) -> Tensor:
+        if not torch.is_grad_enabled():
+            return step(hidden_BLD, number, context)
+        # Stopping early would leave FSDP's units without their post-forward hook.
+        state = checkpoint(
+            step,
+            hidden_BLD,
+            number,
+            context,
+            use_reentrant=False,
+            preserve_rng_state=False,  # nothing in a step is random
+            early_stop=False,
+        )
+        assert isinstance(state, Tensor)
+        return state
+
+    return run
 
 
 class FullOffloadAC(FullAC):

@@ -33,8 +33,8 @@ from typing import Literal, get_args
 from torchtitan.models.common.attention import GQAttention
 
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.readout import LMHead
-from titan_loop.models.trainable import Trainable
 
 Checkpointing = Literal[
     "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"

@@ -33,7 +33,7 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, shard_units
 from titan_loop.distributed.memory import StepShape, estimate_memory, fits_held
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.trainable import Trainable, freeze_all_but_the_exit_gate
+from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
 
 
 def check_parallelism(
@@ -122,7 +122,6 @@ def parallelize_loop_decoder(
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
     recurrent_steps: int | None = None,
-    backward_steps: int | None = None,
 ) -> LoopDecoder:
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
@@ -139,12 +138,10 @@ def parallelize_loop_decoder(
         trainable: "exit_gate" freezes everything else, which then keeps no activations to
             checkpoint.
         recurrent_steps: The largest R of the run, for `fsdp.policy=auto`; None takes the model's.
-        backward_steps: The last recurrent steps that are trained through; None for all.
 
     Returns:
         The same model.
     """
-    model.backward_steps = backward_steps
     if parallel_dims.cp_enabled:
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
     if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
@@ -178,7 +175,7 @@ def parallelize_loop_decoder(
             shard_degree=parallel_dims.dp_shard * parallel_dims.cp,
             tensor_parallel_degree=parallel_dims.tp,
             context_parallel_degree=parallel_dims.cp,
-            backward_steps=backward_steps,
+            backward_steps=model.recurrence.backward_steps,
             trainable=trainable,
             fp32_visit_sum=fsdp.fp32_visit_sum,
             reshard_after_forward=parallelism.fsdp_reshard_after_forward,

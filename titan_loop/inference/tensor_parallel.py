@@ -17,7 +17,6 @@ from torchtitan.distributed import utils as dist_utils
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import keep_shard
-from titan_loop.models.sharding import set_loop_sharding
 
 
 def spread_over_ranks(model: LoopDecoder, parallel_dims: ParallelDims) -> LoopDecoder:
@@ -42,7 +41,7 @@ def spread_over_ranks(model: LoopDecoder, parallel_dims: ParallelDims) -> LoopDe
         raise UserError(f"tensor_parallel={ranks} must divide the {heads} key-value heads")
     config = copy.deepcopy(model.config)
     assert isinstance(config, LoopDecoder.Config)
-    set_loop_sharding(config, enable_sp=False)
+    config.set_sharding(enable_sp=False)
     whole = dict(model.named_parameters())
     reference = model.tok_embeddings.weight
     dist_utils.set_spmd_backend(parallel_dims.spmd_backend)

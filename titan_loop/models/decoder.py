@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.nn_modules import Identity
+from torchtitan.models.common.decoder_sharding import norm_config, set_decoder_sharding_config
+from torchtitan.models.common.nn_modules import Identity, RMSNorm
 
 from titan_loop.models.attention import document_block_mask, document_mask
 from titan_loop.models.context import (
@@ -29,13 +30,26 @@ from titan_loop.models.context import (
     LoopContext,
     WindowShare,
 )
-from titan_loop.models.exit_gate import ExitGate
-from titan_loop.models.flops import training_flops_per_token
+from titan_loop.models.exit_gate import ExitGate, Trainable
+from titan_loop.models.flops import Flops, training_flops_per_token
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.recurrence import Recurrence
 from titan_loop.models.rope import RopeTable
-from titan_loop.models.sharding import set_loop_sharding
-from titan_loop.models.trainable import Trainable
+from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
+
+
+class FinalNorm(RMSNorm):
+    """RMSNorm that keeps its input's dtype when mixed precision holds its weight in fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        """Width and epsilon."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (B, L, D) over D."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class LoopDecoder(Decoder):
@@ -44,10 +58,6 @@ class LoopDecoder(Decoder):
     Attributes:
         recurrent_steps: How many steps `forward` runs unless told otherwise; set per batch by the
             trainer.
-        backward_steps: The last k steps that the backward pass reaches; None for all. Set by the
-            trainer.
-        recompute_steps: Whether a step keeps only its input for the backward pass; set by
-            `RecurrentStepAC`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -60,25 +70,40 @@ class LoopDecoder(Decoder):
         state_gather: Identity.Config = field(default_factory=Identity.Config)
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Take window length and placements from a trainer's config."""
+            """Take window length, placements and reach of the backward pass from a trainer's."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
-            set_loop_sharding(self, enable_sp=config.parallelism.enable_sequence_parallel)
+            self.recurrence.backward_steps = config.recurrence.backward_steps
+            self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """Declare every sub-module's placements; the mesh decides later which of them apply.
+
+            Args:
+                enable_sp: Whether states are sharded over the sequence between layers.
+            """
+            set_decoder_sharding_config(self, enable_sp=enable_sp)
+            self.norm.sharding_config = norm_config(enable_sp=enable_sp)
+            self.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)
+            if self.exit_gate is not None:
+                self.exit_gate.sharding_config = replicated_gate()
+            for layer in self.layers:
+                set_block_sharding(layer, enable_sp=enable_sp)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Return (parameters, training FLOPs per token at this config's R)."""
             return (
                 sum(p.numel() for p in model.parameters()),
-                self.training_flops_per_token(seq_len, self.recurrent_steps),
+                int(self.training_flops(seq_len, self.recurrent_steps).total),
             )
 
-        def training_flops_per_token(
+        def training_flops(
             self,
             seq_len: int,
-            recurrent_steps: int,
+            recurrent_steps: float,
             trainable: Trainable = "all",
-            backward_steps: int | None = None,
-        ) -> int:
-            """Model FLOPs per trained token at R; R readouts with a gate, else one."""
+            backward_steps: float | None = None,
+        ) -> Flops:
+            """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
             attention, feed_forward = self.layers[0].attention, self.layers[0].feed_forward
             head_dim = attention.head_dim or self.dim // attention.n_heads
             kv_heads = attention.n_kv_heads or attention.n_heads
@@ -95,7 +120,6 @@ class LoopDecoder(Decoder):
                 vocab_size=self.vocab_size,
                 seq_len=seq_len,
                 recurrent_steps=recurrent_steps,
-                readouts=recurrent_steps if self.exit_gate is not None else 1,
                 gate=self.exit_gate is not None,
                 trainable=trainable,
                 backward_steps=backward_steps,
@@ -104,8 +128,6 @@ class LoopDecoder(Decoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
-        self.backward_steps: int | None = None
-        self.recompute_steps = False
         self.recurrence = config.recurrence.build()
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
         # Parameter-free: under sequence parallelism the state stays sharded for the next step,

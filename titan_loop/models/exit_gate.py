@@ -1,17 +1,29 @@
-"""The learned exit: one logit per token and recurrent step, always in fp32.
+"""The learned exit: one logit per token and recurrent step, always in fp32; and training it alone.
 
     λ_r = sigmoid(w·h_r + b)
+
+To train the gate of a frozen language model, `forward` needs no switch of its own: without a
+parameter that requires a gradient autograd records nothing, so no activation outlives its layer,
+however often that is visited. Checkpoints of such a stage hold the whole model, but only the gate's
+entries of the optimiser: a stage that trains other parameters than its parent starts with zero
+moments.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.2, Eq. 3.
 """
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.nn_modules import RMSNorm
+
+Trainable: TypeAlias = Literal["all", "exit_gate"]
+"""The parameters that train: all of them, or the exit gate's."""
+
+EXIT_GATE_PATTERN = r"^exit_gate\."
+"""Regular expression for the names of the gate's parameters."""
 
 
 class ExitGate(Linear):
@@ -35,15 +47,7 @@ class ExitGate(Linear):
         return logit_BL1.squeeze(-1).clone()  # FSDP cannot hook a view safely, and this is small
 
 
-class FinalNorm(RMSNorm):
-    """RMSNorm that keeps its input's dtype when mixed precision holds its weight in fp32."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        """Width and epsilon."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise (B, L, D) over D."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
+def freeze_all_but_the_exit_gate(model: nn.Module) -> None:
+    """Leave gradients to the exit gate only; before FSDP and the optimiser read the flags."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("exit_gate."))

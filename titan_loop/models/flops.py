@@ -6,7 +6,30 @@ two operations, the backward pass costs twice the forward pass, attention is cou
 sparsity, recomputation and element-wise work do not count.
 """
 
-from titan_loop.models.trainable import Trainable
+from typing import NamedTuple
+
+from titan_loop.models.exit_gate import Trainable
+
+
+class Flops(NamedTuple):
+    """Forward and backward FLOPs per token, by part; integers where R is one.
+
+    Attributes:
+        matrices: Matrix products of all layer visits.
+        attention: Scores and weighted sums of all layer visits.
+        readouts: Products of states and head.
+        gate: Exit logits.
+    """
+
+    matrices: float
+    attention: float
+    readouts: float
+    gate: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all parts."""
+        return sum(self)
 
 
 def training_flops_per_token(
@@ -18,42 +41,45 @@ def training_flops_per_token(
     dim: int,
     vocab_size: int,
     seq_len: int,
-    recurrent_steps: int,
-    readouts: int,
+    recurrent_steps: float,
     gate: bool,
     trainable: Trainable = "all",
-    backward_steps: int | None = None,
-) -> int:
-    """Forward and backward FLOPs per token.
+    backward_steps: float | None = None,
+) -> Flops:
+    """Return forward and backward FLOPs per token.
 
         6·R·n_layers·(layer_parameters + 2·n_heads·head_dim·L) + 6·readouts·D·V + 6·R·D [gate]
 
-    Steps that the backward pass does not reach run forward only: 2 instead of 6 for their layers,
-    and 4 for their readout and gate, whose input needs no gradient. If only the gate trains: 2
-    instead of 6 for layers and readouts, which run forward only, and 4 for the gate, likewise.
+    The last state alone is read out without a gate, else all R are. Steps that the backward pass
+    does not reach run forward only: 2 instead of 6 for their layers, and 4 for their readout and
+    gate, whose input needs no gradient. If only the gate trains: 2 instead of 6 for layers and
+    readouts, which run forward only, and 4 for the gate, likewise. All of it is linear in R and in
+    the steps that are reached, so means of both give the mean.
 
     Args:
-        layer_parameters: Weights of one layer that take part in matrix products.
-        n_layers: Unique layers.
-        n_heads: Query heads.
+        layer_parameters: Number of weights of one layer that take part in matrix products.
+        n_layers: Number of unique layers.
+        n_heads: Number of query heads.
         head_dim: H.
         dim: D.
         vocab_size: V.
         seq_len: L, the window.
-        recurrent_steps: R.
-        readouts: How many steps' states are mapped to logits.
+        recurrent_steps: R, or its mean.
         gate: Whether there is an exit gate.
-        trainable: What the backward pass reaches.
-        backward_steps: The last steps that it reaches; None for all.
+        trainable: Parameters that train.
+        backward_steps: Number of last steps that the backward pass reaches, or its mean; None for
+            all.
     """
-    attention = 2 * n_heads * head_dim * seq_len
-    layers = recurrent_steps * n_layers * (layer_parameters + attention)
-    language_model = layers + readouts * dim * vocab_size
-    exit_gate = recurrent_steps * dim if gate else 0
+    forward_only = recurrent_steps - min(recurrent_steps, backward_steps or recurrent_steps)
+    layer_factor = 6 * recurrent_steps - 4 * forward_only
+    gate_factor = 6 * recurrent_steps - 2 * forward_only
+    readout_factor = gate_factor if gate else 6
     if trainable == "exit_gate":
-        return 2 * language_model + 4 * exit_gate
-    left_out = recurrent_steps - min(recurrent_steps, backward_steps or recurrent_steps)
-    # Without a gate the last state alone is read out.
-    tables = min(left_out, readouts - 1) * dim * vocab_size + (left_out * dim if gate else 0)
-    forward_only = left_out * n_layers * (layer_parameters + attention)
-    return 6 * (language_model + exit_gate) - 4 * forward_only - 2 * tables
+        layer_factor, gate_factor = 2 * recurrent_steps, 4 * recurrent_steps
+        readout_factor = 2 * recurrent_steps if gate else 2
+    return Flops(
+        matrices=layer_factor * n_layers * layer_parameters,
+        attention=layer_factor * n_layers * 2 * n_heads * head_dim * seq_len,
+        readouts=readout_factor * dim * vocab_size,
+        gate=gate_factor * dim if gate else 0,
+    )

@@ -6,8 +6,6 @@ gathers that state for the readout and the gate. The gate is replicated with an 
 weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
 """
 
-from typing import TYPE_CHECKING
-
 import spmd_types as spmd
 from torchtitan.models.common.attention import GQAttention
 from torchtitan.models.common.decoder_sharding import (
@@ -15,45 +13,39 @@ from torchtitan.models.common.decoder_sharding import (
     dense_param_placement,
     dense_sequence_parallel_placement,
     norm_config,
-    set_decoder_sharding_config,
     set_dense_ffn_sharding,
     set_gqa_attention_sharding,
     set_gqa_inner_attention_local_map,
 )
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
-if TYPE_CHECKING:
-    from titan_loop.models.block import SandwichBlock
-    from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.block import SandwichBlock
 
 
-def set_loop_sharding(config: "LoopDecoder.Config", *, enable_sp: bool) -> None:
-    """Declare the placements of every sub-module; the mesh decides later which of them apply.
+def gathered_state(*, enable_sp: bool) -> ShardingConfig:
+    """Gather the state for readout and gate.
 
     Args:
-        config: Changed in place.
         enable_sp: Whether states are sharded over the sequence between layers.
     """
-    set_decoder_sharding_config(config, enable_sp=enable_sp)
-    config.norm.sharding_config = norm_config(enable_sp=enable_sp)
-    state = _state_placement(enable_sp)
-    replicated = dense_activation_placement(tp=spmd.R)
-    config.state_gather.sharding_config = ShardingConfig(
-        in_src_shardings={"input": state}, in_dst_shardings={"input": replicated}
+    return ShardingConfig(
+        in_src_shardings={"input": _state_placement(enable_sp)},
+        in_dst_shardings={"input": dense_activation_placement(tp=spmd.R)},
     )
-    if config.exit_gate is not None:
-        invariant = dense_activation_placement(tp=spmd.I)
-        config.exit_gate.sharding_config = ShardingConfig(
-            state_shardings={
-                "weight": dense_param_placement(tp=spmd.I),
-                "bias": dense_param_placement(tp=spmd.I),
-            },
-            in_src_shardings={"input": replicated},
-            in_dst_shardings={"input": invariant},
-            out_src_shardings=invariant,
-        )
-    for layer in config.layers:
-        _set_layer_sharding(layer, enable_sp=enable_sp)
+
+
+def replicated_gate() -> ShardingConfig:
+    """Replicate the exit gate and count its gradient once."""
+    invariant = dense_activation_placement(tp=spmd.I)
+    return ShardingConfig(
+        state_shardings={
+            "weight": dense_param_placement(tp=spmd.I),
+            "bias": dense_param_placement(tp=spmd.I),
+        },
+        in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
+        in_dst_shardings={"input": invariant},
+        out_src_shardings=invariant,
+    )
 
 
 def _state_placement(enable_sp: bool) -> SpmdLayout:
@@ -62,7 +54,13 @@ def _state_placement(enable_sp: bool) -> SpmdLayout:
     return dense_activation_placement(tp=spmd.I)
 
 
-def _set_layer_sharding(layer: "SandwichBlock.Config", *, enable_sp: bool) -> None:
+def set_block_sharding(layer: SandwichBlock.Config, *, enable_sp: bool) -> None:
+    """Shard a layer's heads and feed-forward width over the tensor-parallel ranks.
+
+    Args:
+        layer: Changed in place.
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
     norm = norm_config(enable_sp=enable_sp)
     layer.attention_norm.sharding_config = norm
     layer.attention_post_norm.sharding_config = norm

@@ -33,8 +33,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.attention import LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
-from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import ExitGate, FinalNorm
+from titan_loop.models.decoder import FinalNorm, LoopDecoder
+from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.readout import LMHead
 from titan_loop.models.rope import RotateHalf

@@ -29,6 +29,7 @@ from titan_loop.distributed.memory import (
 )
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.flops import Flops
 from titan_loop.models.sizes import decoder_config, get_size
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.recurrence import most_recurrent_steps, recurrent_steps_at
@@ -83,8 +84,7 @@ class StageNeeds:
     Attributes:
         name: Of the stage.
         units: Parameters of each FSDP unit.
-        flops_per_token: Forward and backward at the mean R: layers' matrices, attention, readouts
-            and gate, and their sum under `total`.
+        flops_per_token: Forward and backward FLOPs at the mean R.
         mean_recurrent_steps: Over the stage's tokens.
         shape: Work of one rank in one micro-batch, at the largest R.
         tokens: Of the whole stage.
@@ -103,7 +103,7 @@ class StageNeeds:
 
     name: str
     units: UnitParameters
-    flops_per_token: dict[str, float]
+    flops_per_token: Flops
     mean_recurrent_steps: float
     shape: StepShape
     tokens: int
@@ -181,7 +181,7 @@ def stage_needs(
     refusals += _memory_refusals(shape, estimates, cluster.gpu)
     tokens = config.windows_of_the_run() * shape.seq_len
     mean_steps, mean_reached = _mean_recurrent_steps(config)
-    flops = _flops_per_token(config, model, mean_steps, mean_reached)
+    flops = model.training_flops(shape.seq_len, mean_steps, config.trainable, mean_reached)
     accumulation = -(-max(sizes) // (data_parallel * shape.windows))
     return StageNeeds(
         name=name,
@@ -204,7 +204,7 @@ def stage_needs(
             micro_batches=accumulation,
             replicas=replicas,
         ),
-        gpu_days=tokens * flops["total"] / (cluster.peak_flops * cluster.mfu * SECONDS_PER_DAY),
+        gpu_days=tokens * flops.total / (cluster.peak_flops * cluster.mfu * SECONDS_PER_DAY),
         data=data,
         refusals=refusals,
     )
@@ -355,38 +355,3 @@ def _mean_recurrent_steps(config: LoopTrainer.Config) -> tuple[float, float]:
     values = [steps_at(tokens) for tokens in places]
     reached = [min(value, recurrence.backward_steps or value) for value in values]
     return math.fsum(values) / len(values), math.fsum(reached) / len(values)
-
-
-def _flops_per_token(
-    config: LoopTrainer.Config, model: LoopDecoder.Config, mean_steps: float, mean_reached: float
-) -> dict[str, float]:
-    """Return training FLOPs per token by part; they are linear in R and in the steps reached."""
-
-    def total(seq_len: int, recurrent_steps: int) -> int:
-        return model.training_flops_per_token(seq_len, recurrent_steps, config.trainable)
-
-    seq_len = config.training.seq_len
-    per_step = total(seq_len, 2) - total(seq_len, 1)
-    once = total(seq_len, 1) - per_step  # a readout, without a gate
-    attention = total(seq_len, 1) - total(0, 1)
-    gate_only = config.trainable == "exit_gate"
-    readout = (2 if gate_only else 6) * model.dim * model.vocab_size
-    gate = 0 if model.exit_gate is None else (4 if gate_only else 6) * model.dim
-    readouts = mean_steps if model.exit_gate is not None else 1.0
-    # Of a step without backward a third of its layers is left, and two thirds of what reads it.
-    unreached = 0.0 if gate_only else 1 - mean_reached / mean_steps
-    layer_share = 1 - unreached * 2 / 3
-    state_share = 1.0 if model.exit_gate is None else 1 - unreached / 3
-    parts = {
-        "attention": attention * mean_steps,
-        "readouts": readouts * readout,
-        "gate": gate * mean_steps,
-    }
-    matrices = once + per_step * mean_steps - sum(parts.values())
-    parts = {
-        "matrices": matrices * layer_share,
-        "attention": parts["attention"] * layer_share,
-        "readouts": parts["readouts"] * state_share,
-        "gate": parts["gate"] * state_share,
-    }
-    return {**parts, "total": sum(parts.values())}

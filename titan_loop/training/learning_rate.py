@@ -12,7 +12,7 @@ from torchtitan.components.optimizer import (
     ParamGroupConfig,
 )
 
-from titan_loop.models.trainable import EXIT_GATE_PATTERN, Trainable
+from titan_loop.models.exit_gate import EXIT_GATE_PATTERN, Trainable
 from titan_loop.training.schedule import Schedule
 
 

@@ -65,8 +65,8 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import check_parallelism, parallelize_loop_decoder
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.sizes import ModelOptions, decoder_config
-from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
@@ -392,7 +392,6 @@ class LoopTrainer(Trainer):
                     fsdp=self.fsdp,
                     trainable=self.trainable,
                     recurrent_steps=most_recurrent_steps(self.recurrence),
-                    backward_steps=self.recurrence.backward_steps,
                 ),
                 pipelining_fn=None,
                 post_optimizer_build_fn=None,
@@ -710,11 +709,13 @@ class LoopTrainer(Trainer):
                     windows_consumed=self.dataloader.windows_consumed,
                     sources=self.dataloader.progress(),
                     objective=objective,
-                    flops_per_token=self.model_config.training_flops_per_token(
-                        seq_len,
-                        plan.recurrent_steps,
-                        self.config.trainable,
-                        self.config.recurrence.backward_steps,
+                    flops_per_token=int(
+                        self.model_config.training_flops(
+                            seq_len,
+                            plan.recurrent_steps,
+                            self.config.trainable,
+                            self.config.recurrence.backward_steps,
+                        ).total
                     ),
                 )
             )

@@ -89,7 +89,7 @@ def _table(options: argparse.Namespace, title: str, values: list[int], jobs: lis
 def _causal_flops(job: Job) -> int:
     """Return a step's FLOPs, for attention those of L / 2 keys a query, the mean."""
     config = decoder_config(job.model, max_seq_len=job.seq_len)
-    return job.tokens * config.training_flops_per_token(job.seq_len // 2, config.recurrent_steps)
+    return job.tokens * int(config.training_flops(job.seq_len // 2, config.recurrent_steps).total)
 
 
 def _worlds(options: argparse.Namespace, job: Job) -> None:

@@ -26,9 +26,8 @@ from torchtitan.tools import utils as titan_utils
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sharding import set_loop_sharding
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.sizes import ModelOptions, decoder_config
-from titan_loop.models.trainable import Trainable
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.testing.allocations import AllocationTrace
@@ -79,7 +78,7 @@ def build(job: Job) -> LoopDecoder:
     parallelism = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
     dist_utils.set_spmd_backend(compat.SPMD_BACKEND)
     config = decoder_config(job.model, max_seq_len=job.seq_len)
-    set_loop_sharding(config, enable_sp=True)
+    config.set_sharding(enable_sp=True)
     with torch.device("meta"):
         model = config.build()
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -222,7 +221,7 @@ def matmul_flops(rows: int, inner: int, columns: int, *, repeats: int = 7) -> fl
 def flops_per_step(job: Job) -> int:
     """Return the model FLOPs of one rank's step."""
     config = decoder_config(job.model, max_seq_len=job.seq_len)
-    return job.tokens * config.training_flops_per_token(job.seq_len, config.recurrent_steps)
+    return job.tokens * int(config.training_flops(job.seq_len, config.recurrent_steps).total)
 
 
 def mfu(flops: float, seconds: Sequence[float]) -> str:
