@@ -1,7 +1,7 @@
 """The streamed head against materialised logits: values, gradients, memory, sliced vocabulary."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import pytest
@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed.spmd_types import set_current_spmd_mesh
-from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
 
 from titan_loop.errors import UserError
 from titan_loop.models.readout import LMHead
@@ -342,82 +340,9 @@ def test_memory_grows_with_the_hidden_states_only():
     assert 0 < long.peak_bytes - short.peak_bytes <= hidden_gradients + token_scalars
 
 
-def check_sliced_vocabulary(rank: int, world: int) -> None:
-    """On every rank of a gloo group: the sliced head equals the whole one under both backends."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    for vocab in (12, 11, 2 * world - 1):
-        torch.manual_seed(0)  # the same whole head on every rank
-        head = build_head(6, vocab)
-        hidden, labels, weight = draw_inputs(vocab=vocab)
-        whole = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
-        want = gradients(whole[0], *hidden, head.weight, weight)
-        _check_dtensor_head(head, hidden, labels, weight, whole, want, mesh)
-        _check_plain_head(head, hidden, labels, weight, whole, want, mesh)
-
-
-def _check_dtensor_head(
-    head: LMHead,
-    hidden: tuple[Tensor, ...],
-    labels: Tensor,
-    weight: Tensor,
-    whole: tuple[Tensor, Tensor],
-    want: tuple[Tensor, ...],
-    mesh: Any,
-) -> None:
-    sliced = build_head(6, head.out_features)
-    sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
-    states = [distribute_tensor(h.detach(), mesh, [Replicate()]).requires_grad_() for h in hidden]
-    # As in the model, something upstream reads the state: the partial gradient is reduced there.
-    loss, ce = sliced(tuple(states), labels_BL=labels, weight_RBL=weight, z_loss=0.2)
-    _check_equal_on_all_ranks(loss, ce, whole)
-    *got_hidden, got_head, got_weight = gradients(loss, *states, sliced.weight, weight)
-    for got, expected in zip((*got_hidden, got_head), want[:-1], strict=True):
-        assert isinstance(got, DTensor)
-        torch.testing.assert_close(got.full_tensor(), expected, **EXACT)
-    torch.testing.assert_close(got_weight, want[-1], **EXACT)
-
-
-def _check_plain_head(
-    head: LMHead,
-    hidden: tuple[Tensor, ...],
-    labels: Tensor,
-    weight: Tensor,
-    whole: tuple[Tensor, Tensor],
-    want: tuple[Tensor, ...],
-    mesh: Any,
-) -> None:
-    """`spmd_types`: tensors are plain, and the gradient of a replicated input is a partial sum."""
-    rows = -(-head.out_features // mesh.size())
-    start = rows * mesh.get_local_rank()
-    sliced = build_head(6, head.out_features)
-    sliced.weight = torch.nn.Parameter(head.weight.detach()[start : start + rows].clone())
-    backend = get_spmd_backend()
-    set_spmd_backend("spmd_types")
-    try:
-        with set_current_spmd_mesh(mesh):
-            loss, ce = sliced(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.2)
-            *got_hidden, got_head, got_weight = gradients(loss, *hidden, sliced.weight, weight)
-    finally:
-        set_spmd_backend(backend)
-    _check_equal_on_all_ranks(loss, ce, whole)
-    for got, expected in zip(got_hidden, want[:-2], strict=True):
-        dist.all_reduce(got)
-        torch.testing.assert_close(got, expected, **EXACT)
-    torch.testing.assert_close(got_head, want[-2][start : start + rows], **EXACT)
-    torch.testing.assert_close(got_weight, want[-1], **EXACT)
-
-
-def _check_equal_on_all_ranks(loss: Tensor, ce: Tensor, whole: tuple[Tensor, Tensor]) -> None:
-    torch.testing.assert_close(loss, whole[0], **EXACT)
-    torch.testing.assert_close(ce, whole[1], **EXACT)
-    for value in (loss.detach(), ce):
-        largest = value.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        assert torch.equal(largest, value), "ranks disagree"
-
-
-def check_fully_sharded_head(rank: int, world: int) -> None:
+def check_fully_sharded_head() -> None:
     """On every rank of a gloo group: FSDP's ordinary hooks serve the streamed head, any R."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
     torch.manual_seed(0)  # the same head on every rank
     whole, sharded = build_head(6, 11), build_head(6, 11)
@@ -450,10 +375,5 @@ def check_fully_sharded_head(rank: int, world: int) -> None:
         low(mine, labels_BL=labels[rank : rank + 1], weight_RBL=weight[:, rank : rank + 1])
 
 
-@pytest.mark.parametrize("check", [check_sliced_vocabulary, check_fully_sharded_head])
-def test_on_two_ranks(gloo_pool, check):
-    gloo_pool(2).run(on_this_rank, check)
-
-
-def on_this_rank(check: Callable[[int, int], None]) -> None:
-    check(dist.get_rank(), dist.get_world_size())
+def test_fsdp_hooks_serve_the_streamed_head(gloo_pool):
+    gloo_pool(2).run(check_fully_sharded_head)

@@ -15,6 +15,7 @@ only the mask is, on CPU: it was never run on a GPU by this project yet.
 Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single_autograd
 from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
 from titan_loop.models.context import WindowShare
@@ -94,27 +96,42 @@ def share_of_rank(parallel_dims: ParallelDims, seq_len: int, device: Any) -> Win
     return window_share(seq_len, degree=mesh.size(), rank=mesh.get_local_rank(), device=device)
 
 
+class SharedWindowAttention(Module):
+    """An attention kernel that sees the keys and values of all ranks that share a window."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """The kernel; its placements are the wrapper's, since heads are split before the gather."""
+
+        kernel: Module.Config
+
+    def __init__(self, config: Config, *, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.kernel: Any = config.kernel.build()
+        self.group = group
+
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
+        """Attend to the keys of the whole window; shapes and options as the kernel's."""
+        # One collective for both, over the window's axis.
+        both_2BLNH = all_gather_single_autograd(
+            torch.stack((k_BLNH, v_BLNH)), gather_dim=2, group=self.group
+        )
+        return self.kernel(q_BLNH, *both_2BLNH.unbind(), **options)
+
+
 def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None:
     """Let every layer's attention kernel see the keys and values of all ranks of `group`.
 
-    To be called before tensor parallelism wraps the kernels, so that it sees one rank's heads.
+    To be called before tensor parallelism places the kernels, so that each sees one rank's heads.
 
     Args:
-        model: Changed in place.
+        model: Changed in place; kernels have no parameters and are built anew.
         group: The ranks that share a window.
     """
-    for layer in model.layers.values():
-        kernel: Any = layer.get_submodule("attention.inner_attention")
-        kernel.forward = _with_all_keys(kernel.forward, group)
-
-
-def _with_all_keys(forward: Any, group: dist.ProcessGroup) -> Any:
-    def attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, **options: Any) -> Tensor:
-        # One collective for both, over the window's axis.
-        both_2BLNH = all_gather_single_autograd(
-            torch.stack((k_BLNH, v_BLNH)), gather_dim=2, group=group
+    for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
+        attention = layer.get_submodule("attention")
+        kernel = config.attention.inner_attention
+        shared = SharedWindowAttention.Config(
+            kernel=replace(kernel, sharding_config=None), sharding_config=kernel.sharding_config
         )
-        k_all_BLNH, v_all_BLNH = both_2BLNH.unbind()
-        return forward(q_BLNH, k_all_BLNH, v_all_BLNH, **options)
-
-    return attend
+        attention.add_module("inner_attention", shared.build(group=group))

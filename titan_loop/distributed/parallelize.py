@@ -31,6 +31,7 @@ from titan_loop.distributed.context_parallel import (
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, shard_units
 from titan_loop.distributed.memory import StepShape, estimate_memory, fits_held
+from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
@@ -146,6 +147,7 @@ def parallelize_loop_decoder(
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
     if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
         model.parallelize(parallel_dims)
+        share_vocabulary(model.lm_head, parallel_dims)
     if trainable == "exit_gate":
         freeze_all_but_the_exit_gate(model)
         if ac_config is not None:

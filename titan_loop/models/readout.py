@@ -6,8 +6,8 @@
 Training needs Σ_r w_r CE_r only. Its weights are known before any logits exist, so each chunk's
 gradients are taken at once and its logits are dropped: nothing larger than chunk × V, the head
 weight or a hidden state ever lives. The loss is computed *inside* the head's forward, so FSDP
-gathers the weight once per call through its ordinary hooks. With tensor parallelism each rank holds
-a slice of the vocabulary (Shard(0)).
+gathers the weight once per call through its ordinary hooks. Where ranks share the vocabulary,
+`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this rank's slice
 inside the chunk loop), T = B·L tokens, C tokens of one chunk.
@@ -18,17 +18,38 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.errors import UserError
 
-TENSOR_PARALLEL_AXIS = "tp"
+
+class Vocabulary:
+    """The rows of the head on this device, here all of them, and sums over the others.
+
+    Attributes:
+        rows: Number of rows of the whole head, V.
+        start: Token id of the first row on this device.
+    """
+
+    def __init__(self, rows: int, start: int = 0) -> None:
+        self.rows = rows
+        self.start = start
+
+    def local(
+        self, head_weight_VD: Tensor, hidden_RBLD: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return head weight and states as plain tensors of this device."""
+        return head_weight_VD, tuple(hidden_RBLD)
+
+    def all_reduce_max(self, value: Tensor) -> None:
+        """Take the largest value over all slices, in place."""
+
+    def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums over all slices of tensors of one shape."""
+        return values
 
 
 class LMHead(Linear):
@@ -74,6 +95,7 @@ class LMHead(Linear):
             raise UserError(f"lm_head.chunk_tokens={config.chunk_tokens}: must be at least 1")
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
+        self.vocabulary = Vocabulary(config.out_features)
 
     @overload
     def forward(self, input: Tensor) -> Tensor: ...
@@ -125,31 +147,28 @@ class LMHead(Linear):
                 f"weight_RBL is {weight_RBL.dtype}: loss weights must stay fp32; set "
                 "cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             )
-        head_weight_VD, shard = _local_vocabulary(self.weight, self.out_features)
-        hidden_RBLD = tuple(_local_hidden(hidden_BLD, self.weight) for hidden_BLD in input)
+        head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
         if torch.is_grad_enabled():
             loss, ce_RBL = _StreamedCrossEntropy.apply(  # pyright: ignore[reportGeneralTypeIssues]
                 head_weight_VD,
                 labels_BL,
                 weight_RBL,
                 self.chunk_tokens,
-                shard,
+                self.vocabulary,
                 z_loss,
                 *hidden_RBLD,
             )
             return loss, ce_RBL
         streamed = _stream(
-            hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, self.chunk_tokens, shard, z_loss
+            hidden_RBLD,
+            head_weight_VD,
+            labels_BL,
+            weight_RBL,
+            self.chunk_tokens,
+            self.vocabulary,
+            z_loss,
         )
         return streamed.loss, streamed.ce_RBL
-
-
-class _VocabularyShard(NamedTuple):
-    """The rows of the head that this rank holds, and whom to share the softmax with."""
-
-    start: int
-    global_rows: int
-    group: dist.ProcessGroup | None  # None: all rows are here
 
 
 class _Streamed(NamedTuple):
@@ -169,7 +188,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
         labels_BL: Tensor,
         weight_RBL: Tensor,
         chunk_tokens: int,
-        shard: _VocabularyShard,
+        vocabulary: Vocabulary,
         z_loss: float,
         *hidden_RBLD: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -180,7 +199,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             labels_BL,
             weight_RBL,
             chunk_tokens,
-            shard,
+            vocabulary,
             z_loss,
             needs_head_weight=needs_head_weight,
             needs_hidden=needs_hidden,
@@ -228,7 +247,7 @@ def _stream(
     labels_BL: Tensor,
     weight_RBL: Tensor,
     chunk_tokens: int,
-    shard: _VocabularyShard,
+    vocabulary: Vocabulary,
     z_loss: float,
     *,
     needs_head_weight: bool = False,
@@ -265,7 +284,7 @@ def _stream(
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV)
             needs_gradient = hidden_grad_BLD is not None or head_weight_grad_VD is not None
             ce_RT[r, chunk], log_sum_RT[r, chunk] = _cross_entropy_to_gradient_(
-                logits_CV, labels_T[chunk], weight_RT[r, chunk], shard, z_loss, needs_gradient
+                logits_CV, labels_T[chunk], weight_RT[r, chunk], vocabulary, z_loss, needs_gradient
             )
             logits_grad_CV = logits_CV  # overwritten
             if hidden_grad_BLD is not None:
@@ -290,7 +309,7 @@ def _cross_entropy_to_gradient_(
     logits_CV: Tensor,
     labels_C: Tensor,
     weight_C: Tensor,
-    shard: _VocabularyShard,
+    vocabulary: Vocabulary,
     z_loss: float,
     needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -299,13 +318,13 @@ def _cross_entropy_to_gradient_(
         CE = log Σ_v exp(z_v − m) − (z_label − m)        dCE/dz_v = softmax(z)_v − [v = label]
         Z = log Σ_v exp(z_v − m) + m                     dZ²/dz_v = 2 Z softmax(z)_v
 
-    With a vocabulary spread over ranks, m and then (Σ exp, z_label − m) are all-reduced.
+    Where ranks share the vocabulary, m and then (Σ exp, z_label − m) are all-reduced.
 
     Args:
         logits_CV: z, this rank's slice, in the dtype of the products. Overwritten.
         labels_C: Global token ids.
         weight_C: Loss weights, 0 at ignored labels, in the dtype to compute in.
-        shard: Which rows of the vocabulary the slice holds.
+        vocabulary: Rows of the slice, and reductions over the others.
         z_loss: ζ.
         needs_gradient: Whether anyone asks for the gradient; else the logits are only lost.
 
@@ -315,24 +334,20 @@ def _cross_entropy_to_gradient_(
     """
     rows = logits_CV.shape[-1]
     valid_C = labels_C != IGNORE_INDEX
-    local_label_C = labels_C - shard.start
+    local_label_C = labels_C - vocabulary.start
     here_C = valid_C & (local_label_C >= 0) & (local_label_C < rows)
     # A label outside the whole vocabulary keeps an index that `gather` rejects.
-    outside_C = valid_C & ((labels_C < 0) | (labels_C >= shard.global_rows))
+    outside_C = valid_C & ((labels_C < 0) | (labels_C >= vocabulary.rows))
     index_C1 = torch.where(here_C, local_label_C, torch.where(outside_C, rows, 0)).unsqueeze(-1)
 
     wide_CV = logits_CV.to(weight_C.dtype)  # the logits themselves where the dtypes agree
     max_C1 = wide_CV.amax(dim=-1, keepdim=True)
-    if shard.group is not None:
-        dist.all_reduce(max_C1, op=dist.ReduceOp.MAX, group=shard.group)
+    vocabulary.all_reduce_max(max_C1)
     wide_CV.sub_(max_C1)
     label_logit_C = torch.where(here_C, wide_CV.gather(-1, index_C1).squeeze(-1), 0.0)
     exp_CV = wide_CV.exp_()
     sum_exp_C = exp_CV.sum(dim=-1)
-    if shard.group is not None:
-        both_2C = torch.stack([sum_exp_C, label_logit_C])
-        dist.all_reduce(both_2C, group=shard.group)
-        sum_exp_C, label_logit_C = both_2C.unbind()
+    sum_exp_C, label_logit_C = vocabulary.all_reduce_sum(sum_exp_C, label_logit_C)
     log_sum_C = sum_exp_C.log()
     ce_C = torch.where(valid_C, log_sum_C - label_logit_C, 0.0)
     log_sum_C = torch.where(valid_C, log_sum_C + max_C1.squeeze(-1), 0.0)
@@ -344,49 +359,3 @@ def _cross_entropy_to_gradient_(
     exp_CV.scatter_add_(-1, index_C1, -torch.where(here_C, weight_C, 0.0).unsqueeze(-1))
     logits_CV.copy_(exp_CV)  # nothing to do where the dtypes agree
     return ce_C, log_sum_C
-
-
-def _local_vocabulary(head_weight_VD: Tensor, global_rows: int) -> tuple[Tensor, _VocabularyShard]:
-    """Return this rank's rows of the head weight and where they stand in the vocabulary."""
-    if isinstance(head_weight_VD, DTensor):
-        mesh = head_weight_VD.device_mesh
-        # A weight still sharded over data-parallel ranks means that FSDP's hooks were bypassed.
-        assert mesh.mesh_dim_names == (TENSOR_PARALLEL_AXIS,), f"head weight lives on {mesh}"
-        assert head_weight_VD.placements == (Shard(0),), f"got {head_weight_VD.placements}"
-        group = mesh.get_group(TENSOR_PARALLEL_AXIS)
-        head_weight_VD = head_weight_VD.to_local()
-    elif spmd_mesh_size(TENSOR_PARALLEL_AXIS) > 1:
-        mesh = current_spmd_mesh()
-        assert mesh is not None
-        group = mesh.get_group(TENSOR_PARALLEL_AXIS)
-    else:
-        return head_weight_VD, _VocabularyShard(0, global_rows, None)
-
-    # The layout of Shard(0): equal slices rounded up, the last ones shorter.
-    rows_per_rank = -(-global_rows // dist.get_world_size(group))
-    start = rows_per_rank * dist.get_rank(group)
-    rows = head_weight_VD.shape[0]
-    if rows == 0:
-        raise UserError(
-            f"vocab_size={global_rows}: {dist.get_world_size(group)} tensor-parallel ranks leave "
-            "one without a row; use fewer ranks"
-        )
-    assert rows == min(rows_per_rank, global_rows - start), f"{rows} rows from {start}"
-    return head_weight_VD, _VocabularyShard(start, global_rows, group)
-
-
-def _local_hidden(hidden_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
-    """Return the plain hidden state, whose gradient is a partial sum under tensor parallelism.
-
-    Each rank's gradient covers its slice of the vocabulary. Nothing is reduced here: a DTensor says
-    Partial and `spmd_types` defines the gradient of a tensor typed R as P, so in both backends the
-    redistribution that made the state replicated adds the slices up.
-    """
-    if not isinstance(hidden_BLD, DTensor):
-        assert not isinstance(head_weight_VD, DTensor), (
-            "the head is sharded, its input is not a DTensor"
-        )
-        return hidden_BLD
-    assert hidden_BLD.placements == (Replicate(),), f"got {hidden_BLD.placements}"
-    assert isinstance(head_weight_VD, DTensor), "the input is a DTensor, the head is not"
-    return hidden_BLD.to_local(grad_placements=[Partial()])

@@ -1,0 +1,82 @@
+"""The streamed readout under tensor parallelism: every rank holds a slice of the vocabulary.
+
+The slices are those of Shard(0): equal numbers of rows rounded up, the last ones shorter. Softmax
+needs two all-reduces a chunk: the largest logit, then the sums and the label's logit together.
+"""
+
+from collections.abc import Sequence
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchtitan.distributed import ParallelDims
+
+from titan_loop.errors import UserError
+from titan_loop.models.readout import LMHead, Vocabulary
+
+
+class SlicedVocabulary(Vocabulary):
+    """The rows that this rank holds.
+
+    Args:
+        rows: Number of rows of the whole head.
+        group: Ranks that share them.
+
+    Raises:
+        UserError: A rank would be left without a row.
+    """
+
+    def __init__(self, rows: int, group: dist.ProcessGroup) -> None:
+        ranks = dist.get_world_size(group)
+        rows_per_rank = -(-rows // ranks)
+        if rows_per_rank * (ranks - 1) >= rows:
+            raise UserError(
+                f"model.vocab_size={rows}: {ranks} tensor-parallel ranks leave one without a row; "
+                "use fewer ranks"
+            )
+        super().__init__(rows, start=rows_per_rank * dist.get_rank(group))
+        self._rows_here = min(rows_per_rank, rows - self.start)
+        self._group = group
+
+    def local(
+        self, head_weight_VD: Tensor, hidden_RBLD: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return this rank's rows, and states whose gradient is a partial sum.
+
+        Each rank's gradient covers its slice of the vocabulary. Nothing is reduced here: a DTensor
+        says Partial and `spmd_types` defines the gradient of a tensor typed R as P, so with both
+        backends the redistribution that made the state replicated adds the slices up.
+        """
+        hidden_RBLD = tuple(hidden_RBLD)
+        if isinstance(head_weight_VD, DTensor):
+            # A weight still sharded over data-parallel ranks means that FSDP's hooks were bypassed.
+            assert head_weight_VD.placements == (Shard(0),), f"got {head_weight_VD.placements}"
+            head_weight_VD = head_weight_VD.to_local()
+            hidden_RBLD = tuple(map(_local_hidden, hidden_RBLD))
+        assert len(head_weight_VD) == self._rows_here, f"{len(head_weight_VD)} rows"
+        return head_weight_VD, hidden_RBLD
+
+    def all_reduce_max(self, value: Tensor) -> None:
+        """Take the largest value over all slices, in place."""
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group)
+
+    def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums over all slices of tensors of one shape, in one collective."""
+        stacked = torch.stack(values)
+        dist.all_reduce(stacked, group=self._group)
+        return stacked.unbind()
+
+
+def share_vocabulary(head: LMHead, parallel_dims: ParallelDims) -> None:
+    """Let the tensor-parallel ranks compute the streamed loss together, each with its slice."""
+    if parallel_dims.tp_enabled:
+        group = parallel_dims.get_mesh("tp").get_group()
+        head.vocabulary = SlicedVocabulary(head.out_features, group)
+
+
+def _local_hidden(hidden_BLD: Tensor) -> Tensor:
+    assert isinstance(hidden_BLD, DTensor), "the head is sharded, its input is not a DTensor"
+    assert hidden_BLD.placements == (Replicate(),), f"got {hidden_BLD.placements}"
+    return hidden_BLD.to_local(grad_placements=[Partial()])
