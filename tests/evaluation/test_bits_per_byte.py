@@ -7,6 +7,7 @@ import pytest
 
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import (
+    _replicates,
     bits_per_byte,
     bootstrap_bits_per_byte,
     paired_difference,
@@ -72,6 +73,19 @@ def test_pairing_removes_what_both_share():
     assert difference.low > 0
     (alone,) = bootstrap_bits_per_byte(deep[None], n_bytes)
     assert difference.high - difference.low < 0.1 * (alone.high - alone.low)
+
+
+@pytest.mark.parametrize("resamples", [1, 7, 100])
+def test_as_many_resamples_as_asked_for(resamples: int):
+    nats, n_bytes = np.arange(1.0, 31.0)[None], np.full(30, 10.0)
+    assert _replicates(nats, n_bytes, seed=1, resamples=resamples).shape == (1, resamples)
+    (interval,) = bootstrap_bits_per_byte(nats, n_bytes, seed=1, resamples=1)
+    assert interval.low == interval.high  # of the one resample
+
+
+def test_a_window_of_one_byte_counts():
+    (interval,) = bootstrap_bits_per_byte(np.full((1, 4), math.log(2)), np.ones(4))
+    assert interval == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_windows_without_bytes_do_not_matter():

@@ -15,7 +15,12 @@ from titan_loop.runs.run_directory import RunDirectory
 def report(step: int) -> DepthReport:
     n_bytes = np.array([10, 20, 30])
     nats = math.log(2) * n_bytes * np.array([[2.5], [2.0]])
-    code = summarise_source([1, 4], nats, n_bytes, {"unigram": 60 * 3.0 * math.log(2)})
+    code = summarise_source(
+        [1, 4],
+        nats,
+        n_bytes,
+        {name: 60 * bits * math.log(2) for name, bits in (("unigram", 3.0), ("bigram", 2.5))},
+    )
     return DepthReport(step=step, tokens=100 * step, trained_recurrent_steps=4, sources={"c": code})
 
 
@@ -32,6 +37,9 @@ def test_a_gain_over_the_unigram_model_can_be_required():
     require_gain(report(1), 0.33)
     with pytest.raises(RunFailedError, match=r"2\.000 bits .* R = 4\) are 33\.3% below .* 3\.000"):
         require_gain(report(1), 0.34)
+    require_gain(report(1), 0.19, baseline="bigram")  # 2.0 against 2.5 bits
+    with pytest.raises(RunFailedError, match=r"are 20\.0% below the bigram model's 2\.500 and not"):
+        require_gain(report(1), 0.21, baseline="bigram")
     with pytest.raises(UserError, match="trained R = 3 among --depths"):
         require_gain(dataclasses.replace(report(1), trained_recurrent_steps=3), 0.15)
 

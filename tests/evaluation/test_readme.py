@@ -7,6 +7,8 @@ import pytest
 
 import titan_loop.evaluation
 from titan_loop.cli.eval import _names, _options, _parser
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.suites import expand_tasks
 
 README = Path(titan_loop.evaluation.__path__[0]) / "README.md"
 
@@ -18,7 +20,19 @@ def test_the_example_runs(own_run: Path, monkeypatch: pytest.MonkeyPatch):
     (example,) = README.read_text(encoding="utf-8").split("```python\n")[1:]
     names: dict = {}
     exec(compile(example.split("```")[0], str(README), "exec"), names)
-    assert 0 <= names["results"]["results"]["multi_hop"]["acc,none"] <= 1
+    options = TaskOptions(
+        tasks=expand_tasks(["multi_hop"]),
+        recurrent_steps=4,
+        exit="q:0.9",
+        kv_cache="last",
+        limit=4,
+        cache=False,
+    )
+    expected = evaluate_tasks(Path("runs/my"), options).tasks["multi_hop"]["q:0.9"]
+    found = names["results"]
+    for metric in ("acc,none", "acc_norm,none"):
+        assert found["results"]["multi_hop"][metric] == expected.metrics[metric]
+    assert found["config"]["mean_steps"] == expected.mean_steps
 
 
 def eval_commands() -> list[list[str]]:

@@ -21,7 +21,7 @@ from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.wandb_log import training_run_id
 from titan_loop.evaluation.watch import Watcher
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_jsonl
+from titan_loop.storage.json_files import read_jsonl, write_json
 
 OPTIONS = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2, depths=(1, 2))
 
@@ -51,6 +51,22 @@ def test_each_checkpoint_once_also_after_a_restart(run: Path):
     # Other questions are another evaluation.
     others = TaskOptions(tasks=expand_tasks(["held_out"]), windows=3)
     assert Watcher(run, others).run(once=True) == 3
+
+
+def test_a_run_limited_by_steps_ends_too(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def sleep(seconds: float) -> None:
+        raise AssertionError("the watcher waits for a checkpoint that nobody will write")
+
+    monkeypatch.setattr("titan_loop.evaluation.watch.time.sleep", sleep)
+    config = RunDirectory(run).read_config()
+    config["training"]["steps"] = 6
+    write_json(RunDirectory(run).config_json, config)
+    write_checkpoint_of(run, 3)
+    with pytest.raises(AssertionError, match="nobody will write"):
+        Watcher(run, OPTIONS).run()  # three of its six steps
+    write_checkpoint_of(run, 6)
+    assert Watcher(run, OPTIONS).run() == 1
+    assert steps(run) == [3, 6]
 
 
 def test_a_checkpoint_written_anew_is_new(run: Path):

@@ -95,27 +95,28 @@ class DepthReport:
         return cls.load(paths[max(paths)])
 
 
-def require_gain(report: DepthReport, share: float) -> None:
-    """Refuse a model that is not that much better than the unigram model.
+def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram") -> None:
+    """Refuse a model that does not save enough of a baseline's bits per byte.
 
     Args:
         report: Its last source, all text together, is judged at the trained number of steps.
-        share: Of the unigram model's bits per byte that the model must save, in (0, 1).
+        share: Share of the baseline's bits per byte that the model must save, in (0, 1).
+        baseline: "unigram" or "bigram".
 
     Raises:
         UserError: If the report lacks the trained number of steps.
         RunFailedError: One line with both numbers.
     """
     name, source = list(report.sources.items())[-1]
-    depth, unigram = report.trained_recurrent_steps, source.baselines["unigram"]
+    depth, expected = report.trained_recurrent_steps, source.baselines[baseline]
     if depth not in source.depths:
-        raise UserError(f"--beats-unigram needs the trained R = {depth} among --depths")
+        raise UserError(f"--beats-{baseline} needs the trained R = {depth} among --depths")
     bits = source.depths[depth].value
-    if not bits <= (1 - share) * unigram:
+    if not bits <= (1 - share) * expected:
         raise RunFailedError(
-            f"{bits:.3f} bits per byte ({name}, R = {depth}) are {1 - bits / unigram:.1%} below "
-            f"the unigram model's {unigram:.3f} and not {share:.0%}; train longer, or look at the "
-            "run's plots for what went wrong"
+            f"{bits:.3f} bits per byte ({name}, R = {depth}) are {1 - bits / expected:.1%} below "
+            f"the {baseline} model's {expected:.3f} and not {share:.0%}; train longer, or look at "
+            "the run's plots for what went wrong"
         )
 
 

@@ -172,13 +172,16 @@ class Watcher:
         return manifest is not None and manifest["sha256"] == waiting.manifest_sha256
 
     def _is_complete(self) -> bool:
-        """Whether the newest checkpoint holds the run's last token."""
+        """Whether the newest checkpoint is the run's last: by its tokens, or by its step limit."""
         committed = self._committed()
         if not committed:
             return False
         manifest = _manifest_if_there(self._folder() / f"step-{committed[-1].step}")
-        total = self._run.read_config()["total_tokens"]
-        return manifest is not None and manifest["trainer"]["tokens"] >= total
+        if manifest is None:
+            return False
+        config, state = self._run.read_config(), manifest["trainer"]
+        limit = config["training"].get("steps", 0)  # 0: none
+        return state["tokens"] >= config["total_tokens"] or 0 < limit <= state["step"]
 
     def _try_claim(self, waiting: _Waiting) -> bool:
         file = lock_file(self._run, f"step-{waiting.step}")
