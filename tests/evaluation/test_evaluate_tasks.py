@@ -1,5 +1,6 @@
 """Tasks on one checkpoint: offline suites, failures that cost nothing else, and merged reports."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,9 +131,37 @@ def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
         "arc_challenge": 25, "arc_easy": 8, "commonsense_qa": 10, "hellaswag": 10, "mmlu": 5,
         "winogrande": 5,
     }  # fmt: skip
+    scaling = {task.name: task.num_fewshot for task in SUITES["scaling"]}
+    assert scaling == dict.fromkeys(
+        ("arc_challenge", "arc_easy", "hellaswag", "lambada_openai", "openbookqa", "piqa"), 0
+    )
     tasks = HarnessTasks()
-    for name in {**shots, **depth}:
+    for name in {**shots, **depth, **scaling}:
         assert name in tasks.names_near(name)
+
+
+@pytest.mark.parametrize(
+    ("suite_task", "template"),
+    [
+        ("mmlu_pro", "mmlu_pro/_default_template_yaml"),
+        ("bbh_cot_fewshot", "bbh/cot_fewshot/_cot_fewshot_template_yaml"),
+    ],
+)
+def test_the_only_filter_of_a_strict_task_accepts_nothing_but_the_phrase(suite_task, template):
+    import lm_eval.tasks
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """The templates name Python functions."""
+
+    Loader.add_constructor("!function", lambda loader, node: node.value)
+    path = Path(lm_eval.tasks.__file__).parent / template
+    (only,) = yaml.load(path.read_text(), Loader)["filter_list"]
+    (metric,) = [task.metric for task in SUITES["ouro_base"] if task.name == suite_task]
+    assert metric == f"exact_match,{only['name']}"
+    pattern = only["filter"][0]["regex_pattern"]
+    assert re.search(pattern, "So the answer is (A).")
+    assert not re.search(pattern, "The last letter is (A).")
 
 
 def test_the_bits_of_an_answer_are_those_of_its_string():

@@ -1,13 +1,21 @@
 """Suites: named lists of lm-evaluation-harness tasks with the shots and the metric of the paper.
 
-`ouro_base` is Appendix C of Ouro, `depth` its tables over R = 1 … 8; both need the hub or a filled
-cache. `offline` needs neither.
+`ouro_base` is Appendix C of Ouro, `depth` its tables over R = 1 … 8, `scaling` the benchmarks of
+its Appendix D; all three need the hub or a filled cache. `offline` needs neither.
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix C and §5.3. Deviations: the paper does
-not say whether it reports acc or acc_norm; both are recorded, and the harness' custom decides which
-is `metric`: acc_norm where answers differ in length (ARC, HellaSwag), acc elsewhere. MATH500 was
-graded by the authors' own code with 5 examples, HumanEval(+) and MBPP(+) by evalplus; here it is
-the harness' `minerva_math500`, which has 4 examples, and its own tasks on evalplus' data.
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 16, §5.3 and Appendix D.1.
+
+Deviations:
+- The paper does not say whether it reports acc or acc_norm. Both are recorded; `metric` follows the
+  harness' custom: acc_norm where answers differ in length (ARC, HellaSwag, OpenBookQA, PIQA), acc
+  elsewhere.
+- The paper grades MMLU-Pro and BBH by "strict match". The harness has no filter of that name for
+  them: `custom-extract` and `get-answer` are their only ones. Like the strict match of GSM8K, they
+  accept nothing but the phrase "answer is …".
+- The authors graded MATH500 with 5 examples and code of their own, HumanEval(+) and MBPP(+) with
+  evalplus. Here it is the harness' `minerva_math500`, which has 4 examples, and its own tasks on
+  evalplus' data.
+- Appendix D states no number of examples: `scaling` asks with none. LAMBADA is OpenAI's version.
 """
 
 from dataclasses import dataclass
@@ -56,6 +64,14 @@ SUITES: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask("hellaswag", 10, "acc_norm,none"),
         SuiteTask("mmlu", 5),
         SuiteTask("winogrande", 5),
+    ),
+    "scaling": (
+        SuiteTask("arc_challenge", 0, "acc_norm,none"),
+        SuiteTask("arc_easy", 0, "acc_norm,none"),
+        SuiteTask("hellaswag", 0, "acc_norm,none"),
+        SuiteTask("lambada_openai", 0),
+        SuiteTask("openbookqa", 0, "acc_norm,none"),
+        SuiteTask("piqa", 0, "acc_norm,none"),
     ),
     "offline": (
         SuiteTask("held_out", metric="bits_per_byte"),
