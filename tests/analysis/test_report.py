@@ -18,8 +18,8 @@ from titan_loop.checkpoint.manifest import read_manifest, reference, write_manif
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.runs.lineage import read_lineage
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -147,7 +147,7 @@ def test_the_chain_is_found_also_when_the_folder_has_moved(
     family: tuple[Path, Path], tmp_path: Path
 ):
     parent, child = family
-    chain = read_lineage(RunDirectory(child))
+    chain = SavedRun(child).lineage()
     assert [ancestor.run.name for ancestor in chain] == [parent.name, child.name]
     assert chain[1].stage == child.name
     shutil.copytree(child, tmp_path / child.name)
@@ -155,13 +155,13 @@ def test_the_chain_is_found_also_when_the_folder_has_moved(
     shutil.copytree(parent, moved)
     hidden = parent.rename(parent.with_name("elsewhere"))
     try:
-        chain = read_lineage(RunDirectory(tmp_path / child.name))
+        chain = SavedRun(tmp_path / child.name).lineage()
         assert [ancestor.run for ancestor in chain] == [moved, tmp_path / child.name]
         assert chain[0].manifest is not None
         # Another checkpoint in the parent's place is not the parent.
         (checkpoint,) = RunDirectory(moved).checkpoints.iterdir()
         write_manifest(checkpoint, {**read_manifest(checkpoint), "created": "later"})
-        chain = read_lineage(RunDirectory(tmp_path / child.name))
+        chain = SavedRun(tmp_path / child.name).lineage()
         assert [ancestor.manifest is not None for ancestor in chain] == [False, True]
     finally:
         hidden.rename(parent)

@@ -156,7 +156,7 @@ def test_a_model_is_loaded_strictly(tmp_path):
     saved = build_decoder(options, max_seq_len=32).state_dict()
     entries: dict[str, Any] = {**saved, "optimizer.state.x.step": torch.tensor(1.0)}
     write_checkpoint(tmp_path / "model", entries, CONTENT)
-    model = load_model(tmp_path / "model", {"size": "debugmodel"}, max_seq_len=32)
+    model = load_model(tmp_path / "model", ModelOptions(), max_seq_len=32)
     loaded = model.state_dict()
     assert loaded.keys() == saved.keys()
     for key, tensor in saved.items():
@@ -165,10 +165,10 @@ def test_a_model_is_loaded_strictly(tmp_path):
     first = next(iter(saved))
     write_checkpoint(tmp_path / "less", {k: v for k, v in saved.items() if k != first}, CONTENT)
     with pytest.raises(UserError, match=f"1 entries are missing: {first}"):
-        load_model(tmp_path / "less", {"size": "debugmodel"}, max_seq_len=32)
+        load_model(tmp_path / "less", ModelOptions(), max_seq_len=32)
     write_checkpoint(tmp_path / "more", {**saved, "adapter.w": torch.zeros(1)}, CONTENT)
     with pytest.raises(UserError, match=r"1 entries are not wanted: adapter\.w"):
-        load_model(tmp_path / "more", {"size": "debugmodel"}, max_seq_len=32)
+        load_model(tmp_path / "more", ModelOptions(), max_seq_len=32)
 
 
 TENSOR_MIB, COUNT = 48, 6

@@ -24,13 +24,6 @@ def test_a_run_without_config_is_one_line(tmp_path: Path):
         evaluate_run(run, depths=[1])
 
 
-def test_checkpoints_are_looked_for_where_the_config_puts_them(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    run.create_or_open([], {"dataloader": {"mixture": ["a=1"]}, "checkpoint": {"folder": "mine"}})
-    with pytest.raises(UserError, match="mine has no committed checkpoint"):
-        evaluate_run(run, depths=[1])
-
-
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Epoch and number of every training window that is read; more than 1,000 are an error."""

@@ -235,12 +235,8 @@ def test_another_tokenizer_or_no_checkpoint(trained_run: Path, own_run: Path, tm
     other.save(str(tmp_path / "other.json"))
     with pytest.raises(UserError, match="is not the one"):
         LoopLM(trained_run, tokenizer=str(tmp_path / "other.json"))
-    other.add_tokens([f"extra {i}" for i in range(99)])
-    other.save(str(tmp_path / "larger.json"))
-    with pytest.raises(UserError, match="the model's vocabulary has 300"):
-        LoopLM(trained_run, tokenizer=str(tmp_path / "larger.json"))
-    mano = TaskOptions(tasks=expand_tasks(["mano"]), tokenizer=str(tmp_path / "larger.json"))
-    with pytest.raises(UserError, match="the model's vocabulary has 300"):
+    mano = TaskOptions(tasks=expand_tasks(["mano"]), tokenizer=str(tmp_path / "other.json"))
+    with pytest.raises(UserError, match="is not the one"):
         evaluate_tasks(trained_run, mano)
     with pytest.raises(UserError, match="checkpoint is missing"):
         LoopLM()

@@ -129,15 +129,14 @@ def test_a_deletion_at_any_moment_is_no_error(run: Path, monkeypatch, caplog, wh
         if when == "weights":  # between reading the manifest and the weights
             from titan_loop.inference import loading
 
-            read = loading.read_manifest
+            load_model = loading.load_model
 
-            def read_then_delete(checkpoint):
-                manifest = read(checkpoint)
+            def delete_then_load(*arguments, **keywords):
                 discard(gone)
-                return manifest
+                return load_model(*arguments, **keywords)
 
             with monkeypatch.context() as patch:
-                patch.setattr(loading, "read_manifest", read_then_delete)
+                patch.setattr(loading, "load_model", delete_then_load)
                 return load(path, **options)
         (gone / MANIFEST).unlink()
         if when == "before":

@@ -111,7 +111,7 @@ def ended_run(own_run: Path, tmp_path: Path) -> EndedRun:
     (free,) = engine.complete([Request(prompt=prompt, max_new_tokens=12)])
     stop = next(i for i in range(2, 12) if free.tokens[i] not in free.tokens[:i])
     source = tmp_path / "ended"
-    shutil.copytree(loaded.source, source)
+    shutil.copytree(loaded.run.sources[0], source)
     replace(SourceCard.read(source), eos_id=free.tokens[stop]).write(source)
     config = RunDirectory(own_run).read_config()
     config["dataloader"]["mixture"] = [f"{source}=1"]

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +11,16 @@ from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import CONTEXT, prompts
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.loading import (
-    load_checkpoint,
-    load_matching_tokenizer,
-    text_ends,
-)
+from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import Request
 from titan_loop.runs.run_directory import RunDirectory
+
+
+def set_mixture(run: Path, mixture: list[str]) -> None:
+    """Have a run's config name other sources."""
+    config = RunDirectory(run).read_config()
+    config["dataloader"]["mixture"] = mixture
+    RunDirectory(run).config_json.write_text(json.dumps(config))
 
 
 def test_run_and_checkpoint_give_the_saved_weights(trained_run, weights):
@@ -48,15 +51,15 @@ def test_the_tokenizer_comes_from_the_source(trained_run):
     text = "naïve 漢 <|im_end|>"
     tokenizer = load_matching_tokenizer(loaded)
     assert tokenizer.encode(text).ids == byte_level_tokenizer().encode(text).ids
-    same = loaded.source / "tokenizer.json"
+    same = loaded.run.sources[0] / "tokenizer.json"
     assert load_matching_tokenizer(loaded, same).get_vocab() == tokenizer.get_vocab()
 
 
 def test_an_imported_run_has_its_tokenizer_beside_it(own_run):
     loaded = load_checkpoint(own_run)
-    shutil.copyfile(loaded.source / "tokenizer.json", own_run / "tokenizer.json")
-    imported = replace(load_checkpoint(own_run), source=None)
-    assert load_matching_tokenizer(imported).get_vocab_size() == 259
+    shutil.copyfile(loaded.run.sources[0] / "tokenizer.json", own_run / "tokenizer.json")
+    set_mixture(own_run, [])
+    assert load_matching_tokenizer(load_checkpoint(own_run)).get_vocab_size() == 259
 
 
 def test_texts_end_where_the_training_data_said(trained_run, ended_run):
@@ -119,16 +122,19 @@ def test_another_tokenizer_is_refused(trained_run, tmp_path):
     larger.add_tokens([f"word{i}" for i in range(60)])
     larger.save(str(tmp_path / "larger.json"))
     message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "larger.json"))
-    assert "has 319 token ids, the model's vocabulary has 300" in message
-    other = byte_level_tokenizer()
-    other.add_tokens(["word"])
-    other.save(str(tmp_path / "other.json"))
-    message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "other.json"))
     assert "is not the one" in message
     message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "none.json"))
     assert "is not a file" in message
 
 
-def test_without_a_source_the_tokenizer_must_be_given(own_run):
-    loaded = replace(load_checkpoint(own_run), source=own_run / "gone")
-    assert "give --tokenizer" in refusal(lambda: load_matching_tokenizer(loaded))
+def test_without_a_source_the_tokenizer_must_be_given(own_run, tmp_path):
+    set_mixture(own_run, ["gone=1"])
+    loaded = load_checkpoint(own_run)
+    assert "with --tokenizer" in refusal(lambda: load_matching_tokenizer(loaded))
+    byte_level_tokenizer().save(str(tmp_path / "same.json"))
+    assert load_matching_tokenizer(loaded, tmp_path / "same.json").get_vocab_size() == 259
+    larger = byte_level_tokenizer()
+    larger.add_tokens([f"word{i}" for i in range(60)])
+    larger.save(str(tmp_path / "larger.json"))
+    message = refusal(lambda: load_matching_tokenizer(loaded, tmp_path / "larger.json"))
+    assert "has 319 token ids, the model's vocabulary has 300" in message

@@ -25,8 +25,8 @@ from titan_loop.analysis.training_plots import (
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import TaskReport, headline
-from titan_loop.runs.lineage import Ancestor, read_lineage
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import Ancestor, SavedRun
 from titan_loop.storage.json_files import write_text
 
 REPORT_NAME = "report.html"
@@ -76,7 +76,7 @@ def write_report(run_directory: RunDirectory) -> Path:
         raise UserError(
             f"{str(run_directory.metrics_jsonl)!r} has no records; train the run before reporting"
         )
-    lineage = read_lineage(run_directory)
+    lineage = SavedRun(run_directory.path).lineage()
     missing: list[str] = []
     sections = [
         _summary(run_directory, records),
@@ -91,17 +91,17 @@ def write_report(run_directory: RunDirectory) -> Path:
 
 
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
-    run, config, last = run_directory.read_run(), run_directory.read_config(), records[-1]
-    model = config["model"]
-    share = last["tokens"] / config["total_tokens"]
+    run, saved, last = run_directory.read_run(), SavedRun(run_directory.path), records[-1]
+    size, total_tokens = saved.model_options.size, saved.total_tokens
+    share = last["tokens"] / total_tokens
     versions = run.get("versions", {})
     rows = [
         ["", ""],
-        ["model", f"{model['size']}, {last['recurrent_steps']} recurrent steps now"],
-        ["tokens", f"{last['tokens']:,} of {config['total_tokens']:,} ({share:.0%})"],
+        ["model", f"{size}, {last['recurrent_steps']} recurrent steps now"],
+        ["tokens", f"{last['tokens']:,} of {total_tokens:,} ({share:.0%})"],
         ["training steps", f"{last['step']:,}"],
         ["loss", _number(last["loss"])],
-        ["window", f"{config['training']['seq_len']:,} tokens"],
+        ["window", f"{saved.seq_len:,} tokens"],
         ["started", f"{run['created']}, restarted {len(run.get('restarts', []))} times"],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
     ]
@@ -139,7 +139,7 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             )
         )
     if any(key.startswith("data/") and key.endswith("/tokens") for key in keys):
-        mixture = run_directory.read_config()["dataloader"].get("mixture") or []
+        mixture = SavedRun(run_directory.path).mixture
         sections.append(
             Section(
                 "Realised mixture",
@@ -162,7 +162,7 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
     plots, sections = run_directory.plots, []
     name = run_directory.path
-    has_text = bool(run_directory.read_config()["dataloader"].get("mixture"))
+    has_text = bool(SavedRun(run_directory.path).mixture)
     own, tasks = ("held_out", "offline") if has_text else ("mano", "mano")
     if any(run_directory.evaluations.glob("depth-step-*.json")):
         depths = DepthReport.latest(run_directory)

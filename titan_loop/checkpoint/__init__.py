@@ -1,3 +1,4 @@
-"""Checkpoints: written and found by `LoopCheckpointManager`, over torchtitan's DCP manager."""
+"""Checkpoints: written and found by `LoopCheckpointManager`, over torchtitan's DCP manager.
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+Nothing is imported by this package itself, so that command lines start fast: import the modules.
+"""

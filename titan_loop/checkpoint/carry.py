@@ -14,11 +14,10 @@ from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.keys import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling
 from titan_loop.errors import UserError, nearest
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,7 +81,7 @@ class Carry:
                 f"checkpoint.carry.parent={self.parent} is neither a checkpoint nor a run that "
                 "has one; train the parent first, or give another path"
             )
-        return folder / f"step-{newest[0]}"
+        return step_folder(folder, newest[0])
 
 
 def has_moments(checkpoint: Path) -> bool:

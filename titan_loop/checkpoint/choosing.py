@@ -1,17 +1,19 @@
 """Which checkpoint a run continues from: the newest that is whole, and all ranks agree on it."""
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.checkpoint.files import find_damage
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
-from titan_loop.checkpoint.retention import committed_steps, unfinished_steps
+from titan_loop.checkpoint.retention import committed_steps, step_folder, unfinished_steps
 from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
+
+logger = logging.getLogger(__name__)
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """The commit record alone; the size of every file, too; or every byte."""
@@ -39,10 +41,10 @@ def newest_good(
     )
     for step in unfinished:
         if step > max(steps, default=-1):
-            logger.warning("Skipping %s: its save never finished", folder / f"step-{step}")
+            logger.warning("Skipping %s: its save never finished", step_folder(folder, step))
     reasons = []
     for step in reversed(steps):
-        manifest, reason = inspect(folder / f"step-{step}", look_at, group=group)
+        manifest, reason = inspect(step_folder(folder, step), look_at, group=group)
         if manifest is not None:
             return step, manifest
         logger.warning("Skipping checkpoint step-%d: %s", step, reason)

@@ -19,6 +19,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -30,15 +31,17 @@ from torchtitan.components.checkpointer.base import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.carry import CHECKPOINTS, Carry
+from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
 from titan_loop.checkpoint.keys import KeyPolicy
 from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
 from titan_loop.checkpoint.retention import (
+    CHECKPOINTS,
     committed_steps,
     discard,
     read_tags,
     stale_steps,
+    step_folder,
     unfinished_steps,
 )
 from titan_loop.checkpoint.safe_reading import load_checkpoint
@@ -91,8 +94,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         enable: bool = True
         """Whether to save and resume."""
 
-        folder: str = CHECKPOINTS
-        """Folder inside the run directory."""
+        folder: str = field(init=False, default=CHECKPOINTS)
+        """Always this one: parents, reports and SLURM jobs look for checkpoints there."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         """Write in the training thread, or copy and let a thread write (see the module)."""
@@ -169,7 +172,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if not self.enable:
             return
         self.config = config
-        self.path = Path(base_folder) / config.folder
+        self.path = Path(base_folder) / CHECKPOINTS
         self.trainer: TrainState = states[TRAIN_STATE]
         self.dataloader = dataloader
         self.model = ModelWrapper(model_parts)
@@ -240,7 +243,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         must_succeed: bool = False,
     ) -> bool:
         """Write one checkpoint; what fails is logged, and raised only where training ends here."""
-        target = self.path / f"step-{content['step']}"
+        target = step_folder(self.path, content["step"])
         try:
             with torch.no_grad():
                 written = save_checkpoint(
@@ -268,7 +271,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         for step in committed_steps(self.path):
             if step > newest:
                 continue  # another attempt's, or found damaged: not ours to count
-            checkpoint = self.path / f"step-{step}"
+            checkpoint = step_folder(self.path, step)
             try:
                 manifest = read_manifest(checkpoint)
                 if manifest.get("stage_end") or read_tags(checkpoint):
@@ -287,7 +290,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 self._delete(step, "its save never finished")
 
     def _delete(self, step: int, reason: str) -> None:
-        path = self.path / f"step-{step}"
+        path = step_folder(self.path, step)
         logger.info("Deleting %s: %s", path, reason)
         try:
             discard(path)
@@ -304,7 +307,9 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if step == -1:
             found = newest_good(self.path, look_at=self._look_at, group=self.group)
         else:
-            manifest, reason = inspect(self.path / f"step-{step}", self._look_at, group=self.group)
+            manifest, reason = inspect(
+                step_folder(self.path, step), self._look_at, group=self.group
+            )
             if manifest is None:
                 raise UserError(f"checkpoint.load_step={step} is not usable: {reason}")
             found = step, manifest
@@ -315,7 +320,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             return False
         step, manifest = found
         self._set_aside_newer(step)
-        checkpoint = self.path / f"step-{step}"
+        checkpoint = step_folder(self.path, step)
         # First: they refuse a checkpoint of another architecture before any tensor is read.
         self.trainer.load_state_dict(manifest["trainer"])
         self.dataloader.load_state_dict(manifest["data"])
@@ -374,7 +379,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if dist.get_rank() == 0 and not self.config.load_only:
             for newer in committed_steps(self.path):
                 if newer > step:
-                    path = self.path / f"step-{newer}"
+                    path = step_folder(self.path, newer)
                     aside = self.path / f"damaged-step-{newer}"
                     try:
                         while aside.exists():

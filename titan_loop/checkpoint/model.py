@@ -1,8 +1,7 @@
 """A committed checkpoint as one undistributed model, for evaluation on a single device."""
 
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,13 +12,13 @@ from titan_loop.models.sizes import ModelOptions, build_decoder
 
 
 def load_model(
-    checkpoint: Path, options: dict[str, Any], *, max_seq_len: int, verify_hashes: bool = True
+    checkpoint: Path, options: ModelOptions, *, max_seq_len: int, verify_hashes: bool = True
 ) -> LoopDecoder:
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 
     Args:
         checkpoint: The folder of one checkpoint, of any world size.
-        options: The `model` entry of the run's `config.json`.
+        options: Options of the model, from the run's config.
         max_seq_len: Longest window the rotary table must cover.
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
@@ -32,9 +31,7 @@ def load_model(
         DamagedCheckpointError: A file is missing, truncated or altered.
     """
     reader = CheckpointReader(checkpoint, look_at="hashes" if verify_hashes else "sizes")
-    known = {field.name for field in fields(ModelOptions)}
-    chosen = {name: value for name, value in options.items() if name in known}
-    model = build_decoder(ModelOptions(**{**chosen, "attention": "sdpa"}), max_seq_len=max_seq_len)
+    model = build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
     state = model.state_dict()
     check_keys(
         {name: tuple(tensor.shape) for name, tensor in state.items()},

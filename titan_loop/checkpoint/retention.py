@@ -14,8 +14,16 @@ from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 
+CHECKPOINTS = "checkpoints"
+"""Folder of all checkpoints inside a run directory."""
+
 TAGS = "tags.json"
 _STEP = re.compile(r"step-(\d+)")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the checkpoint after `step` training steps, in a folder of checkpoints."""
+    return folder / f"step-{step}"
 
 
 def committed_steps(folder: Path) -> list[int]:

@@ -9,6 +9,7 @@ manifest's hashes find damage, they are no protection: an attacker writes a mani
 """
 
 import io
+import logging
 import pickle
 import re
 import warnings
@@ -31,7 +32,6 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
-from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.checkpoint.dcp_errors import root_cause
@@ -39,6 +39,8 @@ from titan_loop.checkpoint.files import METADATA
 from titan_loop.checkpoint.keys import SHOWN, KeyMatch, KeyPolicy, check_keys
 from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
+
+logger = logging.getLogger(__name__)
 
 
 def load_checkpoint(

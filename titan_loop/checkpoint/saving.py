@@ -9,6 +9,7 @@ All of it runs over one gloo group that nothing else uses, so an asynchronous sa
 training's collectives. A save that fails on any rank is tried again by all of them.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
-from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.dcp_errors import root_cause
 from titan_loop.checkpoint.files import FileRecord, file_records, rank_files
 from titan_loop.checkpoint.manifest import Reference, write_manifest
 from titan_loop.checkpoint.retention import discard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

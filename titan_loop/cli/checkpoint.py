@@ -203,9 +203,10 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _checkpoint_of(path: Path) -> Path:
     """Return a checkpoint's folder; a run stands for its newest whole checkpoint."""
-    from titan_loop.inference.loading import find_checkpoint
+    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
 
-    return find_checkpoint(path)[0] if (path / "run.json").exists() else path
+    return SavedRun(path).checkpoint().path if RunDirectory(path).run_json.exists() else path
 
 
 def _folder_of(path: Path) -> tuple[Path, int]:
@@ -214,7 +215,7 @@ def _folder_of(path: Path) -> tuple[Path, int]:
 
     run_directory = RunDirectory(path)
     if run_directory.run_json.exists():
-        return path / run_directory.read_config()["checkpoint"]["folder"], _keep_every(path)
+        return run_directory.checkpoints, _keep_every(path)
     if not any(path.glob("*step-*")):
         stages = sorted(run.parent.name for run in path.glob("*/run.json"))
         which = f"one of {', '.join(stages)} in it" if stages else "a run directory"
@@ -224,11 +225,9 @@ def _folder_of(path: Path) -> tuple[Path, int]:
 
 def _keep_every(run: Path) -> int:
     from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
 
-    run_directory = RunDirectory(run)
-    if not run_directory.config_json.exists():
-        return 0
-    return run_directory.read_config()["checkpoint"].get("keep_every", 0)  # older runs have none
+    return SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0
 
 
 def _state(checkpoint: "ListedCheckpoint") -> str:

@@ -3,17 +3,13 @@
 import argparse
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from titan_loop.cli.parser import Parser
 from titan_loop.cli.verbs import Verb, run_verb
 from titan_loop.errors import UserError
-
-if TYPE_CHECKING:
-    from titan_loop.text.text_format import TextFormat
 
 DTYPES = ("float32", "bfloat16")
 SHARD_GIGABYTES = 5.0
@@ -39,34 +35,14 @@ def import_(arguments: Sequence[str]) -> None:
     )
     given = parser.parse(arguments)
 
-    import shutil
-
     import torch
 
-    from titan_loop.checkpoint.hugging_face.importing import (
-        OuroFolder,
-        import_folder,
-        model_options,
-    )
-    from titan_loop.runs.run_directory import RunDirectory
-    from titan_loop.storage.staged_folder import staged_folder
+    from titan_loop.checkpoint.hugging_face.importing import OuroFolder
+    from titan_loop.runs.conversion import import_run
 
     folder = OuroFolder(Path(given.folder))
-    config = {
-        "total_tokens": 0,  # none are trained on here
-        "model": asdict(model_options(folder.shape)),
-        "training": {"seq_len": folder.shape.max_positions},
-        "dataloader": {"mixture": []},
-        "checkpoint": {"folder": "checkpoints"},
-        "text": None if folder.text is None else asdict(folder.text),
-    }
-    with staged_folder(Path(given.output)) as staged:
-        new = RunDirectory(staged)
-        import_folder(folder, new.checkpoint(0), dtype=getattr(torch, given.dtype))
-        if folder.tokenizer is not None:
-            shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
-        new.create_or_open(sys.argv, config=config)
-    print(RunDirectory(given.output).checkpoint(0))
+    dtype = getattr(torch, given.dtype)
+    print(import_run(folder, Path(given.output), sys.argv, dtype=dtype))
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -108,15 +84,14 @@ def export(arguments: Sequence[str]) -> None:
     from titan_loop.checkpoint.hugging_face.exporting import checkpoint_shape, export_folder
     from titan_loop.checkpoint.hugging_face.tokenizer_files import open_tokenizer
     from titan_loop.checkpoint.tensors import CheckpointReader
-    from titan_loop.inference.loading import find_checkpoint
-    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
+    from titan_loop.text.tokenizer import load_tokenizer
 
-    checkpoint, run = find_checkpoint(Path(given.checkpoint))
-    config = RunDirectory(run).read_config()
-    reader = CheckpointReader(checkpoint)
-    shape = checkpoint_shape(reader, max_positions=config["training"]["seq_len"])
-    known = _find_tokenizer(run, config, given.tokenizer)
-    text = known.text
+    run = SavedRun.open(given.checkpoint)
+    reader = CheckpointReader(run.checkpoint().path)
+    shape = checkpoint_shape(reader, max_positions=run.seq_len)
+    known = run.tokenizer(given.tokenizer)
+    text = run.text_format(load_tokenizer(known.path))
     if given.chatml is not None:
         text = text.with_chatml() if given.chatml else text.without_chat()
     if given.eos_token is not None:
@@ -139,50 +114,6 @@ def export(arguments: Sequence[str]) -> None:
             given.output,
         )
     print(given.output)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokenizer:
-    """A tokenizer, how text ends in it, and whether the model is known to be its own."""
-
-    path: Path
-    text: "TextFormat"
-    is_known: bool
-
-
-def _find_tokenizer(run: Path, config: Mapping[str, Any], given: str | None) -> _Tokenizer:
-    """Return the tokenizer of the training data, or the given one if it is the same.
-
-    Raises:
-        UserError: It is another one, or there is none to take.
-    """
-    from titan_loop.data.load.mixture import parse_mixture
-    from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256, text_format
-    from titan_loop.text.text_format import TextFormat
-    from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
-
-    imported = run / TOKENIZER_NAME
-    mixture = config["dataloader"].get("mixture")
-    sources = [Path(entry.path) for entry in parse_mixture(mixture)] if mixture else []
-    sources = [path for path in sources if (path / CARD_NAME).is_file()]
-    if imported.is_file():
-        own, sha256 = imported, file_sha256(imported)
-        text = TextFormat(**(config.get("text") or {}))  # runs of earlier imports have none
-    elif sources:
-        cards = [SourceCard.read(path) for path in sources]
-        own, sha256 = sources[0] / TOKENIZER_NAME, cards[0].tokenizer_sha256
-        text = text_format(cards, load_tokenizer(own))
-    elif given is not None:
-        return _Tokenizer(Path(given), TextFormat(), is_known=False)
-    else:
-        raise UserError(
-            f"the data that {run} was trained on is not here; give its tokenizer with --tokenizer"
-        )
-    path = own if given is None else Path(given)
-    load_tokenizer(path)
-    if file_sha256(path) != sha256:
-        raise UserError(f"tokenizer {path} is not the one {run} was trained with; use {own}")
-    return _Tokenizer(path, text, is_known=True)
 
 
 VERBS: dict[str, Verb] = {"import": import_, "export": export}

@@ -149,14 +149,13 @@ def _tasks(given: argparse.Namespace) -> int:
     from titan_loop.analysis.tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.ranks import join_ranks
-    from titan_loop.inference.loading import find_checkpoint
-    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
 
     _quiet_logs()
     rank, _ = join_ranks()
     report = evaluate_tasks(given.run, options)
     if rank == 0:
-        run_directory = RunDirectory(find_checkpoint(Path(given.run))[1])
+        run_directory = SavedRun.open(given.run).directory
         if given.frontier:
             written = write_frontier(report, run_directory)
             if written:

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from titan_loop.checkpoint.upcycling import Upcycling
     from titan_loop.evaluation.upcycling_report import held_out_sources, report_upcycling
-    from titan_loop.recipes.upcycled_run import upcycle_run
+    from titan_loop.runs.conversion import upcycle_run
     from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")

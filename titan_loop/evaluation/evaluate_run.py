@@ -22,6 +22,7 @@ from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, Unig
 from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 
 MOST_COUNTED_TOKENS = 1 << 24
 """Tokens the baselines are fitted on, at most; counting them takes about half a minute."""
@@ -52,12 +53,13 @@ def evaluate_run(
     if windows < 1:
         raise UserError(f"windows={windows} must be at least 1")
     run_directory.read_run()
-    config = run_directory.read_config()
     rank, _ = join_ranks()
     device = rank_device()
     loaded = load_checkpoint(run_directory.path, device=device)
-    held_out = open_run(config, count=windows, name=run_directory.path)
-    counts = count_what_was_read(config, loaded.manifest["data"], loaded.model.config.vocab_size)
+    held_out = open_run(loaded.run, count=windows)
+    counts = count_what_was_read(
+        loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size
+    )
     baselines = {"unigram": UnigramModel(counts), "bigram": BigramModel(counts)}
     forward = at_depths(loaded.model, depths)
     scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
@@ -81,13 +83,11 @@ def evaluate_run(
     return report
 
 
-def count_what_was_read(
-    config: Mapping[str, Any], data: Mapping[str, Any], vocab_size: int
-) -> TokenCounts:
+def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int) -> TokenCounts:
     """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them.
 
     Args:
-        config: The run's `config.json`.
+        run: The run.
         data: The loader's state, from a manifest.
         vocab_size: Vocabulary size of the model.
     """
@@ -97,7 +97,7 @@ def count_what_was_read(
             "start",
             data["accepted"][-1]["window"],
         )
-    settings, seq_len = config["dataloader"], config["training"]["seq_len"]
+    settings, seq_len = run.dataloader, run.seq_len
     loader = WindowLoader.Config(
         mixture=settings["mixture"],
         seed=settings["seed"],

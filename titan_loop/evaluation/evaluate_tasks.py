@@ -34,7 +34,6 @@ from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
-from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -156,8 +155,7 @@ class _Evaluation:
     def __init__(self, loaded: Loaded, options: TaskOptions) -> None:
         self._loaded = loaded
         self._options = options
-        self._run = RunDirectory(loaded.run)
-        self._config = self._run.read_config()
+        self._run = loaded.run.directory
         self._model = loaded.model
         self._device = loaded.model.tok_embeddings.weight.device
         manifest = loaded.manifest
@@ -269,7 +267,7 @@ class _Evaluation:
 
     @cached_property
     def _windows(self) -> dict[str, HeldOutWindows]:
-        return open_run(self._config, count=self._options.windows, name=self._loaded.run)
+        return open_run(self._loaded.run, count=self._options.windows)
 
     def _make_readings(self) -> list[Reading]:
         options = self._options

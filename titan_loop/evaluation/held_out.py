@@ -12,7 +12,7 @@ Shapes: P readings, W windows, B windows of a batch, L tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -34,6 +34,7 @@ from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.saved_run import SavedRun
 
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
@@ -79,25 +80,23 @@ def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str,
     }
 
 
-def open_run(config: Mapping[str, Any], *, count: int, name: object) -> dict[str, HeldOutWindows]:
+def open_run(run: SavedRun, *, count: int) -> dict[str, HeldOutWindows]:
     """Return the held-out windows of every source a run reads.
 
     Args:
-        config: The run's `config.json`.
+        run: The run.
         count: Number of windows per source, always the same ones.
-        name: How messages call the run.
 
     Raises:
         NotAskedError: The run has no prepared sources.
         UserError: A source is gone, or `count` is below 1.
     """
-    mixture = config["dataloader"].get("mixture")
-    if not mixture:
+    if not run.mixture:
         raise NotAskedError(
-            f"{name} was imported or trained on generated data: it has no held-out text"
+            f"{run.path} was imported or trained on generated data: it has no held-out text"
         )
-    paths = WindowLoader.Config(mixture=mixture).source_paths()
-    return open_sources(paths, seq_len=config["training"]["seq_len"], count=count)
+    paths = WindowLoader.Config(mixture=run.mixture).source_paths()
+    return open_sources(paths, seq_len=run.seq_len, count=count)
 
 
 def at_depths(

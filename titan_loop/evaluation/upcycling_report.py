@@ -23,8 +23,9 @@ from titan_loop.evaluation.held_out import (
     with_total,
 )
 from titan_loop.evaluation.ranks import rank_device
-from titan_loop.inference.loading import find_checkpoint, load_checkpoint
+from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import write_json
 
 
@@ -138,8 +139,7 @@ def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWind
     Raises:
         UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.
     """
-    path, run = find_checkpoint(checkpoint)
-    return open_run(RunDirectory(run).read_config(), count=windows, name=path)
+    return open_run(SavedRun.open(checkpoint), count=windows)
 
 
 def _score(

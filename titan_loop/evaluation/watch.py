@@ -24,7 +24,6 @@ from typing import IO, Any, NamedTuple
 import torch.distributed as dist
 
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
@@ -34,6 +33,7 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
 from titan_loop.ranks import from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Watcher:
 
     def _evaluate(self, waiting: _Waiting) -> bool:
         """Evaluate one claimed checkpoint; return whether it has a record now."""
-        checkpoint = self._folder() / f"step-{waiting.step}"
+        checkpoint = self._run.checkpoint(waiting.step)
         began = time.perf_counter()
         try:
             report = evaluate_tasks(checkpoint, self._options)
@@ -146,16 +146,12 @@ class Watcher:
         if self._wandb is not None:
             self._wandb.log(report.step, report.tokens, report.flat())
 
-    def _folder(self) -> Path:
-        return self._run.path / self._run.read_config()["checkpoint"]["folder"]
-
     def _committed(self) -> list[_Waiting]:
         if not self._run.config_json.exists():
             return []  # the run has not begun
-        folder = self._folder()
         found = []
-        for step in committed_steps(folder):
-            manifest = _manifest_if_there(folder / f"step-{step}")
+        for step in SavedRun(self._run.path).steps():
+            manifest = _manifest_if_there(self._run.checkpoint(step))
             if manifest is not None:
                 found.append(_Waiting(step, manifest["sha256"]))
         return found
@@ -168,7 +164,7 @@ class Watcher:
         }
 
     def _is_still(self, waiting: _Waiting) -> bool:
-        manifest = _manifest_if_there(self._folder() / f"step-{waiting.step}")
+        manifest = _manifest_if_there(self._run.checkpoint(waiting.step))
         return manifest is not None and manifest["sha256"] == waiting.manifest_sha256
 
     def _is_complete(self) -> bool:
@@ -176,12 +172,11 @@ class Watcher:
         committed = self._committed()
         if not committed:
             return False
-        manifest = _manifest_if_there(self._folder() / f"step-{committed[-1].step}")
+        manifest = _manifest_if_there(self._run.checkpoint(committed[-1].step))
         if manifest is None:
             return False
-        config, state = self._run.read_config(), manifest["trainer"]
-        limit = config["training"].get("steps", 0)  # 0: none
-        return state["tokens"] >= config["total_tokens"] or 0 < limit <= state["step"]
+        run, state = SavedRun(self._run.path), manifest["trainer"]
+        return state["tokens"] >= run.total_tokens or 0 < run.step_limit <= state["step"]
 
     def _try_claim(self, waiting: _Waiting) -> bool:
         file = lock_file(self._run, f"step-{waiting.step}")

@@ -1,13 +1,5 @@
-"""From a checkpoint to something that generates: the model, its text and what it was trained as.
+"""From a checkpoint to something that generates: the model and its tokenizer."""
 
-    CHECKPOINT ─┬─ manifest.json: committed? ─► weights from DCP, of any world size
-                └─ the run's config.json: model, context, source ─► tokenizer, checked by its hash
-
-A run directory stands for its newest whole checkpoint. An imported run keeps its tokenizer beside
-`config.json`, since it has no source.
-"""
-
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,21 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 
-from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.model import load_model
-from titan_loop.data.load.mixture import parse_mixture
-from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.text.tokenizer import (
-    END_OF_TEXT,
-    TOKENIZER_NAME,
-    TURN_END,
-    check_vocabulary,
-    load_tokenizer,
-)
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.tokenizer import TURN_END, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,16 +26,14 @@ class Loaded:
         checkpoint: The folder it came from.
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
-        run: The run's folder.
-        source: A prepared source it was trained on; None for generated or imported data.
+        run: The run it belongs to.
     """
 
     model: LoopDecoder
     checkpoint: Path
     manifest: dict[str, Any]
     recurrent_steps: int
-    run: Path
-    source: Path | None
+    run: SavedRun
 
 
 def load_checkpoint(
@@ -69,55 +49,25 @@ def load_checkpoint(
         path: A checkpoint's folder, or a run's for its newest whole checkpoint.
         context_tokens: Tokens the rotary table covers; None for the trained window.
         device: Where the model goes.
-        dtype: Of its weights; the exit gate stays in fp32.
+        dtype: Type of its weights; the exit gate stays in fp32.
 
     Raises:
         UserError: No committed checkpoint there, no run around it, or a context below 2.
     """
-    checkpoint, run = find_checkpoint(Path(path))
-    config = RunDirectory(run).read_config()
-    manifest = read_manifest(checkpoint)
-    context = config["training"]["seq_len"] if context_tokens is None else context_tokens
+    run = SavedRun.open(path)
+    checkpoint = run.checkpoint()
+    context = run.seq_len if context_tokens is None else context_tokens
     if context < 2:
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
-    model = load_model(checkpoint, config["model"], max_seq_len=context)
+    model = load_model(checkpoint.path, run.model_options, max_seq_len=context)
     for name, child in model.named_children():
         child.to(device=device, dtype=None if name in ("exit_gate", "rope_table") else dtype)
-    mixture = config["dataloader"].get("mixture")
     return Loaded(
         model=model,
-        checkpoint=checkpoint,
-        manifest=manifest,
-        recurrent_steps=manifest["trainer"]["recurrent_steps"],
+        checkpoint=checkpoint.path,
+        manifest=checkpoint.manifest,
+        recurrent_steps=checkpoint.recurrent_steps,
         run=run,
-        source=Path(parse_mixture(mixture)[0].path) if mixture else None,
-    )
-
-
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
-    """Return the folder of a committed checkpoint and that of its run.
-
-    Args:
-        path: Either of them; a run stands for its newest whole checkpoint.
-
-    Raises:
-        UserError: There is none, or no run around it.
-    """
-    if not path.is_dir():
-        raise UserError(f"checkpoint {path} is not a folder; give a run or one of its checkpoints")
-    if (path / "run.json").is_file():
-        folder = path / RunDirectory(path).read_config()["checkpoint"]["folder"]
-        found = newest_good(folder)
-        if found is None:
-            raise UserError(f"{folder} has no committed checkpoint; train first")
-        return folder / f"step-{found[0]}", path
-    read_manifest(path)  # a folder without one is not a checkpoint
-    for parent in path.resolve().parents:
-        if (parent / "config.json").is_file():
-            return path, parent
-    raise UserError(
-        f"checkpoint {path} has a {MANIFEST}, but no folder above it has the run's config.json; "
-        "give a checkpoint inside its run"
     )
 
 
@@ -125,30 +75,15 @@ def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> 
     """Load the tokenizer a model was trained with, or check that `given` is the same.
 
     Args:
-        loaded: The model; its source, if still there, tells which tokenizer it was.
+        loaded: The model; its run, and the sources if still there, tell which tokenizer it was.
         given: A `tokenizer.json`; None takes the source's, or the one an import left in the run.
 
     Raises:
         UserError: There is none to take, or the one given is another one.
     """
-    source = loaded.source
-    card = None
-    if source is not None and (source / CARD_NAME).is_file():
-        card = SourceCard.read(source)
-    own = loaded.run / TOKENIZER_NAME if card is None or source is None else source / TOKENIZER_NAME
-    path = own if given is None else Path(given)
-    if given is None and not path.is_file():
-        seen = "a source" if source is None else f"the source {source}"
-        raise UserError(
-            f"{loaded.checkpoint}: found neither {seen} with a tokenizer nor {path}; "
-            "give --tokenizer"
-        )
+    path = loaded.run.tokenizer(given).path
     tokenizer = load_tokenizer(path)
     check_vocabulary(tokenizer, loaded.model.config.vocab_size, str(path))
-    if card is not None and hashlib.sha256(path.read_bytes()).hexdigest() != card.tokenizer_sha256:
-        raise UserError(
-            f"tokenizer {path} is not the one {loaded.checkpoint} was trained with; use {own}"
-        )
     return tokenizer
 
 
@@ -179,8 +114,7 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
         loaded: The model.
         tokenizer: From `load_matching_tokenizer`.
     """
-    recorded = RunDirectory(loaded.run).read_config().get("text") or {}
-    end_of_text = tokenizer.token_to_id(recorded.get("end_of_text") or END_OF_TEXT)
-    if loaded.source is not None and (loaded.source / CARD_NAME).is_file():
-        end_of_text = SourceCard.read(loaded.source).eos_id
-    return TextEnds(end_of_text, tokenizer.token_to_id(recorded.get("turn_end") or TURN_END))
+    text = loaded.run.text_format(tokenizer)
+    return TextEnds(
+        tokenizer.token_to_id(text.end_of_text), tokenizer.token_to_id(text.turn_end or TURN_END)
+    )

@@ -24,6 +24,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.while_training import check_suite, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.training.run import (
     architecture_of,
@@ -139,11 +140,11 @@ def is_complete(config: LoopTrainer.Config) -> bool:
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:
     """Give a run that this start does not train the length and weights its own start gave it."""
-    run_directory = RunDirectory(config.dump_folder)
-    if run_directory.config_json.exists():
-        recorded = run_directory.read_config()
-        config.total_tokens = recorded["total_tokens"]
-        config.trainable = recorded.get("trainable", config.trainable)  # older runs have none
+    if RunDirectory(config.dump_folder).config_json.exists():
+        recorded = SavedRun(config.dump_folder)
+        config.total_tokens = recorded.total_tokens
+        if recorded.trainable is not None:
+            config.trainable = recorded.trainable
 
 
 def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
@@ -240,5 +241,5 @@ def _saved_state(config: LoopTrainer.Config) -> Mapping[str, Any] | None:
     Raises:
         UserError: It has checkpoints, and none is usable.
     """
-    newest = newest_good(Path(config.dump_folder) / config.checkpoint.folder, look_at="manifest")
+    newest = newest_good(RunDirectory(config.dump_folder).checkpoints, look_at="manifest")
     return None if newest is None else newest[1]["trainer"]

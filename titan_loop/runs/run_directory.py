@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import titan_loop
+from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import finite_or_null, read_jsonl, write_json
 
@@ -74,11 +75,11 @@ class RunDirectory:
     @property
     def checkpoints(self) -> Path:
         """The folder of all checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` training steps."""
-        return self.checkpoints / f"step-{step}"
+        return step_folder(self.checkpoints, step)
 
     @property
     def tensorboard(self) -> Path:
@@ -188,10 +189,10 @@ class RunDirectory:
         """Return the content of `config.json`.
 
         Raises:
-            UserError: If there is none, or it is not JSON.
+            UserError: If there is none, it is not JSON, or it names another folder for checkpoints.
         """
         try:
-            return json.loads(self.config_json.read_text(encoding="utf-8"))
+            config = json.loads(self.config_json.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} has no config.json; start the run once more to write it"
@@ -201,6 +202,14 @@ class RunDirectory:
                 f"{str(self.config_json)!r} is not JSON; repair it, or move it away and start the "
                 "run once more to write it"
             ) from error
+        folder = config.get("checkpoint", {}).get("folder", CHECKPOINTS)
+        if folder != CHECKPOINTS:  # an option of older versions
+            raise UserError(
+                f"{str(self.config_json)!r} says checkpoint.folder={folder}, but checkpoints are "
+                f"always in {CHECKPOINTS!r}; rename {folder!r} to it, in the run directory and in "
+                "that file"
+            )
+        return config
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one consistent series of training records, in the order of steps.

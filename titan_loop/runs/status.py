@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import write_json
 
 RECIPE_JSON = "recipe.json"
@@ -118,24 +118,23 @@ def read_status(folder: Path) -> list[StageStatus]:
         for position, planned in enumerate(plan)
     }
     for run in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
-        directory = RunDirectory(run)
-        if not directory.run_json.exists():
+        if not RunDirectory(run).run_json.exists():
             continue
-        config = directory.read_config()
+        saved = SavedRun(run)
         place = run.resolve()
         status = found.setdefault(
             place,
             StageStatus(
                 name=run.name,
                 parent="",
-                total_tokens=config["total_tokens"],
+                total_tokens=saved.total_tokens,
                 planned=not plan,
                 position=len(found),
             ),
         )
-        _measure(status, directory, config)
+        _measure(status, saved)
         if parents.get(place) is None:  # not the recipe's, or forked from elsewhere
-            parents[place] = _parent_run(config)
+            parents[place] = _parent_run(saved)
     if not found:
         raise UserError(
             f"{folder} holds neither a run nor a recipe's stages; give the folder of one"
@@ -188,14 +187,14 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _measure(status: StageStatus, directory: RunDirectory, config: dict[str, Any]) -> None:
-    status.total_tokens = config["total_tokens"]
+def _measure(status: StageStatus, run: SavedRun) -> None:
+    status.total_tokens = run.total_tokens
     try:
-        newest = newest_good(directory.path / config["checkpoint"]["folder"], look_at="manifest")
+        newest = run.newest(look_at="manifest")
     except UserError as error:
         newest, status.damage = None, str(error)
-    status.saved_tokens = 0 if newest is None else newest[1]["trainer"]["tokens"]
-    records = directory.read_metrics()
+    status.saved_tokens = 0 if newest is None else newest.tokens
+    records = run.directory.read_metrics()
     if records:
         status.tokens = records[-1]["tokens"]
         status.loss = records[-1]["loss"]
@@ -220,10 +219,9 @@ def _read_plan(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{path} is damaged ({error}); train once more to write it") from error
 
 
-def _parent_run(config: dict[str, Any]) -> Path | None:
-    """Return the run directory that a config's parent, a run or a checkpoint, lies in."""
-    parent = config["checkpoint"].get("carry", {}).get("parent")
-    if not parent:
+def _parent_run(run: SavedRun) -> Path | None:
+    """Return the run directory that a run's parent, a run or a checkpoint, lies in."""
+    if run.parent is None:
         return None
-    path = Path(parent).resolve()
+    path = run.parent.resolve()
     return path.parents[1] if path.name.startswith("step-") else path

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
 FORMAT_VERSION = 1
@@ -91,14 +93,9 @@ def is_newer(now: Mapping[str, int], before: Mapping[str, int]) -> bool:
 
 def newest_checkpoints(folder: Path, stage: str | None) -> dict[str, int]:
     """Return run → newest step with a manifest, for the recipe's folder or one stage of it."""
-    newest: dict[str, int] = {}
-    for pattern in ("checkpoints/step-*/manifest.json", "*/checkpoints/step-*/manifest.json"):
-        for manifest in folder.glob(pattern):
-            run = manifest.parents[2]
-            step = manifest.parent.name.removeprefix("step-")
-            if step.isdigit() and (stage is None or run in (folder, folder / stage)):
-                newest[run.name] = max(int(step), newest.get(run.name, -1))
-    return newest
+    runs = [folder, *(folder.glob("*") if stage is None else [folder / stage])]
+    steps = {run.name: committed_steps(RunDirectory(run).checkpoints) for run in runs}
+    return {name: found[-1] for name, found in steps.items() if found}
 
 
 def read_restarts(folder: Path, name: str) -> Restarts:

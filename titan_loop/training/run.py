@@ -6,7 +6,6 @@ Everything a user can get wrong is checked before a process group or a device is
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -160,7 +159,7 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
     """
     if not config.checkpoint.enable:
         return True
-    folder = Path(config.dump_folder) / config.checkpoint.folder
+    folder = RunDirectory(config.dump_folder).checkpoints
     steps = committed_steps(folder)
     step = config.checkpoint.load_step
     if step == -1:

@@ -70,7 +70,7 @@ from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.runs.run_directory import library_versions
+from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.batch_schedule import (
     BatchConfig,
@@ -449,7 +449,7 @@ class LoopTrainer(Trainer):
                 f"alone reads, and R is {fewest} or more"
             )
             if starts_trained is None:
-                checkpoints = Path(self.dump_folder) / self.checkpoint.folder
+                checkpoints = RunDirectory(self.dump_folder).checkpoints
                 starts_trained = bool(self.checkpoint.carry.parent or committed_steps(checkpoints))
             if starts_trained:
                 logger.warning("%s: it stays as it was", untrained)

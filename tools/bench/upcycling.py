@@ -11,6 +11,7 @@ batches; losses are those of the last recurrent step, minus `duplicate`'s. Nothi
 import argparse
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -18,15 +19,13 @@ import titan_loop.compat  # isort: skip  # noqa: F401  (before any torchtitan mo
 import torch
 from torch import Tensor
 
-from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.inference.loading import find_checkpoint
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.expected_loss import ExpectedLoss, expected_loss
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 
 Batch = tuple[dict[str, Tensor], Tensor]
 SEED = 1  # other windows than the run's own order begins with
@@ -46,24 +45,23 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
     print(" ".join(sys.argv), f"| torch {torch.__version__}")
-    checkpoint, run = find_checkpoint(Path(options.run))
-    config = RunDirectory(run).read_config()
-    seq_len = config["training"]["seq_len"]
-    loader = WindowLoader.Config(mixture=config["dataloader"]["mixture"], seed=SEED).build(
-        dp_world_size=1, dp_rank=0, seq_len=seq_len, local_batch_size=options.batch
+    run = SavedRun.open(options.run)
+    checkpoint = run.checkpoint()
+    loader = WindowLoader.Config(mixture=run.mixture, seed=SEED).build(
+        dp_world_size=1, dp_rank=0, seq_len=run.seq_len, local_batch_size=options.batch
     )
     batches = [loader.read_step(options.batch)[0] for _ in range(options.steps)]
     loader.close()
-    parent = load_model(checkpoint, config["model"], max_seq_len=seq_len)
-    parent.recurrent_steps = read_manifest(checkpoint)["trainer"]["recurrent_steps"]
-    deeper = {**config["model"], "n_layers": options.layers}
+    parent = load_model(checkpoint.path, run.model_options, max_seq_len=run.seq_len)
+    parent.recurrent_steps = checkpoint.recurrent_steps
+    deeper = replace(run.model_options, n_layers=options.layers)
     losses: dict[str, list[float]] = {}
     for moments in get_args(Moments):
         upcycling = Upcycling(options.layers, options.mode, moments)
         with tempfile.TemporaryDirectory() as folder:
             child = Path(folder) / "child"
-            upcycle_checkpoint(checkpoint, child, upcycling)
-            model = load_model(child, deeper, max_seq_len=seq_len)
+            upcycle_checkpoint(checkpoint.path, child, upcycling)
+            model = load_model(child, deeper, max_seq_len=run.seq_len)
             model.recurrent_steps = options.recurrent_steps
             if not losses:
                 layers = upcycling.sources(len(parent.layers))

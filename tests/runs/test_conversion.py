@@ -14,6 +14,7 @@ from titan_loop.data.load.loader import held_out_windows
 from titan_loop.data.load.windows import IGNORED
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.testing.tiny import SEQ_LEN, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
@@ -100,8 +101,8 @@ def test_the_report_is_the_held_out_loss_of_both_models(
     valid = windows.labels != IGNORED
     expected = []
     for run, n_layers in ((parent, 2), (deeper, 4)):
-        assert RunDirectory(run).read_config()["model"]["n_layers"] in (None, n_layers)
-        options = RunDirectory(run).read_config()["model"]
+        assert SavedRun(run).model_options.n_layers in (None, n_layers)
+        options = SavedRun(run).model_options
         model = load_model(
             run / "checkpoints" / f"step-{STEPS}", options, max_seq_len=SEQ_LEN
         ).double()

@@ -1,0 +1,106 @@
+"""A saved run is opened by its folder or a checkpoint's, also one that version 0.1.0 wrote."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.errors import UserError
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.slurm.record import newest_checkpoints
+from titan_loop.text.text_format import TextFormat
+
+OLD_RUN = Path(__file__).parent / "written_by_0_1_0"
+"""The JSON files of a real run: `config.json` without `model_spec`, which nobody reads."""
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(OLD_RUN, tmp_path / "old"))
+
+
+def edit_config(run: Path, **changes: object) -> None:
+    path = run / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_what_an_old_run_says_of_itself(old_run: Path):
+    run = SavedRun(old_run)
+    assert run.model_options == ModelOptions(size="quickstart", vocab_size=1024)
+    assert (run.seq_len, run.total_tokens, run.trainable) == (256, 80_000, "all")
+    assert (run.keep_every, run.parent) == (0, None)
+    assert [source.name for source in run.sources] == ["code", "prose", "math"]
+    assert run.dataloader["when_exhausted"] == "stop"
+    assert run.steps() == [79]
+    newest = run.newest(look_at="manifest")
+    assert newest is not None
+    assert newest.path == old_run / "checkpoints" / "step-79"
+    assert (newest.step, newest.tokens, newest.recurrent_steps) == (79, 80_896, 4)
+    (itself,) = run.lineage()
+    assert (itself.run, itself.stage, itself.checkpoint) == (old_run, "quickstart", newest.path)
+
+
+def test_older_runs_lack_fields(old_run: Path):
+    config = json.loads((old_run / "config.json").read_text())
+    del config["trainable"], config["checkpoint"]["keep_every"], config["checkpoint"]["carry"]
+    config["model"]["of_another_version"] = 3
+    (old_run / "config.json").write_text(json.dumps(config))
+    run = SavedRun(old_run)
+    assert (run.trainable, run.keep_every, run.parent) == (None, 0, None)
+    assert run.model_options.size == "quickstart"
+
+
+def test_run_and_checkpoint_open_the_same_run(old_run: Path):
+    by_checkpoint = SavedRun.open(old_run / "checkpoints" / "step-79")
+    assert by_checkpoint.path == SavedRun.open(old_run).path == old_run
+    # A checkpoint that was named is taken as it is; one that is chosen has to be whole.
+    assert by_checkpoint.checkpoint().step == 79
+    with pytest.raises(UserError, match=r"step-79: \.metadata is missing"):
+        SavedRun.open(old_run).checkpoint()
+
+
+def test_what_is_neither_run_nor_checkpoint_is_one_line(old_run: Path, tmp_path: Path):
+    alone = shutil.copytree(old_run / "checkpoints" / "step-79", tmp_path / "alone")
+    shutil.rmtree(old_run / "checkpoints")
+    for path, complaint in (
+        (tmp_path / "nowhere", "is not a folder"),
+        (tmp_path, r"has no manifest\.json"),
+        (alone, "give a checkpoint inside its run"),
+    ):
+        with pytest.raises(UserError, match=complaint) as caught:
+            SavedRun.open(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="has no committed checkpoint; train first"):
+        SavedRun.open(old_run).checkpoint()
+    assert SavedRun(old_run).newest() is None
+    assert SavedRun(old_run).lineage() == []
+
+
+def test_without_its_sources_a_run_has_no_known_tokenizer(
+    old_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)  # the sources' paths are relative
+    run = SavedRun(old_run)
+    assert run.text_format(Tokenizer(models.BPE())) == TextFormat()
+    with pytest.raises(UserError, match="give its tokenizer with --tokenizer"):
+        run.tokenizer()
+    assert run.tokenizer("other.json") == (Path("other.json"), False)
+
+
+def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
+    """`checkpoint.folder` hid parents from `carry` and progress from SLURM."""
+    assert LoopCheckpointManager.Config().folder == RunDirectory(old_run).checkpoints.name
+    with pytest.raises(TypeError, match="folder"):
+        LoopCheckpointManager.Config(folder="elsewhere")  # pyright: ignore[reportCallIssue]
+    assert newest_checkpoints(old_run.parent, None) == {"old": 79}
+    checkpoint = {**json.loads((old_run / "config.json").read_text())["checkpoint"]}
+    edit_config(old_run, checkpoint={**checkpoint, "folder": "elsewhere"})
+    with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere.* rename 'elsewhere'"):
+        SavedRun(old_run)
+    with pytest.raises(UserError, match="rename 'elsewhere'"):  # as a restart would
+        RunDirectory(old_run).create_or_open([], {"checkpoint": checkpoint})

@@ -1,0 +1,91 @@
+"""Run directories that are written, not trained: an upcycled run, or an imported one.
+
+Either begins with one checkpoint and has the `config.json` of a trained run, so that training,
+evaluation and conversion take it like any other. It appears whole or not at all.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from titan_loop.checkpoint.architecture import architecture, check_architecture
+from titan_loop.checkpoint.hugging_face.importing import OuroFolder, import_folder, model_options
+from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
+from titan_loop.models.sizes import decoder_config
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.staged_folder import staged_folder
+
+
+def upcycle_run(
+    parent: Path, output: Path, upcycling: Upcycling, command: Sequence[str]
+) -> tuple[Path, Path]:
+    """Write a new run whose one checkpoint is the upcycled parent.
+
+    The configuration is the parent's with the new number of layers; the step and token counters go
+    on.
+
+    Args:
+        parent: A run, whose newest checkpoint is taken, or one of its checkpoints.
+        output: The new run directory.
+        upcycling: How.
+        command: Recorded in the new `run.json`.
+
+    Returns:
+        The parent checkpoint and the new one.
+
+    Raises:
+        UserError: `output` is not empty, or `parent` is missing, damaged, of another architecture
+            than its config says, or has layers that do not fit.
+    """
+    run = SavedRun.open(parent)
+    source = run.checkpoint()
+    saved = source.manifest["trainer"]["architecture"]
+    check_architecture(saved, architecture(decoder_config(run.model_options, max_seq_len=1)))
+    upcycling.sources(saved["n_layers"])  # before any file is read
+    config = {
+        **run.config,
+        "dump_folder": str(output),
+        "model": {**run.config["model"], "n_layers": upcycling.n_layers},
+    }
+    with staged_folder(output) as staged:
+        new = RunDirectory(staged)
+        upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
+        new.create_or_open(command, config=config)
+    return source.path, RunDirectory(output).checkpoint(source.step)
+
+
+def import_run(
+    folder: OuroFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
+) -> Path:
+    """Write a new run whose one checkpoint, of step 0, has the weights of an Ouro folder.
+
+    Args:
+        folder: Checked.
+        output: The new run directory.
+        command: Recorded in the new `run.json`.
+        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: `output` is not empty.
+    """
+    config = {
+        "total_tokens": 0,  # none are trained on here
+        "model": asdict(model_options(folder.shape)),
+        "training": {"seq_len": folder.shape.max_positions},
+        "dataloader": {"mixture": []},
+        "text": None if folder.text is None else asdict(folder.text),
+    }
+    with staged_folder(output) as staged:
+        new = RunDirectory(staged)
+        import_folder(folder, new.checkpoint(0), dtype=dtype)
+        if folder.tokenizer is not None:
+            shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
+        new.create_or_open(command, config=config)
+    return RunDirectory(output).checkpoint(0)

@@ -1,0 +1,324 @@
+"""A saved run, read: its model, the data it was trained on, its checkpoints and its ancestors.
+
+    run/config.json ─► model options, window, sources, text format, tokenizer
+    run/checkpoints ─► steps, the newest whole checkpoint, lineage
+
+`RunDirectory` names the files of a run and writes them. Whoever reads a run opens a `SavedRun`, so
+that the keys of its `config.json`, and what older versions wrote there, are known here alone.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from titan_loop.checkpoint.choosing import LookAt, newest_good
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.data.load.mixture import parse_mixture
+from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256, text_format
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.text.text_format import TextFormat
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from titan_loop.models.sizes import ModelOptions  # imports torchtitan, which takes seconds
+
+
+class SavedCheckpoint(NamedTuple):
+    """A committed checkpoint.
+
+    Attributes:
+        path: Its folder.
+        manifest: Its commit record, which outlives a deletion of the folder.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Training steps done."""
+        return self.manifest["step"]
+
+    @property
+    def tokens(self) -> int:
+        """Global tokens trained on."""
+        return self.manifest["trainer"]["tokens"]
+
+    @property
+    def recurrent_steps(self) -> int:
+        """R at the end of training so far."""
+        return self.manifest["trainer"]["recurrent_steps"]
+
+
+class RunTokenizer(NamedTuple):
+    """The tokenizer of a run.
+
+    Attributes:
+        path: A `tokenizer.json`.
+        is_known: Whether it is known to be the one the model was trained with.
+    """
+
+    path: Path
+    is_known: bool
+
+
+class Ancestor(NamedTuple):
+    """One run of a lineage, which ends with the run itself.
+
+    Attributes:
+        run: Folder of the run.
+        stage: Name of the stage; empty for a run outside a recipe.
+        checkpoint: The checkpoint from which the next run started, or the newest one.
+        manifest: The manifest of that checkpoint; None if it is gone or damaged.
+    """
+
+    run: Path
+    stage: str
+    checkpoint: Path
+    manifest: dict[str, Any] | None
+
+
+class SavedRun:
+    """A run that has a `config.json`; use `open` for the path that a user gave.
+
+    Args:
+        path: Folder of the run.
+        checkpoint: The checkpoint in it that is meant; None for the newest whole one.
+
+    Raises:
+        UserError: The folder has no `config.json`, or one that cannot be used.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], checkpoint: SavedCheckpoint | None = None
+    ) -> None:
+        self.directory = RunDirectory(path)
+        self._config = self.directory.read_config()
+        self._checkpoint = checkpoint
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
+        """Open a run by its folder or by that of one of its checkpoints.
+
+        Raises:
+            UserError: There is neither, or no run around the checkpoint.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise UserError(
+                f"checkpoint {path} is not a folder; give a run or one of its checkpoints"
+            )
+        if RunDirectory(path).run_json.is_file():
+            return cls(path)
+        checkpoint = SavedCheckpoint(path, read_manifest(path))
+        for parent in path.resolve().parents:
+            if RunDirectory(parent).config_json.is_file():
+                return cls(parent, checkpoint)
+        raise UserError(
+            f"checkpoint {path} has a {MANIFEST}, but no folder above it has the run's "
+            "config.json; give a checkpoint inside its run"
+        )
+
+    @property
+    def path(self) -> Path:
+        """Folder of the run."""
+        return self.directory.path
+
+    # What the run was
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The raw `config.json`, to copy or to show; what it means is in the other properties."""
+        return self._config
+
+    @property
+    def model_options(self) -> "ModelOptions":
+        """Options of the model, without those of other versions."""
+        from titan_loop.models.sizes import ModelOptions
+
+        known = {field.name for field in fields(ModelOptions)}
+        return ModelOptions(
+            **{name: value for name, value in self._config["model"].items() if name in known}
+        )
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens L of a training window."""
+        return self._config["training"]["seq_len"]
+
+    @property
+    def total_tokens(self) -> int:
+        """Global tokens that the run is to train on."""
+        return self._config["total_tokens"]
+
+    @property
+    def step_limit(self) -> int:
+        """The option `training.steps`; 0 for none."""
+        return self._config["training"].get("steps", 0)
+
+    @property
+    def trainable(self) -> Literal["all", "exit_gate"] | None:
+        """The option `trainable`; None for a run of a version without it."""
+        return self._config.get("trainable")
+
+    @property
+    def keep_every(self) -> int:
+        """The option `checkpoint.keep_every`; 0 for a run of a version without it."""
+        return self._config.get("checkpoint", {}).get("keep_every", 0)
+
+    @property
+    def parent(self) -> Path | None:
+        """The option `checkpoint.carry.parent`, a run or a checkpoint; None for initial weights."""
+        parent = self._config.get("checkpoint", {}).get("carry", {}).get("parent")
+        return Path(parent) if parent else None
+
+    # Its data
+
+    @property
+    def dataloader(self) -> Mapping[str, Any]:
+        """The options of the loader, as they were written."""
+        return self._config["dataloader"]
+
+    @property
+    def mixture(self) -> list[str]:
+        """The option `dataloader.mixture`; empty for generated or imported data."""
+        return self.dataloader.get("mixture") or []
+
+    @property
+    def sources(self) -> list[Path]:
+        """Folders of the prepared sources, in the order of the mixture, whether still there."""
+        return [Path(entry.path) for entry in parse_mixture(self.mixture)] if self.mixture else []
+
+    def text_format(self, tokenizer: "Tokenizer") -> TextFormat:
+        """Return how text ends and conversations are rendered.
+
+        An import wrote it down; otherwise the cards of the sources tell. Without either it is the
+        default, without conversations.
+
+        Args:
+            tokenizer: The run's, see `tokenizer`.
+        """
+        recorded = self._config.get("text")
+        if recorded is not None:
+            return TextFormat(**recorded)
+        cards = list(self._cards().values())
+        return text_format(cards, tokenizer) if cards else TextFormat()
+
+    def tokenizer(self, given: str | Path | None = None) -> RunTokenizer:
+        """Return the tokenizer of the training data, or the given one if it is the same.
+
+        Args:
+            given: A `tokenizer.json`; None takes the source's, or the one an import left.
+
+        Raises:
+            UserError: There is none to take, or the one given is another one.
+        """
+        cards = self._cards()
+        if self._imported_tokenizer.is_file():
+            own, sha256 = self._imported_tokenizer, file_sha256(self._imported_tokenizer)
+        elif cards:
+            source, card = next(iter(cards.items()))
+            own, sha256 = source / TOKENIZER_NAME, card.tokenizer_sha256
+        elif given is not None:
+            return RunTokenizer(Path(given), is_known=False)
+        else:
+            raise UserError(
+                f"the data that {self.path} was trained on is not here; give its tokenizer with "
+                "--tokenizer"
+            )
+        path = own if given is None else Path(given)
+        load_tokenizer(path)
+        if file_sha256(path) != sha256:
+            raise UserError(
+                f"tokenizer {path} is not the one {self.path} was trained with; use {own}"
+            )
+        return RunTokenizer(path, is_known=True)
+
+    @property
+    def _imported_tokenizer(self) -> Path:
+        return self.path / TOKENIZER_NAME
+
+    def _cards(self) -> dict[Path, SourceCard]:
+        """Return the cards of the sources that are still there."""
+        there = (source for source in self.sources if (source / CARD_NAME).is_file())
+        return {source: SourceCard.read(source) for source in there}
+
+    # Its checkpoints
+
+    def steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, in increasing order."""
+        return committed_steps(self.directory.checkpoints)
+
+    def newest(self, look_at: LookAt = "sizes") -> SavedCheckpoint | None:
+        """Return the newest whole checkpoint; None before the first.
+
+        Raises:
+            UserError: Checkpoints were committed, but none is whole.
+        """
+        found = newest_good(self.directory.checkpoints, look_at=look_at)
+        if found is None:
+            return None
+        step, manifest = found
+        return SavedCheckpoint(self.directory.checkpoint(step), manifest)
+
+    def checkpoint(self) -> SavedCheckpoint:
+        """Return the checkpoint by which the run was opened, or the newest whole one.
+
+        Raises:
+            UserError: There is none.
+        """
+        if self._checkpoint is not None:
+            return self._checkpoint
+        newest = self.newest()
+        if newest is None:
+            raise UserError(
+                f"{self.directory.checkpoints} has no committed checkpoint; train first"
+            )
+        return newest
+
+    def lineage(self) -> list[Ancestor]:
+        """Return the runs that this one descends from, oldest first, and itself as the last.
+
+        The list is empty before the run's first checkpoint. A recipe's folder may have been moved:
+        a parent that is not where the manifest says is looked for beside its child, and taken if
+        its manifest has the recorded hash.
+        """
+        chain: list[Ancestor] = []
+        checkpoint, manifest = None, None
+        for step in reversed(self.steps()):
+            checkpoint = self.directory.checkpoint(step)
+            manifest = _manifest_or_none(checkpoint)
+            if manifest is not None:
+                break
+        while checkpoint is not None:
+            lineage = {} if manifest is None else manifest["lineage"]
+            run = checkpoint.parent.parent
+            chain.append(Ancestor(run, lineage.get("stage") or "", checkpoint, manifest))
+            origin = lineage.get("origin")
+            checkpoint, manifest = None, None
+            if origin is not None and len(chain) < 1000:  # a chain that bites its tail is damaged
+                checkpoint, manifest = _find_origin(origin, beside=run)
+        return chain[::-1]
+
+
+def _find_origin(origin: Mapping[str, str], *, beside: Path) -> tuple[Path, dict[str, Any] | None]:
+    recorded = Path(origin["path"])
+    moved = beside.parent / Path(*recorded.parts[-3:])
+    for path in (recorded, moved):
+        manifest = _manifest_or_none(path)
+        if manifest is not None and manifest["sha256"] == origin["manifest_sha256"]:
+            return path, manifest
+    return recorded, None
+
+
+def _manifest_or_none(checkpoint: Path) -> dict[str, Any] | None:
+    try:
+        return read_manifest(checkpoint)
+    except UserError:
+        return None
