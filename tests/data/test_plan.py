@@ -38,7 +38,7 @@ def test_a_plan_compares_needed_and_available(
     assert (name, needed, found, most) == ("a", "6,144", f"{available:,}", "-")
     assert float(epochs) == pytest.approx(6144 / available, abs=1e-3)
     size = sum(path.stat().st_size for path in (Path(source) / "train").iterdir())
-    assert loader.plan(32)[0].disk_bytes == size
+    assert loader.demand(32)[0].disk_bytes == size
 
 
 def test_a_stage_that_cannot_be_filled_ends_with_code_two(

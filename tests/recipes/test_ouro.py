@@ -194,7 +194,7 @@ def shares(config: LoopTrainer.Config) -> dict[str, float]:
     """Return the shares in which the stage's own loader serves its windows, in ten-thousandths."""
     loader = config.open_data()
     assert isinstance(loader, WindowLoader)
-    order = loader.order.pieces[0].order
+    order = loader.order.stretches[0].order
     names = [Path(entry.path).name for entry in loader.mixture]
     return dict(zip(names, (order.shares / order.period).tolist(), strict=True))
 

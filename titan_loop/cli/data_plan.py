@@ -67,7 +67,7 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
         shortage = str(error)
     rows: list[tuple[str, ...]] = [_HEADER]
     size_bytes = 0
-    for row in loader.plan(windows):
+    for row in loader.demand(windows):
         size_bytes += row.disk_bytes
         rows.append(
             (

@@ -5,6 +5,13 @@ process and after every resume: there is no state to save and none to lose.
 """
 
 import hashlib
+import math
+
+import numpy as np
+
+_ROUNDS = 6
+_MULTIPLIER = np.uint64(0xFF51AFD7ED558CCD)
+_SHIFT = np.uint64(33)
 
 
 def keyed_integer(*parts: object) -> int:
@@ -20,3 +27,46 @@ def keyed_integer(*parts: object) -> int:
 def keyed_uniform(*parts: object) -> float:
     """Return a float in [0, 1) that depends on all `parts` and on nothing else."""
     return (keyed_integer(*parts) >> 11) / 2**53
+
+
+class KeyedPermutation:
+    """A bijection of {0, …, n - 1} chosen by a key: a Feistel network with cycle walking.
+
+    The windows of a source are read in this order. A table would need 8 bytes a window and a
+    start-up pass; here memory is O(1) and any position is looked up directly, which is what makes
+    resuming instant.
+
+    x = a m + b with m = ceil(sqrt(n)). Every round maps (a, b) → (b, a + F_k(b) mod m), which is
+    invertible for any F. An image outside the domain is mapped again until it falls inside; that is
+    rare, as m² exceeds n by at most 2 sqrt(n).
+
+    Args:
+        size: n, at least 1 and at most 2**62.
+        key: Any integer; another key gives another permutation.
+
+    Source: Luby and Rackoff 1988 (Feistel networks); Black and Rogaway 2002, "Ciphers with
+        arbitrary finite domains", sections 3 (cycle walking) and 4 (addition modulo m).
+    """
+
+    def __init__(self, size: int, key: int) -> None:
+        assert 1 <= size <= 2**62, size
+        self.size = size
+        self._side = np.uint64(math.isqrt(size - 1) + 1)
+        self._round_keys = [np.uint64(keyed_integer(key, index)) for index in range(_ROUNDS)]
+
+    def __call__(self, index: np.ndarray) -> np.ndarray:
+        """Return the images of `index` (any shape, integers in [0, n)) as uint64."""
+        image = self._network(np.asarray(index, dtype=np.uint64))
+        outside = image >= self.size
+        while outside.any():
+            image[outside] = self._network(image[outside])
+            outside = image >= self.size
+        return image
+
+    def _network(self, value: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(value, self._side)
+        for key in self._round_keys:
+            mixed = (right ^ key) * _MULTIPLIER  # uint64 arrays wrap around: the product mod 2**64
+            mixed = (mixed ^ (mixed >> _SHIFT)) * _MULTIPLIER
+            left, right = right, (left + (mixed >> _SHIFT)) % self._side
+        return left * self._side + right

@@ -16,7 +16,7 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.loader import HeldOutWindows
+from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.tasks.task import Task, recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out import at_readings, open_run, score_windows, summarise

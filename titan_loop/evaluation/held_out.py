@@ -21,12 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.loader import (
-    HeldOutWindows,
-    WindowLoader,
-    held_out_windows,
-    named_sources,
-)
+from titan_loop.data.load.held_out import HeldOutWindows, held_out_windows
+from titan_loop.data.load.loader import WindowLoader, named_sources
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, score_states, states_at

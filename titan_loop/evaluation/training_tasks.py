@@ -20,7 +20,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.load.loader import HeldOutWindows
+from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.held_out import (
     Sums,

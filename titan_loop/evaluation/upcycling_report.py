@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.data.load.loader import HeldOutWindows
+from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.held_out import (
     WindowScores,

@@ -189,7 +189,7 @@ def _check_repetition(stage: Stage) -> None:
         return
     uncapped = [
         (source.needed_tokens / source.available_tokens, source.name)
-        for source in loader.plan(stage.config.windows_of_the_run())
+        for source in loader.demand(stage.config.windows_of_the_run())
         if source.max_epochs is None
     ]
     epochs, name = max(uncapped, default=(0.0, ""))

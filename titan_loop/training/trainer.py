@@ -53,7 +53,7 @@ from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.data.load.batches import GlobalWindowLoader
+from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import (
     ActivationCheckpointingConfig,
@@ -196,7 +196,7 @@ class LoopTrainer(Trainer):
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
         )
-        dataloader: GlobalWindowLoader.Config = field(default_factory=WindowLoader.Config)
+        dataloader: GlobalBatchLoader.Config = field(default_factory=WindowLoader.Config)
         metrics: MetricsProcessor.Config = field(default_factory=LoopMetricsProcessor.Config)
         checkpoint: LoopCheckpointManager.Config = field(
             default_factory=LoopCheckpointManager.Config
@@ -336,7 +336,7 @@ class LoopTrainer(Trainer):
             self.fsdp.check(self.parallelism)
             check_offloading(self.activation_checkpoint, self.parallelism)
 
-        def open_data(self) -> GlobalWindowLoader:
+        def open_data(self) -> GlobalBatchLoader:
             """Open the data as one rank would: cards and sizes only, so it finds faults early."""
             return self.dataloader.build(
                 dp_world_size=1,
@@ -466,7 +466,7 @@ class LoopTrainer(Trainer):
                 accumulation_steps(windows, self.training.local_batch_size, data_parallel_ranks)
 
     config: Config
-    dataloader: GlobalWindowLoader
+    dataloader: GlobalBatchLoader
     model_config: LoopDecoder.Config
     loss_fn: StreamedLoss
     lr_schedulers: TokenLearningRate

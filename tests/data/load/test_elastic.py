@@ -68,7 +68,7 @@ def test_any_splits_and_kill_points_read_the_same(
     """Each attempt: ranks x local batch, steps until it is killed, prefetching or not."""
     reference = load(mixture)
     expected = [Counter(rows(reference.read_step(GLOBAL_BATCH))) for _ in range(STEPS)]
-    assert len(reference.order.pieces) == 2  # the run crosses the end of a source
+    assert len(reference.order.stretches) == 2  # the run crosses the end of a source
 
     state: dict[str, Any] = {}
     step = 0

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.load.batches import Batch
-from titan_loop.data.load.loader import WindowLoader, held_out_windows
+from titan_loop.data.load.held_out import held_out_windows
+from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 
 L = 12

@@ -133,11 +133,11 @@ def test_a_capped_mixture_equals_a_window_by_window_reference(
     order = CappedMixture(mixture, caps, when_exhausted, first_window=first, first_counts=before)
     windows = first + 150 if order.end is None else min(order.end, first + 150)
     located = zip(*(part.tolist() for part in order.locate(np.arange(first, windows))), strict=True)
-    counts, start, in_piece = list(before), first, [0] * len(sources)
-    piece_starts = [piece.first_window for piece in order.pieces]
+    counts, start, in_stretch = list(before), first, [0] * len(sources)
+    starts = [stretch.first_window for stretch in order.stretches]
     for window, (source, counter) in enumerate(located, start=first):
-        if window in piece_starts:
-            start, in_piece = window, [0] * len(sources)
+        if window in starts:
+            start, in_stretch = window, [0] * len(sources)
             left = [
                 when_exhausted == "stop" or cap is None or count < cap
                 for count, cap in zip(counts, caps, strict=True)
@@ -145,13 +145,13 @@ def test_a_capped_mixture_equals_a_window_by_window_reference(
             shares = [share * keep for (share, _), keep in zip(sources, left, strict=True)]
         assert counter == counts[source]
         counts[source] += 1
-        in_piece[source] += 1
+        in_stretch[source] += 1
         cap = caps[source]
         assert cap is None or counts[source] <= cap
         active = sum(map(bool, shares))
         bound = 1 - Fraction(1, 2 * active - 2) if active > 1 else Fraction(0)
         rounding = Fraction(window + 1 - start, PERIOD_WINDOWS)  # of weights to 1/10,000
-        for count, share in zip(in_piece, shares, strict=True):
+        for count, share in zip(in_stretch, shares, strict=True):
             wanted = Fraction((window + 1 - start) * share, sum(shares))
             assert abs(count - wanted) <= bound + rounding
         assert order.counts(window + 1).tolist() == counts
@@ -178,13 +178,13 @@ def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
         ((source,), (counter,)) = uncapped.locate(np.asarray([order.end]))
         assert counts == uncapped.counts(order.end).tolist()
         assert counter == caps[source]
-    assert len(order.pieces) <= len(mixture)
+    assert len(order.stretches) <= len(mixture)
 
 
 def test_a_far_position_of_a_capped_mixture_is_looked_up() -> None:
     mixture = parse_mixture(["a=1", "b=1", "c=3"])
     order = CappedMixture(mixture, [10**12, None, None], "renormalise")
-    first, second = (piece.first_window for piece in order.pieces)
+    first, second = (stretch.first_window for stretch in order.stretches)
     assert first == 0
     assert 0 <= second - 5 * 10**12 < 5  # where a's next window would have been
     a, b, c = order.counts(second + 4 * 10**6).tolist()

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from titan_loop.data.load.loader import WindowLoader, held_out_windows
-from titan_loop.data.load.packed_windows import PackedWindows
-from titan_loop.data.load.windows import IGNORED, CutWindows
+from titan_loop.data.load.held_out import held_out_windows
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.windows import IGNORED, CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import LOSS_SUFFIX, TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard
@@ -133,7 +133,7 @@ def test_a_plan_counts_no_padding(source: Path) -> None:
         dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
     )
     (packed,) = SourceCard.read(source).splits["train"].packed
-    (row,) = loader.plan(2 * packed.windows)
+    (row,) = loader.demand(2 * packed.windows)
     text = packed.tokens * 3 * L / (3 * L + 1)  # a window of L + 1 tokens predicts L
     assert packed.tokens < packed.windows * (3 * L + 1)
     assert (row.available_tokens, row.needed_tokens) == (round(text), round(2 * text))

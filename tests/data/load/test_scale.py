@@ -19,7 +19,8 @@ import torch
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import IGNORED, CutWindows
-from titan_loop.data.shards import OpenFiles, TokenShards, index_path
+from titan_loop.data.open_files import OpenFiles
+from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 
 SOURCES = 10
@@ -172,7 +173,7 @@ _LIMITS = """
 import resource, sys
 soft, hard = int(sys.argv[1]), int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from titan_loop.data.shards import OpenFiles, open_file_limit
+from titan_loop.data.open_files import OpenFiles, open_file_limit
 print(open_file_limit(), OpenFiles()._most, *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from titan_loop.cli.main import main
-from titan_loop.data.prepare.packing import index_paths, pack_source
+from titan_loop.data.packed_index import index_paths
+from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.shards import index_path

@@ -1,10 +1,9 @@
-"""How a global batch is split over ranks and micro-batches, and the proof of what was read.
+"""What a loader is to the trainer: global batches, and a position that says what was read.
 
-A loader knows two things: how to build window k (a pure function) and how many windows the whole
-job has consumed. `GlobalWindowLoader` turns these into torchtitan's data loader interface; its
-subclasses say only what a window is. The *set* of windows of a global batch is the same for every
-split into ranks, local batches and accumulation steps. While a step trains, a thread reads the next
-global batch; it counts as consumed only when the training loop takes it.
+A job consumes windows; a global batch is the next so many of them, over all ranks and
+micro-batches. A loader's state is the number of windows consumed, a hash of what they were, and a
+description of the data in a few readable fields, by which a resume in other data is noticed and
+refused, or accepted with a record of what changed.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -14,19 +13,14 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import hashlib
 import json
 import logging
-import struct
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from titan_loop.data.load.changes import data_changes
-from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 
@@ -35,7 +29,16 @@ logger = logging.getLogger(__name__)
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 """({"input", "positions"}, labels): int64 tensors of shape (b, L)."""
 
-_WINDOW_ID = struct.Struct("<QQQ")
+SOURCES = "sources"
+"""Field of a description that lists the sources."""
+
+_NAMES = {
+    "seq_len": "training.seq_len",
+    "seed": "dataloader.seed",
+    "when_exhausted": "dataloader.when_exhausted",
+}
+
+Fields = Mapping[str, Any]
 
 
 class DataVocabulary(NamedTuple):
@@ -76,34 +79,21 @@ class BatchesRead(NamedTuple):
     data_hash: str
 
 
-def empty_batch(count: int, seq_len: int) -> tuple[Batch, list[Window]]:
-    """Return a batch to be filled, and its rows as windows over the same memory."""
-    columns = [torch.empty(count, seq_len, dtype=torch.int64) for _ in range(3)]
-    inputs, positions, labels = columns
-    rows = zip(*(column.numpy() for column in columns), strict=True)
-    return ({"input": inputs, "positions": positions}, labels), [Window(*row) for row in rows]
-
-
-class GlobalWindowLoader(BaseDataLoader):
-    """Base of loaders whose only state is the number of windows the whole job has consumed.
-
-    With dp ranks and local batch b, window k of the global batch that starts at window s goes to
-
-        micro-batch m = (k - s) // (dp b),   rank r = (k - s) % (dp b) // b,   row (k - s) % b
+class GlobalBatchLoader(BaseDataLoader):
+    """What the trainer asks of a loader: global batches, a position in the data, and its proof.
 
     Args:
-        config: Its `prefetch` and `accept_change`.
-        description: Everything the windows and their order depend on, in readable JSON fields;
-            starts the hash, and a saved position means something only where it is the same.
-        dp_world_size: dp, the number of data-parallel ranks.
-        dp_rank: r, this process's data-parallel rank.
-        local_batch_size: b, windows of a micro-batch on one rank.
+        config: Its `accept_change`.
+        description: Everything the data and its order depend on, in readable JSON fields; starts
+            the hash. A saved position is only valid where the description is the same.
+        dp_world_size: Number of data-parallel ranks.
+        dp_rank: This process's data-parallel rank.
+        local_batch_size: Windows in a micro-batch of one rank.
         seq_len: L.
 
     Attributes:
         windows_consumed: Windows read by all ranks together since the start of the job.
-        data_hash: 32 hexadecimal digits over the description and the ids of these windows, in
-            order. Equal on all ranks, and independent of how windows were grouped into batches.
+        data_hash: 32 hexadecimal digits over the description and what was read, in order.
         accepted: One record for every change of the data that was accepted when resuming.
     """
 
@@ -131,7 +121,7 @@ class GlobalWindowLoader(BaseDataLoader):
 
     def __init__(
         self,
-        config: Config,
+        config: "GlobalBatchLoader.Config",
         description: Mapping[str, Any],
         *,
         dp_world_size: int,
@@ -140,7 +130,6 @@ class GlobalWindowLoader(BaseDataLoader):
         seq_len: int,
     ) -> None:
         self._accept_change = config.accept_change
-        self._prefetch = config.prefetch
         self._description = dict(description)
         self._dp_world_size = dp_world_size
         self._dp_rank = dp_rank
@@ -151,20 +140,14 @@ class GlobalWindowLoader(BaseDataLoader):
         self._initial_hash = hashlib.blake2b(hashed.encode(), digest_size=16).hexdigest()
         self.data_hash = self._initial_hash
         self.accepted: list[dict[str, Any]] = []
-        self._thread: ThreadPoolExecutor | None = None
-        self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
     @abstractmethod
-    def locate(self, window: np.ndarray) -> np.ndarray:
-        """Return the identity of each global window: uint64, shape (len(window), 3).
+    def read(self, position: Position) -> BatchesRead:
+        """Read this rank's part of a global batch, without consuming it.
 
         Raises:
-            UserError: If there are no such windows.
+            UserError: If the data ends, or a file can no longer be read.
         """
-
-    @abstractmethod
-    def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """Build the window with this identity (a row of what `locate` returns)."""
 
     def progress(self) -> list[SourceProgress]:
         """Return how far each source has been read; none for generated tasks."""
@@ -199,50 +182,13 @@ class GlobalWindowLoader(BaseDataLoader):
                 f"{self._local_batch_size}: change one of the three"
             )
         position = Position(self.windows_consumed, global_batch_windows, self.data_hash)
-        ahead = self._take_ahead()
-        if ahead is not None and ahead[0] == position:
-            read = ahead[1].result()
-        else:
-            read = self.read_position(position)
+        read = self.read(position)
         self.windows_consumed += global_batch_windows
         self.data_hash = read.data_hash
-        if self._prefetch:
-            self._read_ahead(position._replace(
-                first_window=self.windows_consumed, data_hash=self.data_hash
-            ))  # fmt: skip
         return read.batches
 
     def close(self) -> None:
-        """End the prefetching thread; what it has read is forgotten, and was never consumed."""
-        self._take_ahead()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
-
-    def read_position(self, position: Position) -> BatchesRead:
-        """Read this rank's part of a global batch; a pure function of the position."""
-        first, count, data_hash = position
-        identity = self.locate(np.arange(first, first + count))
-        by_rank = identity.reshape(-1, self._dp_world_size, self._local_batch_size, 3)
-        batches: list[Batch] = []
-        for identities in by_rank[:, self._dp_rank]:
-            batch, windows = empty_batch(self._local_batch_size, self._seq_len)
-            for row, window in zip(identities, windows, strict=True):
-                self.fill_window(row, window)
-            batches.append(batch)
-        return BatchesRead(batches, _extend_hash(data_hash, identity))
-
-    def _read_ahead(self, position: Position) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-        self._ahead = (position, self._thread.submit(self.read_position, position))
-
-    def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
-        """Return what the thread was reading, once it is done: it shares its caches with us."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead[1].exception()
-        return ahead
+        """Stop reading ahead, in loaders that do; nothing read ahead was consumed."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches one at a time, without end."""
@@ -296,7 +242,6 @@ class GlobalWindowLoader(BaseDataLoader):
         changes = self.check_state(state_dict)
         if not state_dict:
             return
-        self._take_ahead()
         self.windows_consumed = int(state_dict["windows_consumed"])
         self.accepted = list(state_dict["accepted"])
         if changes:
@@ -330,8 +275,52 @@ class GlobalWindowLoader(BaseDataLoader):
         return self._description
 
 
-def _extend_hash(data_hash: str, identity: np.ndarray) -> str:
-    digest = bytes.fromhex(data_hash)
-    for row in identity.tolist():
-        digest = hashlib.blake2b(digest + _WINDOW_ID.pack(*row), digest_size=16).digest()
-    return digest.hex()
+def data_changes(saved: Fields, here: Fields) -> list[str]:
+    """Return one phrase per difference, "FIELD OLD → NEW"; none if the data is the same.
+
+    Sources are matched by their path, then by their contents: a folder that was moved is the same.
+
+    Args:
+        saved: The description in the checkpoint.
+        here: The description of this start; `sources`, if there, lists one per source.
+    """
+    changes = _field_changes(saved, here, ignored=(SOURCES,))
+    saved_sources, here_sources = saved.get(SOURCES, []), here.get(SOURCES, [])
+    matches = match_sources(saved_sources, here_sources)
+    for source, match in zip(here_sources, matches, strict=True):
+        if match is None:
+            changes.append(f"source {source['path']} is new (share {source['share']:g})")
+        elif found := _field_changes(saved_sources[match], source, ignored=("path",)):
+            changes.append(f"source {source['path']}: {', '.join(found)}")
+    changes += [
+        f"source {source['path']} is gone"
+        for index, source in enumerate(saved_sources)
+        if index not in matches
+    ]
+    known = [match for match in matches if match is not None]
+    if known != sorted(known):
+        changes.append("the sources stand in another order")
+    return changes
+
+
+def match_sources(saved: Sequence[Fields], here: Sequence[Fields]) -> list[int | None]:
+    """Return for each source of `here` which one of `saved` it is, or None if it is new."""
+    matches: list[int | None] = [None] * len(here)
+    for field in ("path", "contents"):
+        for index, source in enumerate(here):
+            if matches[index] is None:
+                candidates = (
+                    number
+                    for number, known in enumerate(saved)
+                    if number not in matches and known[field] == source[field]
+                )
+                matches[index] = next(candidates, None)
+    return matches
+
+
+def _field_changes(saved: Fields, here: Fields, ignored: Sequence[str]) -> list[str]:
+    return [
+        f"{_NAMES.get(key, key)} {saved.get(key)} → {here.get(key)}"
+        for key in {**saved, **here}
+        if key not in ignored and saved.get(key) != here.get(key)
+    ]

@@ -1,4 +1,4 @@
-"""The training loader over prepared sources, and the fixed held-out windows evaluation reads.
+"""The training loader over prepared sources.
 
 Everything is arithmetic on window numbers and reads from files: no worker processes, and no state
 but the windows consumed.
@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.load.batches import (
+    SOURCES,
     Batch,
     DataVocabulary,
-    GlobalWindowLoader,
     SourceProgress,
-    empty_batch,
+    match_sources,
 )
-from titan_loop.data.load.changes import SOURCES, match_sources
+from titan_loop.data.load.global_windows import GlobalWindowLoader
 from titan_loop.data.load.mixture import (
     CappedMixture,
     Exhausted,
@@ -29,12 +28,11 @@ from titan_loop.data.load.mixture import (
     parse_mixture,
     weight_shares,
 )
-from titan_loop.data.load.packed_windows import PackedWindows
-from titan_loop.data.load.windows import IGNORED, CutWindows, SourceWindows, Window
-from titan_loop.data.shards import OpenFiles, TokenShards
+from titan_loop.data.load.windows import CutWindows, PackedWindows, SourceWindows, Window
+from titan_loop.data.open_files import OpenFiles
+from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
-from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
     return cards
 
 
-class SourcePlan(NamedTuple):
+class SourceDemand(NamedTuple):
     """What a job needs of one source, and what there is.
 
     Attributes:
@@ -239,7 +237,7 @@ class WindowLoader(GlobalWindowLoader):
                 "add documents or lower total_tokens"
             )
 
-    def plan(self, windows: int) -> list[SourcePlan]:
+    def demand(self, windows: int) -> list[SourceDemand]:
         """Return what a job of this many windows takes from every source.
 
         Where repetition caps end the mixture before, the sources are charged by their shares.
@@ -248,7 +246,7 @@ class WindowLoader(GlobalWindowLoader):
         fits = self.order.end is None or windows <= self.order.end
         counts = (self.order if fits else uncapped).counts(windows).tolist()
         return [
-            SourcePlan(
+            SourceDemand(
                 name,
                 round(count * self._seq_len * source.fill),
                 round(source.windows_per_epoch * self._seq_len * source.fill),
@@ -262,7 +260,7 @@ class WindowLoader(GlobalWindowLoader):
 
     def log_sources(self, windows: int) -> None:
         """Say what is read: shares, what is read more than once, what will be exhausted when."""
-        first = self.order.pieces[0].order if self.order.pieces else None
+        first = self.order.stretches[0].order if self.order.stretches else None
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0 if first is None else first.shares[index] / first.period
             logger.info(
@@ -274,15 +272,15 @@ class WindowLoader(GlobalWindowLoader):
             )
         for number, exhausted in enumerate(self.order.exhausted, start=1):
             logger.info("%s", self._exhaustion(number, exhausted))
-        for plan in self.plan(windows):
-            if plan.epochs > 1:
+        for demand in self.demand(windows):
+            if demand.epochs > 1:
                 logger.warning(
                     "source %s will be read %.2f times: it has %d of the %d tokens that "
                     "total_tokens takes from it",
-                    plan.name,
-                    plan.epochs,
-                    plan.available_tokens,
-                    plan.needed_tokens,
+                    demand.name,
+                    demand.epochs,
+                    demand.available_tokens,
+                    demand.needed_tokens,
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -378,17 +376,17 @@ class WindowLoader(GlobalWindowLoader):
         return {**self._description, SOURCES: sources}
 
     def _milestones(self) -> tuple[list[int], int]:
-        """Return the epoch each source is in, and how many pieces of the mixture have begun."""
+        """Return the epoch each source is in, and in which stretch the mixture is."""
         counts = self.order.counts(self.windows_consumed).tolist()
         epochs = [
             max(0, count - 1) // source.windows_per_epoch
             for source, count in zip(self.sources, counts, strict=True)
         ]
-        return epochs, self.order.piece_at(max(0, self.windows_consumed - 1))
+        return epochs, self.order.stretch_at(max(0, self.windows_consumed - 1))
 
     def _warn_of_milestones(self) -> None:
-        (old_epochs, old_piece), self._reported = self._reported, self._milestones()
-        epochs, piece = self._reported
+        (old_epochs, old_stretch), self._reported = self._reported, self._milestones()
+        epochs, stretch = self._reported
         for name, old, epoch in zip(self._names, old_epochs, epochs, strict=True):
             if epoch > old:
                 logger.warning(
@@ -397,15 +395,15 @@ class WindowLoader(GlobalWindowLoader):
                     epoch,
                     self.windows_consumed,
                 )
-        for number in range(old_piece + 1, piece + 1):
+        for number in range(old_stretch + 1, stretch + 1):
             logger.warning("%s", self._exhaustion(number, self.order.exhausted[number - 1]))
 
     def _exhaustion(self, number: int, exhausted: Sequence[int]) -> str:
-        """Return what happens where piece `number` of the mixture starts, or where it ends."""
+        """Return what happens where stretch `number` of the mixture starts, or where it ends."""
         names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
-        if number >= len(self.order.pieces):
+        if number >= len(self.order.stretches):
             return f"{names} exhausted: the mixture ends at window {self.order.end}"
-        first_window, _, order = self.order.pieces[number]
+        first_window, _, order = self.order.stretches[number]
         rest = ", ".join(
             f"{name} {share / order.period:.2%}"
             for name, share in zip(self._names, order.shares.tolist(), strict=True)
@@ -436,62 +434,3 @@ def _open_source(
     # Keyed by its contents: the order within a source outlives changes of the others.
     key = keyed_integer("source", seed, shards.contents())
     return (PackedWindows if entry.packed else CutWindows)(shards, seq_len, key)
-
-
-class HeldOutWindows(NamedTuple):
-    """Fixed windows for evaluation.
-
-    `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
-    bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
-    the total cross entropy to give nats per byte.
-    """
-
-    input: torch.Tensor
-    positions: torch.Tensor
-    labels: torch.Tensor
-    label_bytes: torch.Tensor
-
-
-def held_out_windows(
-    source_path: str | Path, *, seq_len: int, count: int, seed: int = 0
-) -> HeldOutWindows:
-    """Return `count` windows of a source's held-out split, the same ones for the same arguments.
-
-    A split with fewer windows gives all it has, and one log line says so.
-
-    Args:
-        source_path: The prepared source.
-        seq_len: L.
-        count: Windows wanted, at least 1.
-        seed: Chooses which windows, and the offset of the cuts.
-
-    Raises:
-        UserError: As `SourceWindows`; for a count below 1, or windows in which nothing is a label.
-    """
-    if count < 1:
-        raise UserError(f"held-out window count {count} must be at least 1")
-    shards = TokenShards(source_path, "held_out")
-    source = CutWindows(shards, seq_len, keyed_integer("held_out", seed))
-    if source.windows_per_epoch < count:
-        logger.warning(
-            "source %s has only %d held-out windows, %d were asked for",
-            source_path,
-            source.windows_per_epoch,
-            count,
-        )
-        count = source.windows_per_epoch
-    epochs, numbers = source.locate(np.arange(count))
-    (inputs, labels), windows = empty_batch(count, seq_len)
-    for epoch, number, window in zip(epochs.tolist(), numbers.tolist(), windows, strict=True):
-        source.read_into(epoch, number, window)
-    lengths = token_byte_lengths(Path(source_path) / TOKENIZER_NAME)
-    target = labels.numpy()
-    label_bytes = np.where(target == IGNORED, 0, lengths[target])
-    if not label_bytes.any():
-        raise UserError(
-            f"source {source_path}: none of its {count} held-out windows has a label, so there is "
-            "no loss to report: ask for more windows or hold out more documents"
-        )
-    return HeldOutWindows(
-        inputs["input"], inputs["positions"], labels, torch.from_numpy(label_bytes)
-    )

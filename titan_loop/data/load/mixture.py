@@ -2,7 +2,7 @@
 
 One period of the mixture is laid out when the loader starts; window k then looks up k mod period,
 and a source's own counter is whole periods plus a prefix count. Resuming at window 10**12 replays
-nothing. A source that has reached its cap ends the mixture, or starts a new piece without it.
+nothing. A source that has reached its cap ends the mixture, or starts a new stretch without it.
 """
 
 import heapq
@@ -194,8 +194,8 @@ def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
     return result
 
 
-class Piece(NamedTuple):
-    """A stretch of the mixture with one set of weights.
+class Stretch(NamedTuple):
+    """A part of the mixture with one set of weights.
 
     Attributes:
         first_window: Where it starts.
@@ -211,22 +211,22 @@ class Piece(NamedTuple):
 class CappedMixture:
     """The order of sources when some may be read only so often.
 
-    The first piece has all weights. It ends before the first window that would exceed its source's
-    cap: there the mixture ends ("stop"), or a piece starts in which the sources still below their
-    caps have the weights, renormalised. The bound of `MixtureOrder` holds within every piece, whose
-    starts follow from weights and caps alone.
+    The first stretch has all weights. It ends before the first window that would exceed its
+    source's cap: there the mixture ends ("stop"), or a stretch starts in which the sources still
+    below their caps have the weights, renormalised. The bound of `MixtureOrder` holds within every
+    stretch, whose starts follow from weights and caps alone.
 
     Args:
         mixture: Sources and weights.
         caps: Windows each source may give; None for no cap.
         when_exhausted: "stop" or "renormalise".
-        first_window: Where the first piece starts, if the mixture before was another one.
+        first_window: Where the first stretch starts, if the mixture before was another one.
         first_counts: Windows of each source read before that; zero by default.
 
     Attributes:
-        pieces: In order; at most one per source.
+        stretches: In order; at most one per source.
         end: The number of windows there are; None if they never end.
-        exhausted: The sources that have reached their caps where each piece but the first starts,
+        exhausted: The sources that have reached their caps where each stretch but the first starts,
             and where the mixture ends.
     """
 
@@ -239,7 +239,7 @@ class CappedMixture:
         first_window: int = 0,
         first_counts: Sequence[int] | None = None,
     ) -> None:
-        self.pieces: list[Piece] = []
+        self.stretches: list[Stretch] = []
         self.end: int | None = None
         self.exhausted: list[list[int]] = []
         start = first_window
@@ -257,7 +257,7 @@ class CappedMixture:
                 self.end = start
                 break
             order = MixtureOrder(weight_shares(rest))
-            self.pieces.append(Piece(start, counts, order))
+            self.stretches.append(Stretch(start, counts, order))
             ends = [
                 order.window_of(index, max(0, cap - int(counts[index])))
                 for index, cap in capped.items()
@@ -271,19 +271,21 @@ class CappedMixture:
             if not renormalise:
                 self.end = start
                 break
-        self._starts = np.asarray([piece.first_window for piece in self.pieces], dtype=np.int64)
+        self._starts = np.asarray(
+            [stretch.first_window for stretch in self.stretches], dtype=np.int64
+        )
 
     def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each window's source index and its number among that source's windows (int64).
 
         Args:
-            window: Global window numbers below `end`, not before the first piece.
+            window: Global window numbers below `end`, not before the first stretch.
         """
         window = np.asarray(window, dtype=np.int64)
         number = np.searchsorted(self._starts, window, side="right") - 1
         source, counter = np.empty_like(window), np.empty_like(window)
         for index in np.unique(number):
-            first, before, order = self.pieces[index]
+            first, before, order = self.stretches[index]
             chosen = number == index
             source[chosen], within = order.locate(window[chosen] - first)
             counter[chosen] = before[source[chosen]] + within
@@ -291,11 +293,11 @@ class CappedMixture:
 
     def counts(self, windows: int) -> np.ndarray:
         """Return how many of the first `windows` windows belong to each source (int64)."""
-        if not self.pieces:  # nothing was left to read when it started
+        if not self.stretches:  # nothing was left to read when it started
             return self._first_counts
-        first, before, order = self.pieces[self.piece_at(windows)]
+        first, before, order = self.stretches[self.stretch_at(windows)]
         return before + order.counts(windows - first)
 
-    def piece_at(self, window: int) -> int:
-        """Return the number of the piece that `window` belongs to, or the last one."""
+    def stretch_at(self, window: int) -> int:
+        """Return the number of the stretch that `window` belongs to, or the last one."""
         return max(0, int(np.searchsorted(self._starts, window, side="right")) - 1)

@@ -12,16 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from titan_loop.data.load.batches import (
     Batch,
     BatchesRead,
     DataVocabulary,
-    GlobalWindowLoader,
+    GlobalBatchLoader,
     Position,
 )
-from titan_loop.data.load.windows import Window
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import load_tokenizer
 
@@ -71,7 +68,7 @@ class StreamTokenizer(BaseTokenizer):
         return self._tokenizer.get_vocab_size()
 
 
-class TextStreamLoader(GlobalWindowLoader):
+class TextStreamLoader(GlobalBatchLoader):
     """Reads and tokenises text while training; see the module for what it cannot guarantee.
 
     Raises:
@@ -80,7 +77,7 @@ class TextStreamLoader(GlobalWindowLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GlobalWindowLoader.Config):
+    class Config(GlobalBatchLoader.Config):
         """Which text; `dataset_path` is a local folder of JSONL or Parquet files."""
 
         tokenizer: str = ""
@@ -130,7 +127,6 @@ class TextStreamLoader(GlobalWindowLoader):
             local_batch_size=local_batch_size,
             seq_len=seq_len,
         )
-        self._prefetch = False  # what was read cannot be put back
         self._config = config
         self._stream: Iterator[Batch] | None = None
 
@@ -138,15 +134,7 @@ class TextStreamLoader(GlobalWindowLoader):
         """Say what this loader cannot guarantee."""
         logger.warning("%s", WARNING)
 
-    def locate(self, window: np.ndarray) -> np.ndarray:
-        """Refuse: streamed windows cannot be addressed."""
-        raise NotImplementedError("text is streamed in order")
-
-    def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """Refuse: streamed windows cannot be addressed."""
-        raise NotImplementedError("text is streamed in order")
-
-    def read_position(self, position: Position) -> BatchesRead:
+    def read(self, position: Position) -> BatchesRead:
         """Read on, wherever the stream is."""
         per_micro_batch = self._dp_world_size * self._local_batch_size
         try:

@@ -1,11 +1,9 @@
 """Best-fit packing: whole documents put into windows, and the index that stores which.
 
-    document lengths ─► best_fit_decreasing ─► packed_L.windows, packed_L.pieces ─► PackedIndex
+    document lengths ─► best_fit_decreasing ─► packed_L.windows, packed_L.pieces
 
-A window of length L holds up to L + 1 tokens. `packed_L.windows` (uint64) says where each window's
-pieces end in `packed_L.pieces`, whose entries are a piece's first token in the split's stream
-(uint64) and its length (uint32). A piece is a whole document, EOS included, unless the document is
-longer than a window. Both files lie beside the shards; their checksums are in `source.json`.
+A window of length L holds up to L + 1 tokens; `titan_loop.data.packed_index` has the format of the
+two files.
 """
 
 import hashlib
@@ -18,14 +16,12 @@ from typing import Literal
 
 import numpy as np
 
-from titan_loop.data.shards import OpenFiles, TokenShards, index_path
+from titan_loop.data.packed_index import PIECE, WINDOW_END, index_paths
+from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import PackedCard, SourceCard, lock_source
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-PIECE = np.dtype([("first_token", "<u8"), ("length", "<u4")])
-_WINDOW_END = np.dtype("<u8")
 
 LARGEST_WINDOW = 1 << 24
 """Packing takes a few bytes of memory for each of a window's tokens."""
@@ -160,104 +156,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bin_of
 
 
-class PackedIndex:
-    """The packed windows of one split; its files are opened when first used.
-
-    Attributes:
-        card: The index's `PackedCard`.
-        windows: How many windows there are.
-        seq_len: L; a window's pieces sum to at most L + 1 tokens.
-
-    Raises:
-        UserError: As `open`; later, from `documents`, for an index that contradicts its shards, or
-            files that disappeared or were truncated.
-    """
-
-    @classmethod
-    def open(
-        cls, source: str | Path, split: str, seq_len: int, *, files: OpenFiles | None = None
-    ) -> "PackedIndex":
-        """Open the index of a prepared source; reads `source.json` and two file sizes.
-
-        Args:
-            source: The prepared source.
-            split: "train" or "held_out".
-            seq_len: L.
-            files: Where its open files are counted; its own by default.
-
-        Raises:
-            UserError: If the source is unusable, was not packed for this window length, or a file
-                of the index is missing or has another size than the card says.
-        """
-        source = Path(source)
-        card = SourceCard.read(source)
-        if split not in card.splits:
-            raise UserError(f"source {source} has no split {split!r}: add documents to it")
-        packed = card.splits[split].packed_for(seq_len)
-        if packed is None:
-            known = sorted(known.seq_len for known in card.splits[split].packed)
-            raise UserError(
-                f"source {source} is not packed for windows of {seq_len} in {split!r} (packed for: "
-                f"{known or 'none'}): run titan-loop data pack {source} --seq-len {seq_len}"
-            )
-        files = OpenFiles() if files is None else files
-        return cls(source / split, packed, card.splits[split].tokens, files)
-
-    def __init__(
-        self, folder: Path, card: PackedCard, stream_tokens: int, files: OpenFiles
-    ) -> None:
-        self.card = card
-        self.windows = card.windows
-        self.seq_len = card.seq_len
-        self._stream_tokens = stream_tokens
-        self._files = files
-        windows_path, pieces_path = index_paths(folder, card.seq_len)
-        _require_size(windows_path, card.windows * _WINDOW_END.itemsize)
-        _require_size(pieces_path, card.pieces * PIECE.itemsize)
-        self._windows_path, self._pieces_path = str(windows_path), str(pieces_path)
-
-    @property
-    def fill(self) -> float:
-        """Share of the windows' L + 1 tokens each that hold text, in (0, 1]."""
-        return self.card.tokens / (self.windows * (self.seq_len + 1))
-
-    def documents(self, window: int) -> list[tuple[int, int]]:
-        """Return (first token in the split's stream, length) of each piece in window `window`.
-
-        Pieces are in stored order; they are whole documents, EOS included, or parts of one that is
-        longer than a window.
-        """
-        if not 0 <= window < self.windows:
-            raise IndexError(window)
-        before = min(window, 1)
-        ends = self._files.read(self._windows_path, _WINDOW_END, window - before, 1 + before)
-        first, last = (0, *ends.tolist())[-2:]
-        if not 0 <= first < last <= min(self.card.pieces, first + self.seq_len + 1):
-            raise self._damaged(window)
-        pieces = self._files.read(self._pieces_path, PIECE, first, last - first)
-        lengths = pieces["length"].astype(np.int64)
-        starts = pieces["first_token"].astype(np.int64)
-        if (
-            int(lengths.min()) < 1
-            or int(lengths.sum()) > self.seq_len + 1
-            or int(starts.min()) < 0
-            or int((starts + lengths).max()) > self._stream_tokens
-        ):
-            raise self._damaged(window)
-        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
-
-    def _damaged(self, window: int) -> UserError:
-        return UserError(
-            f"packed index {self._pieces_path}: window {window} is damaged; pack the source again "
-            "with titan-loop data pack"
-        )
-
-
-def index_paths(folder: Path, seq_len: int) -> tuple[Path, Path]:
-    """Return the paths of a split's window ends and pieces."""
-    return folder / f"packed_{seq_len}.windows", folder / f"packed_{seq_len}.pieces"
-
-
 class _Rooms:
     """Bins by the room they have left, with the least sufficient room found in O(log capacity).
 
@@ -349,7 +247,7 @@ def _write(
 ) -> PackedCard:
     """Write the index beside its files' places and return what the card says of it."""
     by_window = np.argsort(window_of_piece, kind="stable")
-    ends = np.cumsum(np.bincount(window_of_piece)).astype(_WINDOW_END)
+    ends = np.cumsum(np.bincount(window_of_piece)).astype(WINDOW_END)
     stored = pieces[by_window]
     for path, content in zip(index_paths(folder, seq_len), (ends, stored), strict=True):
         try:
@@ -385,12 +283,3 @@ def _log(folder: Path, card: PackedCard) -> None:
     )
     if card.split_documents:
         logger.warning("%s: split %d documents longer than a window", folder, card.split_documents)
-
-
-def _require_size(path: Path, expected_bytes: int) -> None:
-    found_bytes = path.stat().st_size if path.is_file() else None
-    if found_bytes != expected_bytes:
-        raise UserError(
-            f"packed index {path} has {found_bytes or 'no'} bytes, its card says {expected_bytes}: "
-            "pack the source again with titan-loop data pack"
-        )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.data.prepare.packing import PIECE, index_paths
+from titan_loop.data.packed_index import PIECE, index_paths
 from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks, misplaced_eos
 from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
 from titan_loop.text.tokenizer import TOKENIZER_NAME

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.load.batches import DataVocabulary, GlobalWindowLoader
+from titan_loop.data.load.batches import DataVocabulary
+from titan_loop.data.load.global_windows import GlobalWindowLoader
 from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.mano import NAME, Mano, training_questions
 from titan_loop.data.tasks.task import TASK

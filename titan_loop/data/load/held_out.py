@@ -1,0 +1,76 @@
+"""The fixed held-out windows that evaluation reads."""
+
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.load.global_windows import empty_batch
+from titan_loop.data.load.windows import IGNORED, CutWindows
+from titan_loop.data.shards import TokenShards
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
+
+logger = logging.getLogger(__name__)
+
+
+class HeldOutWindows(NamedTuple):
+    """Fixed windows for evaluation.
+
+    `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
+    bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
+    the total cross entropy to give nats per byte.
+    """
+
+    input: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    label_bytes: torch.Tensor
+
+
+def held_out_windows(
+    source_path: str | Path, *, seq_len: int, count: int, seed: int = 0
+) -> HeldOutWindows:
+    """Return `count` windows of a source's held-out split, the same ones for the same arguments.
+
+    A split with fewer windows gives all it has, and one log line says so.
+
+    Args:
+        source_path: The prepared source.
+        seq_len: L.
+        count: Windows wanted, at least 1.
+        seed: Chooses which windows, and the offset of the cuts.
+
+    Raises:
+        UserError: As `SourceWindows`; for a count below 1, or windows in which nothing is a label.
+    """
+    if count < 1:
+        raise UserError(f"held-out window count {count} must be at least 1")
+    shards = TokenShards(source_path, "held_out")
+    source = CutWindows(shards, seq_len, keyed_integer("held_out", seed))
+    if source.windows_per_epoch < count:
+        logger.warning(
+            "source %s has only %d held-out windows, %d were asked for",
+            source_path,
+            source.windows_per_epoch,
+            count,
+        )
+        count = source.windows_per_epoch
+    epochs, numbers = source.locate(np.arange(count))
+    (inputs, labels), windows = empty_batch(count, seq_len)
+    for epoch, number, window in zip(epochs.tolist(), numbers.tolist(), windows, strict=True):
+        source.read_into(epoch, number, window)
+    lengths = token_byte_lengths(Path(source_path) / TOKENIZER_NAME)
+    target = labels.numpy()
+    label_bytes = np.where(target == IGNORED, 0, lengths[target])
+    if not label_bytes.any():
+        raise UserError(
+            f"source {source_path}: none of its {count} held-out windows has a label, so there is "
+            "no loss to report: ask for more windows or hold out more documents"
+        )
+    return HeldOutWindows(
+        inputs["input"], inputs["positions"], labels, torch.from_numpy(label_bytes)
+    )

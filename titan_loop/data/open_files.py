@@ -1,0 +1,115 @@
+"""Files that stay open and are read at an offset, as many as the system allows.
+
+Files are read, not mapped: making a map costs more than reading a few pages; a fault in a map of a
+file not in memory reads the device's whole read-ahead, megabytes for a window of kilobytes, and
+kills the process if the file was truncated.
+"""
+
+import errno
+import os
+import resource
+import weakref
+from collections import OrderedDict
+
+import numpy as np
+
+from titan_loop.errors import UserError
+
+_OPEN_FILES_WANTED = 65_536
+_OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole limit
+
+
+def open_file_limit() -> int:
+    """Raise this process' limit of open files as far as it may, and return it.
+
+    The usual 1,024 is a default for programs that call `select`. Opening and closing two files for
+    every window is a tenth of its cost on a local file system, and a request each to the server of
+    a mounted one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
+    wanted = min(allowed, _OPEN_FILES_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # some containers forbid it
+            return soft
+    return wanted
+
+
+class OpenFiles:
+    """Files opened when first asked for; shared by the sources of a mixture.
+
+    A process may hold only so many files open: the one opened first is closed first. (Windows come
+    in a random order, in which the least recently used is no better guess.)
+
+    Args:
+        most: Files held open at the same time; None takes what the system allows but for 1,024, and
+            at least half of it.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        if most is None:
+            allowed = open_file_limit()
+            most = max(allowed - _OTHER_FILES, allowed // 2)
+        self._most = most
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
+        # Not __del__: when the interpreter ends, `os` may be gone before this object is.
+        weakref.finalize(self, _close_all, self._descriptors)
+
+    def __len__(self) -> int:
+        return len(self._descriptors)
+
+    def close(self) -> None:
+        """Close all files; what is read again is opened again."""
+        _close_all(self._descriptors)
+
+    def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
+        """Return `count` values of the file from number `first`, read only.
+
+        Raises:
+            UserError: If the file is gone, too short, or cannot be read.
+        """
+        size = count * dtype.itemsize
+        try:
+            data = os.pread(self._descriptor(path), size, first * dtype.itemsize)
+        except OSError as error:
+            raise _cannot_read(path, error) from None
+        if len(data) < size:
+            raise UserError(
+                f"file {path} ends before its value {first + count}: it was truncated while it "
+                "was in use; restore it"
+            )
+        return np.frombuffer(data, dtype=dtype)
+
+    def _descriptor(self, path: str) -> int:
+        descriptor = self._descriptors.get(path)
+        if descriptor is None:
+            if len(self._descriptors) >= self._most:
+                self._close_first()
+            descriptor = self._descriptors[path] = self._open(path)
+        return descriptor
+
+    def _open(self, path: str) -> int:
+        try:
+            return os.open(path, os.O_RDONLY)
+        except OSError as error:
+            if error.errno != errno.EMFILE or not self._descriptors:
+                raise
+            self._most = len(self._descriptors)  # the rest of the process took more than expected
+            self._close_first()
+            return os.open(path, os.O_RDONLY)
+
+    def _close_first(self) -> None:
+        os.close(self._descriptors.popitem(last=False)[1])
+
+
+def _close_all(descriptors: OrderedDict[str, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+def _cannot_read(path: str, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"file {path} disappeared while it was in use: restore it")
+    return UserError(f"file {path} cannot be read ({error.strerror}): restore it")
