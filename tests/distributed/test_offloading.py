@@ -10,7 +10,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_offloading
-from titan_loop.distributed.memory import StepShape, estimate_memory
+from titan_loop.distributed.memory import estimate_memory
+from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder

@@ -14,7 +14,7 @@ of them on the GPU, for a copy of each state to the host and back.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -31,11 +31,15 @@ from torchtitan.distributed.activation_checkpoint import (
 )
 from torchtitan.tools.logging import logger
 
-from titan_loop.distributed.memory import Checkpointing
 from titan_loop.errors import UserError
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.recurrence import Step
+
+Checkpointing = Literal[
+    "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
+]
+CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 class RecurrentStepAC(ActivationCheckpointing):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from titan_loop.distributed.memory import (
     MASTER_BYTES,
     REDUCE_BYTES,
-    StepShape,
     UnitParameters,
     unit_parameters,
 )
+from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 
 
@@ -70,7 +70,8 @@ def _parameter_gathers(
     units = unit_parameters(config)
     share = 1 - 1 / shape.shard_degree
     layer_bytes = share * shape.compute_bytes * units.layer / shape.tensor_parallel_degree
-    norm_bytes = share * MASTER_BYTES * units.norm_and_gate
+    padded = units.norm_and_gate_shard(shape.shard_degree) * shape.shard_degree
+    norm_bytes = share * MASTER_BYTES * padded
     table_bytes = share * shape.compute_bytes * config.vocab_size * config.dim
     table_bytes /= shape.tensor_parallel_degree
     layers, norms = units.n_layers, 1
@@ -129,10 +130,13 @@ def _gradient_reductions(
         counts = {"layers": units.n_layers, "embedding, head": tables, "norm, gate": norms}
     else:
         counts = {"norm, gate": 1}
+    trained_here = units.gate
+    if shape.trainable == "all":
+        trained_here = units.norm_and_gate_shard(shape.shard_degree)
     parameters = {
         "layers": units.layer / shape.tensor_parallel_degree,
         "embedding, head": config.vocab_size * config.dim / shape.tensor_parallel_degree,
-        "norm, gate": (units.norm_and_gate if shape.trainable == "all" else config.dim + 1) / norms,
+        "norm, gate": shape.shard_degree * trained_here / norms,
     }
     traffic: list[Traffic] = []
     for what, count in counts.items():

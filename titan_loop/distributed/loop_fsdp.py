@@ -21,9 +21,11 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig
 
 from titan_loop import compat
+from titan_loop.distributed.memory import USABLE_SHARE, estimate_memory
+from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
 
@@ -55,13 +57,41 @@ class FSDPConfig:
                 "which keeps layers gathered; leave it at default, or set fsdp.policy=per_visit"
             )
 
-    def why_per_visit(self, parallelism: ParallelismConfig, training: TrainingConfig) -> str | None:
-        """Return what makes `auto` per_visit whatever the memory, if anything does."""
-        if parallelism.fsdp_reshard_after_forward == "always":
-            return "parallelism.fsdp_reshard_after_forward=always"
-        if not training.disable_cuda_graphs:
-            return "training.disable_cuda_graphs=False, which captures the gathers of a micro-batch"
-        return None
+    def decided(
+        self,
+        model: LoopDecoder.Config,
+        shape: StepShape,
+        device_bytes: float,
+        *,
+        cuda_graphs: bool,
+    ) -> tuple["FSDPConfig", str]:
+        """Return this config with `auto` decided, and why; training and `plan` both ask here.
+
+        Args:
+            model: The architecture.
+            shape: The work of one rank, with the largest R of the run.
+            device_bytes: Memory of the smallest device, or a rank's share of the host's.
+            cuda_graphs: Whether micro-batches are captured in CUDA graphs.
+        """
+        policy: FSDPPolicy = "per_visit"
+        if self.policy != "auto":
+            policy, reason = self.policy, "as set"
+        elif shape.reshard_after_forward == "always":
+            reason = "because of parallelism.fsdp_reshard_after_forward=always"
+        elif cuda_graphs:
+            reason = (
+                "because of training.disable_cuda_graphs=False, which captures the gathers of a "
+                "micro-batch"
+            )
+        else:
+            peak = estimate_memory(model, shape, hold_layers=True).peak
+            if peak <= USABLE_SHARE * device_bytes:
+                policy = "per_step"
+            reason = (
+                f"a step takes about {peak / 2**30:.2f} GiB of {device_bytes / 2**30:.2f} with "
+                "layers held"
+            )
+        return replace(self, policy=policy), reason
 
 
 def shard_units(

@@ -28,19 +28,14 @@ N·H query and K·H key-value width, V vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from torchtitan.models.common.attention import GQAttention
 
+from titan_loop.distributed.activation_checkpointing import Checkpointing
+from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.readout import LMHead
 
-Checkpointing = Literal[
-    "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
-]
-CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
-ReshardAfterForward = Literal["default", "always", "never"]
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
 MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
 REDUCE_BYTES = 4
@@ -51,73 +46,33 @@ class UnitParameters:
     """Parameters of each FSDP unit.
 
     Attributes:
-        embedding: Of the token embedding; 0 if tied to the head.
-        layer: Of one layer.
-        n_layers: Unique layers.
-        norm_and_gate: Of the final norm and the exit gate.
-        head: Of the head.
+        embedding: Parameters of the token embedding; 0 if tied to the head.
+        layer: Parameters of one layer.
+        n_layers: Number of unique layers.
+        norm: Parameters of the final norm.
+        gate: Parameters of the exit gate; 0 without one.
+        head: Parameters of the head.
     """
 
     embedding: int
     layer: int
     n_layers: int
-    norm_and_gate: int
+    norm: int
+    gate: int
     head: int
 
     @property
     def total(self) -> int:
         """All parameters of the model."""
-        return self.embedding + self.n_layers * self.layer + self.norm_and_gate + self.head
+        return self.embedding + self.n_layers * self.layer + self.norm + self.gate + self.head
 
+    def norm_and_gate_shard(self, shard_degree: int) -> int:
+        """Return how many elements of the unit of norm and gate each rank holds.
 
-@dataclass(frozen=True, kw_only=True)
-class StepShape:
-    """What one rank computes in one micro-batch, and how the model is spread.
-
-    Attributes:
-        windows: Of one micro-batch on one rank.
-        seq_len: Tokens of a whole window.
-        recurrent_steps: R.
-        checkpointing: none, torchtitan's selective or full, or one of ours.
-        compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
-        shard_degree: Ranks that share the parameters; replicas of HSDP do not count.
-        tensor_parallel_degree: Ranks that share a layer's matrices and the sequence between them.
-        context_parallel_degree: Ranks that share a window; they share the parameters, too, so they
-            count in `shard_degree`.
-        backward_steps: The last k steps that the backward pass reaches; None for all.
-        trainable: What has gradients and moments.
-        fp32_visit_sum: Whether the contributions of R visits are summed in fp32.
-        reshard_after_forward: `parallelism.fsdp_reshard_after_forward`.
-        parameters_on_host: Whether what is sharded is in the memory of a device's host.
-        fused_norms: Whether RMSNorm is one kernel (CUDA) or composed of several (CPU).
-    """
-
-    windows: int
-    seq_len: int
-    recurrent_steps: int
-    checkpointing: Checkpointing = "none"
-    compute_bytes: int = 2
-    shard_degree: int = 1
-    tensor_parallel_degree: int = 1
-    context_parallel_degree: int = 1
-    backward_steps: int | None = None
-    trainable: Trainable = "all"
-    fp32_visit_sum: bool = False
-    reshard_after_forward: ReshardAfterForward = "default"
-    parameters_on_host: bool = False
-    fused_norms: bool = True
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of one micro-batch on one rank; context parallelism splits a window."""
-        return self.windows * self.seq_len / self.context_parallel_degree
-
-    @property
-    def steps_with_backward(self) -> int:
-        """Recurrent steps that keep activations."""
-        if self.trainable == "exit_gate":
-            return 0
-        return min(self.recurrent_steps, self.backward_steps or self.recurrent_steps)
+        FSDP shards rows and pads to one a rank, and the gate's weight and bias are one row each: so
+        every rank holds a whole gate, if only as padding.
+        """
+        return -(-self.norm // shard_degree) + self.gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +141,8 @@ def unit_parameters(config: LoopDecoder.Config) -> UnitParameters:
         embedding=0 if config.enable_weight_tying else vocabulary,
         layer=config.dim * (2 * queries + 2 * keys + 3 * feed_forward + 4),
         n_layers=len(config.layers),
-        norm_and_gate=config.dim + (0 if config.exit_gate is None else config.dim + 1),
+        norm=config.dim,
+        gate=0 if config.exit_gate is None else config.dim + 1,
         head=vocabulary,
     )
 
@@ -241,7 +197,9 @@ def estimate_memory(
     """
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
     units = unit_parameters(config)
-    local = MASTER_BYTES * units.total / (shape.shard_degree * tp)
+    matrices = units.total - units.norm - units.gate
+    norm_and_gate = units.norm_and_gate_shard(shape.shard_degree)
+    local = MASTER_BYTES * (matrices / (shape.shard_degree * tp) + norm_and_gate)
     on_device = 0 if shape.parameters_on_host else 1
     layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
@@ -249,13 +207,12 @@ def estimate_memory(
     never = shape.reshard_after_forward == "never"
     all_later = hold_layers or by_step or (never and shape.steps_with_backward == 0)
     at_once, later = (units.n_layers if every else 3 for every in (all_later or never, all_later))
-    others = MASTER_BYTES * units.norm_and_gate
+    others = MASTER_BYTES * norm_and_gate * shape.shard_degree
     if never and units.embedding:
         others += c * embedding
     summed_at_once = units.n_layers if shape.steps_with_backward > 1 else 1
     trained, embedding_trained = (layer, embedding) if shape.trainable == "all" else (0.0, 0.0)
-    gate = 4 * (config.dim + 1) / (shape.shard_degree * tp)
-    trained_local = local if shape.trainable == "all" else gate
+    trained_local = local if shape.trainable == "all" else MASTER_BYTES * units.gate
     readout_chunk = _readout_chunk_bytes(config, shape)
     reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
     return StepMemory(
@@ -273,17 +230,6 @@ def estimate_memory(
         embedding_gradient=(c + reduction) * embedding_trained,
         steps_with_backward=shape.steps_with_backward,
     )
-
-
-def fits_held(config: LoopDecoder.Config, shape: StepShape, device_bytes: float) -> bool:
-    """Return whether all layers can stay gathered: the rule of `fsdp.policy=auto`.
-
-    Args:
-        config: The architecture.
-        shape: The work of one rank, with the largest R of the run.
-        device_bytes: Memory of the device, or this rank's share of it.
-    """
-    return estimate_memory(config, shape, hold_layers=True).peak <= USABLE_SHARE * device_bytes
 
 
 def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:

@@ -9,7 +9,6 @@ it, so that nothing of it is ever reduced.
 """
 
 import os
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,14 +22,13 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop import compat
-from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.distributed.compiler import missing_compiler
 from titan_loop.distributed.context_parallel import (
     check_context_parallelism,
     gather_keys_and_values,
 )
-from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, shard_units
-from titan_loop.distributed.memory import StepShape, estimate_memory, fits_held
+from titan_loop.distributed.loop_fsdp import FSDPConfig, shard_units
+from titan_loop.distributed.step_shape import step_shape
 from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -168,25 +166,26 @@ def parallelize_loop_decoder(
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or to cast: spare the copies FSDP makes even at size 1
     if fsdp.policy == "auto":
-        shape = StepShape(
-            windows=training.local_batch_size,
-            seq_len=training.seq_len,
-            recurrent_steps=recurrent_steps or model.recurrent_steps,
-            checkpointing=checkpointing_of(ac_config),
+        shape = step_shape(
+            training=training,
+            parallelism=parallelism,
+            activation_checkpoint=ac_config,
+            fp32_visit_sum=fsdp.fp32_visit_sum,
+            world_size=parallel_dims.world_size,
+            device_type=compat.device_type(),
             compute_bytes=param_dtype.itemsize,
-            shard_degree=parallel_dims.dp_shard * parallel_dims.cp,
-            tensor_parallel_degree=parallel_dims.tp,
-            context_parallel_degree=parallel_dims.cp,
+            recurrent_steps=recurrent_steps or model.recurrent_steps,
             backward_steps=model.recurrence.backward_steps,
             trainable=trainable,
-            fp32_visit_sum=fsdp.fp32_visit_sum,
-            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-            # On a CPU the device's memory is the host's.
-            parameters_on_host=training.enable_cpu_offload and compat.device_type() != "cpu",
-            fused_norms=compat.device_type() == "cuda",
         )
-        reason = fsdp.why_per_visit(parallelism, training)
-        fsdp = replace(fsdp, policy=_decide_policy(model, shape, reason))
+        assert isinstance(model.config, LoopDecoder.Config)
+        fsdp, reason = fsdp.decided(
+            model.config,
+            shape,
+            _smallest_device_bytes(),
+            cuda_graphs=not training.disable_cuda_graphs,
+        )
+        logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
     return model
 
@@ -228,26 +227,14 @@ def _apply_fsdp(
     )
 
 
-def _decide_policy(model: LoopDecoder, shape: StepShape, why_per_visit: str | None) -> FSDPPolicy:
-    """Decide `fsdp.policy=auto`, the same on every rank, and say on what grounds."""
-    if why_per_visit is not None:
-        logger.info("fsdp.policy=auto: per_visit, because of %s", why_per_visit)
-        return "per_visit"
+def _smallest_device_bytes() -> int:
+    """Return the memory of the smallest device, equal on all ranks, whose gathers have to match."""
     device = titan_utils.get_local_device()
     available = titan_utils.device_module.get_device_properties(device).total_memory
     if compat.device_type() == "cpu":
         available //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks share the host
-    if dist.is_initialized():  # all ranks alike: the gathers of two policies would not match
+    if dist.is_initialized():
         smallest = torch.tensor(available, device=device)
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         available = int(smallest)
-    config = model.config
-    assert isinstance(config, LoopDecoder.Config)
-    policy = "per_step" if fits_held(config, shape, available) else "per_visit"
-    logger.info(
-        "fsdp.policy=auto: a step takes about %.2f GiB of %.2f with layers held: %s",
-        estimate_memory(config, shape, hold_layers=True).peak / 2**30,
-        available / 2**30,
-        policy,
-    )
-    return policy
+    return available

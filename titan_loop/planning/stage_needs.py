@@ -13,20 +13,17 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.devices import Device
 from titan_loop.distributed.memory import (
-    CHECKPOINTING,
     USABLE_SHARE,
-    Checkpointing,
     StepMemory,
-    StepShape,
     UnitParameters,
     estimate_memory,
-    fits_held,
     unit_parameters,
 )
+from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
@@ -153,22 +150,25 @@ def stage_needs(
     model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
     data_parallel = max(1, cluster.ranks // model_parallel)
     replicas = parallel.data_parallel_replicate_degree
-    shape = StepShape(
-        windows=config.training.local_batch_size,
-        seq_len=config.training.seq_len,
-        recurrent_steps=most_recurrent_steps(config.recurrence),
-        checkpointing=checkpointing_of(config.activation_checkpoint),
+    shape = step_shape(
+        training=config.training,
+        parallelism=parallel,
+        activation_checkpoint=config.activation_checkpoint,
+        fp32_visit_sum=config.fsdp.fp32_visit_sum,
+        world_size=cluster.ranks,
+        device_type="cuda",
         compute_bytes=cluster.compute_bytes,
-        shard_degree=max(1, cluster.ranks // (replicas * parallel.tensor_parallel_degree)),
-        tensor_parallel_degree=parallel.tensor_parallel_degree,
-        context_parallel_degree=parallel.context_parallel_degree,
+        recurrent_steps=most_recurrent_steps(config.recurrence),
         backward_steps=config.recurrence.backward_steps,
         trainable=config.trainable,
-        fp32_visit_sum=config.fsdp.fp32_visit_sum,
-        reshard_after_forward=parallel.fsdp_reshard_after_forward,
-        parameters_on_host=config.training.enable_cpu_offload,
     )
-    policy, hold_layers = _policy(config, model, shape, cluster.gpu)
+    fsdp, _ = config.fsdp.decided(
+        model,
+        shape,
+        cluster.gpu.memory_bytes,
+        cuda_graphs=not config.training.disable_cuda_graphs,
+    )
+    hold_layers = fsdp.policy == "per_step"
     estimates: dict[Checkpointing, StepMemory] = {
         checkpointing: estimate_memory(
             model, replace(shape, checkpointing=checkpointing), hold_layers=hold_layers
@@ -193,7 +193,7 @@ def stage_needs(
         steps=_steps(config),
         batch_windows=(min(sizes), max(sizes)),
         data_parallel_ranks=data_parallel,
-        policy=policy,
+        policy=fsdp.policy,
         memory=estimates[shape.checkpointing],
         peaks={name: memory.peak for name, memory in estimates.items()},
         activations={name: memory.activations for name, memory in estimates.items()},
@@ -260,17 +260,6 @@ def _layout_refusals(
             raise  # there is nothing to compute a table from
         return [str(error)]
     return []
-
-
-def _policy(
-    config: LoopTrainer.Config, model: LoopDecoder.Config, shape: StepShape, gpu: Device
-) -> tuple[str, bool]:
-    if config.fsdp.policy != "auto":
-        return config.fsdp.policy, config.fsdp.policy == "per_step"
-    held = config.fsdp.why_per_visit(config.parallelism, config.training) is None and fits_held(
-        model, shape, gpu.memory_bytes
-    )
-    return ("per_step" if held else "per_visit"), held
 
 
 def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> list[str]:

@@ -34,7 +34,7 @@ from training_step import (
 )
 
 from titan_loop.distributed.communication import step_traffic
-from titan_loop.distributed.memory import StepShape
+from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, decoder_config
 
