@@ -1,16 +1,14 @@
 """What every test session shares: the process pool, required markers, and the counts per marker.
 
-`TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers that must really run: a skip of such a test
-is a failure, and so is a session that ran none of them.
+`TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers whose tests must run: a skipped test with such
+a marker fails, and so does a session that ran none.
 
-`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=240,multiprocess=540` are seconds; the time of each
-part is printed against its budget, and with `TITAN_LOOP_ENFORCE_BUDGETS` a part that takes longer
-is a failure. They hold for cores that need 25 ns for a turn of an empty loop in Python; a slower
-machine, as measured between the tests, has as many times longer.
+`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=240,multiprocess=540` sets budgets in seconds. The time
+of each part is printed beside its budget; with `TITAN_LOOP_ENFORCE_BUDGETS` the session fails if a
+part takes longer.
 """
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,13 +39,9 @@ BUDGETS = {
 
 EVALUATION = frozenset(("analysis", "evaluation", "inference"))  # folders with their own budget
 
-LOOP_TURNS, REFERENCE_TURN_SECONDS = 100_000, 25e-9
-TESTS_A_SAMPLE = 20
-
 outcomes: dict[str, Counter[str]] = {}
 seconds: Counter[str] = Counter()
 failures: list[str] = []
-turn_seconds: list[float] = []  # of the empty loop, sampled between tests
 
 
 @pytest.fixture(scope="session")
@@ -115,21 +109,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_runtest_logfinish() -> None:
-    finished = sum(counts.total() for counts in outcomes.values())
-    if BUDGETS and finished % TESTS_A_SAMPLE == 1:
-        began = time.perf_counter()
-        for _ in range(LOOP_TURNS):
-            pass
-        turn_seconds.append((time.perf_counter() - began) / LOOP_TURNS)
-
-
-def _slowness() -> float:
-    """Return how many times slower than the reference this machine was, at least 1."""
-    mean = sum(turn_seconds) / max(1, len(turn_seconds))
-    return max(1.0, mean / REFERENCE_TURN_SECONDS)
-
-
 def _part(item: pytest.Item, markers: list[str]) -> str:
     """Return whose budget a test counts against."""
     folders = Path(item.nodeid.partition("::")[0]).parts[1:-1]
@@ -143,11 +122,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     failures.extend(f"{name}: required, but no such test ran" for name in REQUIRED - set(outcomes))
     if os.environ.get("TITAN_LOOP_ENFORCE_BUDGETS"):
-        slowness = _slowness()
         failures.extend(
-            f"{part}: {seconds[part]:.0f} s is over {slowness:.2f} × the budget of {budget:.0f} s"
+            f"{part}: {seconds[part]:.0f} s is over the budget of {budget:.0f} s"
             for part, budget in BUDGETS.items()
-            if seconds[part] > budget * slowness
+            if seconds[part] > budget
         )
     if failures and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -160,7 +138,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{name:14} {text}")
     for part, budget in BUDGETS.items():
         terminalreporter.write_line(f"{part:14} {seconds[part]:.0f} s of {budget:.0f} s")
-    if BUDGETS:
-        terminalreporter.write_line(f"{'this machine':14} {_slowness():.2f} × the budgets' time")
     for failure in failures:
         terminalreporter.write_line(f"FAILED {failure}", red=True)

@@ -4,8 +4,8 @@
 #
 #   bash tools/test.sh [--durations] [PYTEST ARGUMENTS]
 #
-# --durations fails when set-up, unit or multi-process tests exceed their budgets (for two cores of
-# the speed that tests/conftest.py names) and lists the slowest tests.
+# --durations fails when set-up, unit or multi-process tests exceed their budgets (for two cores) and
+# lists the slowest tests.
 # TITAN_LOOP_REQUIRE=multiprocess,… forbids to skip tests so marked.
 set -euo pipefail
 

@@ -1,17 +1,18 @@
 """One persistent pool of gloo ranks per world size, shared by all tests of a session.
 
-Importing torchtitan takes longer than most cases. One process does so for all (multiprocessing's
-fork server), ranks are forked from it once and then handed one module-level function after another.
-All cases share their process:
-the default process group, the meshes torchtitan keeps in module state, and whatever a case leaves
-in a global. The random generators are seeded alike before every case. After a case that fails there
-is a new process group, after one that hangs there are new processes, so the next one starts clean.
+Importing torchtitan takes longer than most cases, so one process does it for all of them
+(multiprocessing's fork server). Ranks are forked from it once and then run one function after
+another. Each rank is a `ProcessPoolExecutor` with a single worker; what is written here on top is
+what it lacks: a group of ranks, the stack of a rank that hangs, and a clean start after failures.
+torch's own multi-process test cases start new processes for every test or class.
 
-The pool itself never imports torch; only its ranks do.
+All cases share their process: the default process group, the meshes torchtitan keeps in module
+state, and whatever a case leaves in a global. The random generators are seeded alike before every
+case. A case that fails is followed by a new process group, one that hangs or dies by new processes.
 """
 
 import atexit
-import contextlib
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -19,11 +20,13 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,18 +68,10 @@ class RankTimeoutError(RankError):
     """A case did not end in time on some rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reply:
-    """A rank's answer to one command: a result, or the text of a traceback."""
-
-    result: Any = None
-    error: str | None = None
-
-
 @dataclass(slots=True)
 class _Rank:
+    executor: ProcessPoolExecutor
     process: BaseProcess
-    pipe: Any  # a Connection; its name differs between platforms' stubs
     stack_file: Path
 
 
@@ -104,111 +99,96 @@ class GlooPool:
             RankError: If any rank raised or died; the message holds every rank's traceback.
             RankTimeoutError: If any rank did not end in time; the message holds its stack.
         """
-        if not self._ranks:
-            self._start()
-        replies = self._ask(("run", fn, args), timeout, what=f"{fn.__module__}.{fn.__qualname__}")
-        return [replies[rank].result for rank in range(self.world_size)]
+        try:
+            if not self._ranks:
+                self._start()
+            calls = [(_run_case, fn, args)] * self.world_size
+            return self._ask(calls, timeout, what=f"{fn.__module__}.{fn.__qualname__}")
+        except RankError:
+            if self._ranks:
+                self._join_group()
+            raise
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the processes; a later `run` starts new ones."""
         for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.pipe.send(None)
-        deadline = time.monotonic() + GRACE_SECONDS
+            rank.process.kill()
         for rank in self._ranks:
-            rank.process.join(max(0.0, deadline - time.monotonic()))
-        self._kill()
+            rank.executor.shutdown()
+        self._ranks.clear()
 
     def _start(self) -> None:
         context = preloaded_context()
-        folder = Path(self._folder.name)
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            stack_file = folder / f"stack-{rank}"
-            process = context.Process(
-                target=_serve,
-                args=(rank, self.world_size, theirs, stack_file),
-                name=f"gloo rank {rank} of {self.world_size}",
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._ranks.append(_Rank(process, ours, stack_file))
-        self._join_group(START_TIMEOUT_SECONDS)
+            stack_file = Path(self._folder.name) / f"stack-{rank}"
+            executor = ProcessPoolExecutor(1, context, _prepare_rank, (stack_file,))
+            pid = executor.submit(os.getpid).result(START_TIMEOUT_SECONDS)
+            process = next(child for child in context.active_children() if child.pid == pid)
+            self._ranks.append(_Rank(executor, process, stack_file))
+        self._join_group()
 
-    def _join_group(self, timeout: float) -> None:
+    def _join_group(self) -> None:
         """Give the ranks a new default process group."""
         self._group_number += 1
         store_file = Path(self._folder.name) / f"store-{self._group_number}"
-        self._ask(("join", store_file, _free_port()), timeout, what="joining the process group")
-
-    def _ask(self, command: tuple[Any, ...], timeout: float, what: str) -> dict[int, _Reply]:
-        """Send a command to all ranks and collect their replies; clean up before raising."""
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):  # a dead rank shows as the end of its pipe below
-                rank.pipe.send(command)
-        replies = self._collect(time.monotonic() + timeout)
-        hung = [rank for rank in range(self.world_size) if rank not in replies]
-        errors = {rank: reply.error for rank, reply in replies.items() if reply.error is not None}
-        if not hung and not errors:
-            return replies
-        reports = errors | {rank: self._stack_of(rank) for rank in hung}
-        if hung or not all(rank.process.is_alive() for rank in self._ranks):
-            self._kill()
-        elif command[0] == "run":
-            self._join_group(START_TIMEOUT_SECONDS)
-        else:
-            self._kill()
-        if errors:
-            names = ", ".join(map(str, sorted(errors)))
-            waiting = f"; rank {', '.join(map(str, hung))} was left waiting" if hung else ""
-            raise RankError(f"{what} failed on rank {names}{waiting}", reports)
-        names = ", ".join(map(str, hung))
-        raise RankTimeoutError(f"{what} hung on rank {names} after {timeout:g} s", reports)
-
-    def _collect(self, deadline: float) -> dict[int, _Reply]:
-        """Return the replies that arrive in time; a first failure leaves the others little time."""
-        replies: dict[int, _Reply] = {}
-        while len(replies) < self.world_size:
-            pending = {
-                rank.pipe: number
-                for number, rank in enumerate(self._ranks)
-                if number not in replies
-            }
-            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                number = pending[pipe]  # pyright: ignore[reportArgumentType]
-                replies[number] = self._receive(number)
-                if replies[number].error is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        return replies
-
-    def _receive(self, number: int) -> _Reply:
-        rank = self._ranks[number]
+        port = _free_port()
+        calls = [
+            (_join, rank, self.world_size, store_file, port) for rank in range(self.world_size)
+        ]
         try:
-            return rank.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            rank.process.join(GRACE_SECONDS)
-            return _Reply(error=f"the process died with exit code {rank.process.exitcode}")
+            self._ask(calls, START_TIMEOUT_SECONDS, what="joining the process group")
+        except RankError:
+            self.close()
+            raise
+
+    def _ask(
+        self,
+        calls: Sequence[tuple[Callable[..., Any], *tuple[Any, ...]]],
+        timeout: float,
+        what: str,
+    ) -> list[Any]:
+        """Make one call on each rank and return the results; a first failure ends the patience."""
+        futures = [
+            rank.executor.submit(*call) for rank, call in zip(self._ranks, calls, strict=True)
+        ]
+        done, waiting = wait(futures, timeout, FIRST_EXCEPTION)
+        if waiting and any(future.exception() for future in done):
+            wait(waiting, GRACE_SECONDS)
+        hung = [rank for rank, future in enumerate(futures) if not future.done()]
+        errors = {
+            rank: self._error_of(rank, future)
+            for rank, future in enumerate(futures)
+            if future.done() and future.exception() is not None
+        }
+        if not hung and not errors:
+            return [future.result() for future in futures]
+        reports = errors | {rank: self._stack_of(rank) for rank in hung}
+        if hung or any(rank.process.exitcode is not None for rank in self._ranks):
+            self.close()
+        names = ", ".join(map(str, hung))
+        if not errors:
+            raise RankTimeoutError(f"{what} hung on rank {names} after {timeout:g} s", reports)
+        left = f"; rank {names} was left waiting" if hung else ""
+        raise RankError(f"{what} failed on rank {', '.join(map(str, errors))}{left}", reports)
+
+    def _error_of(self, number: int, future: Future[Any]) -> str:
+        error = future.exception()
+        if not isinstance(error, BrokenProcessPool):
+            return str(error)
+        rank = self._ranks[number]
+        rank.executor.shutdown()  # it reads the exit code, which can be read once
+        return f"the process died with exit code {rank.process.exitcode}"
 
     def _stack_of(self, number: int) -> str:
         """Let a hung rank write where it stands."""
         rank = self._ranks[number]
-        if rank.process.pid is None or not rank.process.is_alive():
-            return f"the process died with exit code {rank.process.exitcode}"
+        assert rank.process.pid is not None
         os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(STACK_DUMP_SECONDS)
         return rank.stack_file.read_text() or "no stack: the rank does not run Python code"
-
-    def _kill(self) -> None:
-        for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
-            rank.pipe.close()
-        self._ranks.clear()
 
 
 def get_pool(world_size: int) -> GlooPool:
@@ -232,43 +212,26 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, world_size: int, pipe: Any, stack_file: Path) -> None:
-    """Be one rank: answer commands until the parent says None or goes away."""
-    import faulthandler
+def _prepare_rank(stack_file: Path) -> None:
+    """Write the stack at SIGUSR1, and end with the parent, even if that is killed."""
+    faulthandler.register(signal.SIGUSR1, file=stack_file.open("w"), all_threads=False)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
 
-    with stack_file.open("w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
-        while True:
-            try:
-                command = pipe.recv()
-            except EOFError:
-                return
-            except Exception:  # the case's module does not import here: that is the case's failure
-                pipe.send(_Reply(error=traceback.format_exc()))
-                continue
-            if command is None:
-                return
-            pipe.send(_answer(command, rank, world_size))
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
-def _answer(command: tuple[Any, ...], rank: int, world_size: int) -> _Reply:
+def _run_case(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
-        if command[0] == "join":
-            _, store_file, port = command
-            return _Reply(result=_join(rank, world_size, store_file, port))
-        _, fn, args = command
         importlib.import_module("torch").manual_seed(0)
-        return _picklable(_Reply(result=fn(*args)))
+        return fn(*args)
     except BaseException:  # pytest.fail and SystemExit included: the parent must hear of them
-        return _Reply(error=traceback.format_exc())
-
-
-def _picklable(reply: _Reply) -> _Reply:
-    # Find out here, where it is still this case's error, whether the parent can be told the result.
-    from multiprocessing.reduction import ForkingPickler
-
-    ForkingPickler.dumps(reply)
-    return reply
+        text = traceback.format_exc()  # the exception itself need not survive pickling
+    raise RuntimeError(text)
 
 
 def _join(rank: int, world_size: int, store_file: Path, port: int) -> None:
