@@ -7,6 +7,7 @@ else that escapes is a defect and keeps its traceback.
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 EXIT_OK = 0
 EXIT_CRASH = 1
@@ -17,6 +18,30 @@ EXIT_STOPPED = 75  # ended by a signal or the watchdog (EX_TEMPFAIL): start agai
 
 class UserError(ValueError):
     """A mistake of the user: one line that names the field, the value and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A setting that cannot work; a check yields them, a command raises the first or prints all.
+
+    Attributes:
+        field: Dotted name of the field, as on the command line.
+        problem: What is wrong, naming field and value.
+        fix: What to do instead; empty if `problem` says so itself.
+    """
+
+    field: str
+    problem: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.fix}" if self.fix else self.problem
+
+
+def raise_first(refusals: Iterable[Refusal]) -> None:
+    """Raise the first refusal, if there is one, as a `UserError`."""
+    for refusal in refusals:
+        raise UserError(str(refusal))
 
 
 class RunFailedError(RuntimeError):

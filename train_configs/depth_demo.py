@@ -13,7 +13,7 @@ from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.learning_rate import AdamWConfig
+from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

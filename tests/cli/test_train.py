@@ -7,7 +7,9 @@ import pytest
 from titan_loop.checkpoint.saving import SaveFailedError
 from titan_loop.cli import main
 from titan_loop.errors import EXIT_NON_FINITE, EXIT_OK, NonFiniteError
+from titan_loop.models.sizes import decoder_config
 from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.trainer import LoopTrainer
 
 
@@ -37,7 +39,12 @@ def trained(
     monkeypatch.setattr(
         "titan_loop.recipes.runner.shutdown", lambda: shutdowns.append(len(configs))
     )
-    monkeypatch.setattr(LoopTrainer.Config, "resolve", lambda self, world_size: None)
+    monkeypatch.setattr(
+        "titan_loop.recipes.runner.resolve",
+        lambda config, world_size: ResolvedRun(
+            config, decoder_config(config.model, max_seq_len=32), world_size
+        ),
+    )
     monkeypatch.setattr(LoopTrainer.Config, "open_data", lambda self: None)
     return configs
 

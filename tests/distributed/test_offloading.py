@@ -17,6 +17,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.resolved_run import resolve
 
 STEPS, WINDOWS, SEQ_LEN = 3, 2, 16
 
@@ -109,6 +110,6 @@ def test_it_is_refused_without_a_gpu_and_with_tensor_parallelism(source, tmp_pat
     config = tiny_config(source, tmp_path)
     config.activation_checkpoint = FullOffloadAC.Config()
     with pytest.raises(UserError, match=r"full-offload moves states .* there is no GPU; use"):
-        config.resolve(1)
+        resolve(config, 1)
     with pytest.raises(UserError, match=r"full-offload does not work with .*_degree=2, which"):
         check_offloading(FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2))

@@ -18,6 +18,7 @@ from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
@@ -126,9 +127,8 @@ def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskRepo
     config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
     config.parallelism.context_parallel_degree = layout.get("cp", 1)
     config.suite = suite(["held_out", "multi_hop"])
-    config.resolve(world)
     check_suite(config)
-    trainer = LoopTrainer(config)
+    trainer = LoopTrainer(resolve(config, world))
     (asked,) = evaluations(config)
     assert isinstance(asked, WhileTraining)
     asked.on_train_start(trainer)

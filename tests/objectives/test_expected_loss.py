@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import UserError
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
@@ -228,10 +228,15 @@ def test_loss_of_a_bf16_model_stays_fp32():
 
 
 def test_bad_settings_name_the_field():
-    with pytest.raises(UserError, match=r"geometric_eta=1\.5"):
-        ExpectedExitLoss.Config(prior="geometric", geometric_eta=1.5).build()
-    with pytest.raises(UserError, match=r"loss\.prior='poisson'"):
-        replace(ExpectedExitLoss.Config(), prior="poisson").build()  # pyright: ignore[reportArgumentType]
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prior": "geometric", "geometric_eta": 1.5}, "loss.geometric_eta=1.5: choose"),
+        ({"prior": "poisson"}, "loss.prior='poisson': choose uniform or geometric"),
+        ({"z_loss": -1.0}, "loss.z_loss=-1.0 is negative; PaLM used 1e-4"),
+    ]
+    for values, line in wrong:
+        config = replace(ExpectedExitLoss.Config(), **values)
+        (refusal,) = config.refusals(trainable="all", exit_gate=True, fewest_steps=1)
+        assert str(refusal).startswith(line)
     with pytest.raises(TypeError, match="num_chunks"):
         ExpectedExitLoss.Config(num_chunks=4)  # pyright: ignore[reportCallIssue]
 

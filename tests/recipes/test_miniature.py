@@ -62,7 +62,7 @@ def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
         rates = [plan.learning_rate for plan in ends]
         return {
             "R": [plan.recurrent_steps for plan in ends],
-            "β": [plan.entropy_weight for plan in ends],
+            "β": [plan.schedules["entropy_weight"] for plan in ends],
             "RoPE base": config.model.rope_theta,
             "batch grows by": ends[1].windows / ends[0].windows,
             "rate": "falls" if rates[1] < rates[0] else "rises" if rates[1] > rates[0] else "stays",

@@ -20,6 +20,7 @@ from titan_loop.models.sizes import build_decoder
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Stage
 from titan_loop.recipes.registry import load_recipe
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.step_plan import plan_step
 from titan_loop.training.trainer import LoopTrainer
 from train_configs import ouro
@@ -146,7 +147,7 @@ def stages(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Stage]:
     monkeypatch.chdir(corpus)
     recipe = load_recipe("ouro_1_4b")
     for stage in recipe.stages:
-        stage.config.resolve(world_size=128)
+        stage.config = resolve(stage.config, 128).config
     return {stage.name: stage for stage in recipe.stages}
 
 
@@ -175,7 +176,7 @@ def test_what_the_trainer_reads_is_the_paper_s_table(stages, name):
         assert plan.learning_rate == pytest.approx(rate, rel=1e-6, abs=1e-12)
         assert plan.windows * window == batch_tokens
         assert plan.recurrent_steps == recurrent_steps
-        assert plan.entropy_weight == entropy_weight
+        assert plan.schedules["entropy_weight"] == entropy_weight
         # What the trainer sets before every step is this very schedule.
         assert config.lr_scheduler.schedule(at) == plan.learning_rate
 
@@ -269,7 +270,7 @@ def test_the_larger_model_is_the_smaller_one_upcycled(corpus, monkeypatch):
     assert second.config.checkpoint.carry.upcycle == "stacked"
     assert all(stage.config.checkpoint.carry.upcycle == "no" for stage in [first, *rest])
     for stage in (first, second):
-        stage.config.resolve(world_size=128)
+        stage.config = resolve(stage.config, 128).config
     layers = []
     for stage in (first, second):
         model = stage.config.model_spec.model
@@ -322,7 +323,7 @@ def test_the_studies_resolve_with_the_tokenizer_that_their_docstring_names(
     assert "which wants one of 32,000 tokens" in told
     monkeypatch.chdir(corpus)
     for stage in load_recipe(study).stages:
-        stage.config.resolve(world_size=128)
+        resolve(stage.config, 128)
 
 
 def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
@@ -338,4 +339,4 @@ def test_a_batch_that_the_ramp_cannot_split_is_refused(corpus, monkeypatch):
     monkeypatch.chdir(corpus)
     config = load_recipe("ouro_1_4b").stage("1a").config
     with pytest.raises(UserError):
-        config.resolve(world_size=96)
+        resolve(config, 96)

@@ -231,6 +231,7 @@ MISTAKES: dict[str, tuple[int, Callable[[Recipe], Any], str]] = {
         lambda recipe: (
             setattr(recipe.stages[2].config.parallelism, "tensor_parallel_degree", 2),
             setattr(recipe.stages[2].config.training, "seq_len", 31),
+            setattr(recipe.stages[2].config.batch, "global_batch_tokens", Schedule.constant(248)),
         ),
         r"stage fork: training\.seq_len=31 must be divisible by .*tensor_parallel_degree=2",
     ),

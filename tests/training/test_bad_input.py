@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.data.tasks.mano_loader import ManoLoader
@@ -18,6 +17,7 @@ from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import check_resumable, run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "window by TP": (
         lambda c: (
             _set("training.seq_len", 31)(c),
+            _set("batch.global_batch_tokens", Schedule.constant(8 * 31))(c),
             _set("parallelism.tensor_parallel_degree", 2)(c),
         ),
         2,
@@ -114,7 +115,10 @@ CASES: dict[str, tuple[Change, int, str]] = {
     ),
     "no data": (_set("dataloader.mixture", []), 1, "mixture"),
     "window longer than the source": (
-        _set("training.seq_len", 10**7),
+        lambda c: (
+            _set("training.seq_len", 10**7)(c),
+            _set("batch.global_batch_tokens", Schedule.constant(10**7))(c),
+        ),
         1,
         "training.seq_len . 1 = 10000001",
     ),
@@ -228,7 +232,7 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, case):
     config = tiny_config(source, tmp_path / "run")
     change(config)
     with pytest.raises(UserError, match=message) as caught:
-        config.resolve(world_size)
+        resolve(config, world_size)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 
@@ -237,7 +241,7 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     config = tiny_config(source, tmp_path / "run")
     config.held_out.interval = 1
     config.held_out.sources = [f"{source}/train/.."]  # a source is known by any spelling
-    config.resolve(1)
+    resolve(config, 1)
     empty = shutil.copytree(source, tmp_path / "empty")
     config.held_out.sources = [str(empty)]
     card = json.loads((empty / CARD_NAME).read_text())
@@ -245,28 +249,23 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     card["splits"]["held_out"]["tokens"] = seq_len
     (empty / CARD_NAME).write_text(json.dumps(card))
     with pytest.raises(UserError, match=rf"out {seq_len} tokens, less than .* = {seq_len + 1}:"):
-        config.resolve(1)
+        resolve(config, 1)
     del card["splits"]["held_out"]
     (empty / CARD_NAME).write_text(json.dumps(card))
     with pytest.raises(UserError, match=r"held_out\.interval=1: source .*empty holds no document"):
-        config.resolve(1)
-
-
-def test_recurrent_steps_below_one_are_refused_when_the_schedule_is_given():
-    with pytest.raises(UserError, match=r"recurrence\.steps"):
-        type(tiny_config(Path("x"), Path("y")).recurrence)(steps=Schedule.constant(0))
+        resolve(config, 1)
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(source, tmp_path):
     run = tmp_path / "run"
-    saved = tiny_config(source, run)
-    saved.resolve(1)
+    config = tiny_config(source, run)
+    saved = resolve(config, 1)
     checkpoint = run / "checkpoints" / "step-2"
     checkpoint.mkdir(parents=True)
     manifest = {
         "step": 2,
         "trainer": {
-            "architecture": architecture(saved.model_spec.model),
+            "architecture": saved.architecture,
             "step": 2,
             "tokens": 2 * BATCH_TOKENS,
         },
@@ -276,15 +275,14 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
     }
     write_manifest(checkpoint, manifest)
     assert check_resumable(saved)
-    saved.total_tokens = 2 * BATCH_TOKENS
-    assert not check_resumable(saved)  # nothing left to train
+    config.total_tokens = 2 * BATCH_TOKENS
+    assert not check_resumable(resolve(config, 1))  # nothing left to train
 
     other = tiny_config(source, run)
     other.model.n_layers = 3
     other.model.exit_gate = False
-    other.resolve(1)
     with pytest.raises(UserError) as caught:
-        check_resumable(other)
+        check_resumable(resolve(other, 1))
     message = str(caught.value)
     assert "model.n_layers=3 (checkpoint: 2)" in message
     assert "model.exit_gate=False (checkpoint: True)" in message
@@ -292,15 +290,14 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
 
     other = tiny_config(source, run)
     other.checkpoint.load_step = 7
-    other.resolve(1)
     with pytest.raises(UserError, match=r"checkpoint\.load_step=7 does not exist"):
-        check_resumable(other)
+        check_resumable(resolve(other, 1))
     newer = run / "checkpoints" / "step-4"
     newer.mkdir()
     (newer / "manifest.json").write_text("{ torn")
     other.checkpoint.load_step = 2
     with pytest.raises(UserError, match=r"would leave newer checkpoints \[4\]"):
-        check_resumable(other)
+        check_resumable(resolve(other, 1))
 
 
 @pytest.mark.parametrize(

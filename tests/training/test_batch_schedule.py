@@ -1,13 +1,13 @@
 """The global batch: whole multiples of windows, even splits, and planning by jumps."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_loop.errors import UserError
 from titan_loop.training.batch_schedule import (
     BatchConfig,
-    accumulation_steps,
     batch_sizes,
     global_batch_windows,
     plan_steps,
@@ -51,25 +51,14 @@ def test_a_staircase_uses_every_value_exactly():
 )
 def test_values_that_would_be_rounded_are_refused(text: str, multiple: int | None, complaint: str):
     config = BatchConfig(global_batch_tokens=Schedule.parse(text), multiple_of_windows=multiple)
-    with pytest.raises(UserError, match=complaint) as refused:
-        config.check(32)
-    assert "\n" not in str(refused.value)
-    for use in (
-        lambda: global_batch_windows(config, 0, 32),
-        lambda: batch_sizes(config, 32, 100),
-        lambda: plan_steps(config, 100, 32),
-    ):
-        with pytest.raises(UserError, match=complaint):
-            use()
+    (refusal,) = config.refusals(32)
+    assert re.search(complaint, str(refusal))
+    assert "\n" not in str(refusal)
 
 
-def test_multiple_of_windows_is_checked_again_after_assignment():
-    with pytest.raises(UserError, match="multiple_of_windows=0 is below 1"):
-        BatchConfig(multiple_of_windows=0)
-    config = BatchConfig()
-    config.multiple_of_windows = 0
-    with pytest.raises(UserError, match="multiple_of_windows=0 is below 1"):
-        config.check(32)
+def test_a_multiple_below_one_is_refused():
+    (refusal,) = BatchConfig(multiple_of_windows=0).refusals(32)
+    assert str(refusal).startswith("batch.multiple_of_windows=0 is below 1; ")
 
 
 def test_batch_sizes():
@@ -83,16 +72,6 @@ def test_batch_sizes():
     assert batch_sizes(ramp, 32, 201) == {2, 4, 6, 8, 16}
     stairs = BatchConfig(global_batch_tokens=Schedule.steps([(0, 256), (10**12, 384)]))
     assert batch_sizes(stairs, 32, 2 * 10**12) == {8, 12}
-
-
-def test_accumulation():
-    assert accumulation_steps(24, local_batch=4, dp=2) == 3
-    with pytest.raises(
-        UserError, match=r"24 windows .*=5 × 2 data-parallel ranks; use 20 or 30 windows"
-    ):
-        accumulation_steps(24, local_batch=5, dp=2)
-    with pytest.raises(UserError, match="use 16 windows"):
-        accumulation_steps(3, local_batch=8, dp=2)
 
 
 KNOTS = st.lists(

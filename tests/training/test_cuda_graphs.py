@@ -1,5 +1,6 @@
 """CUDA graphs on CPU: what is refused, and that a replay's reused tensors are read in time."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,15 @@ import pytest
 import titan_loop.compat as compat
 from torch import Tensor
 
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.errors import UserError
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.cuda_graphs import check_cuda_graphs
+from titan_loop.training.preflight import replay_refusals
 from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -21,7 +25,7 @@ def test_without_a_gpu_one_line_says_so(source, tmp_path):
     config = tiny_config(source, tmp_path)
     config.training.disable_cuda_graphs = False
     with pytest.raises(UserError, match=r"captures kernels of a GPU, and there is none; leave it"):
-        config.resolve(1)
+        resolve(config, 1)
 
 
 @pytest.mark.parametrize(
@@ -37,22 +41,29 @@ def test_without_a_gpu_one_line_says_so(source, tmp_path):
         ({"entropy_weight": Schedule.steps([(0, 0.1), (9, 0.05)])}, "entropy_weight='.*' changes"),
         ({"fsdp": FSDPConfig(policy="per_visit")}, None),
         ({"fsdp": FSDPConfig(policy="per_step")}, r"use fsdp\.policy=per_visit"),
-        ({"moves_to_host": True}, "full-offload or training.enable_cpu_offload"),
+        ({"training.enable_cpu_offload": True}, "full-offload or training.enable_cpu_offload"),
+        ({"activation_checkpoint": FullOffloadAC.Config()}, "full-offload or training.enable_cpu"),
+        (
+            {
+                "loss": AdaptiveGateLoss.Config(),
+                "entropy_weight": Schedule.steps([(0, 0.1), (9, 0)]),
+            },
+            None,  # this objective has no use for the schedule
+        ),
     ],
 )
-def test_what_a_replay_would_repeat_wrongly_is_refused(monkeypatch, changes, refusal):
-    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
-    settings: dict[str, Any] = {
-        "recurrence": RecurrenceConfig(),
-        "entropy_weight": Schedule.constant(0.1),
-        "fsdp": FSDPConfig(),
-        "moves_to_host": False,
-    }
+def test_what_a_replay_would_repeat_wrongly_is_refused(changes, refusal):
+    config = LoopTrainer.Config()
+    for path, value in changes.items():
+        *sections, name = path.split(".")
+        section = getattr(config, sections[0]) if sections else config
+        setattr(section, name, value)
+    found = [str(each) for each in replay_refusals(config)]
     if refusal is None:
-        check_cuda_graphs(**settings | changes)
+        assert found == []
     else:
-        with pytest.raises(UserError, match=refusal):
-            check_cuda_graphs(**settings | changes)
+        (line,) = found
+        assert re.search(refusal, line)
 
 
 def replaying(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -81,9 +92,9 @@ def test_tensors_that_every_replay_writes_are_read_in_time(source, tmp_path, alo
         config = tiny_config(source, tmp_path / str(disabled), steps=3)
         config.recurrence.steps = Schedule.constant(2)
         compat.start_runtime()
-        config.resolve(1)
-        config.training.disable_cuda_graphs = disabled
-        trainer = LoopTrainer(config)
+        run = resolve(config, 1)  # refuses a graph without a GPU
+        run.config.training.disable_cuda_graphs = disabled
+        trainer = LoopTrainer(run)
         trainer.train()
         trainer.close()
         assert (trainer.fwd_bwd_fn.__name__ == "replay") is not disabled

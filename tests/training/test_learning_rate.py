@@ -4,7 +4,8 @@ import torch
 
 from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
 from titan_loop.models.sizes import ModelOptions, build_decoder
-from titan_loop.training.learning_rate import AdamWConfig, TokenLearningRate
+from titan_loop.training.learning_rate import TokenLearningRate
+from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titan_loop.errors import NonFiniteError, UserError
-from titan_loop.training.learning_rate import AdamWConfig
+from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.stability import (
     SkippedSteps,
     StepVerdict,

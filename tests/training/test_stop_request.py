@@ -19,6 +19,7 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
 from titan_loop.training.trainer import LoopTrainer
@@ -112,6 +113,7 @@ def test_the_command_ends_with_the_documented_code(tmp_path, monkeypatch, capsys
 STUCK = """
 import os, signal, time
 from titan_loop.training.stop_request import StopListener
+from titan_loop.training.resolved_run import resolve
 
 def stuck_here():
     for _ in range({signals}):
@@ -162,8 +164,8 @@ def test_a_grace_time_that_is_none_is_refused(text):
 def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path, caplog):
     config = tiny_config(source, tmp_path)
     config.comm.train_timeout_seconds = 100
-    config.resolve(1)
+    resolve(config, 1)
     assert "hang_seconds=1800 has no effect on a collective that hangs" in caplog.text
     config.hang_seconds = -1
     with pytest.raises(UserError, match="hang_seconds=-1"):
-        config.resolve(1)
+        resolve(config, 1)

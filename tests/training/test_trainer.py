@@ -21,6 +21,7 @@ from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.callback import Callback
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -238,28 +239,24 @@ def test_the_keep_policy_counts_committed_checkpoints_only(source, tmp_path):
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
-class _PoisonedAt:
-    """Makes the loss of the given steps infinite through the entropy weight."""
+def _poison(trainer: LoopTrainer, steps: set[int]) -> None:
+    """Make the loss of the given steps infinite through the entropy weight."""
+    real = trainer.loss_fn.set_schedules
 
-    def __init__(self, trainer: LoopTrainer, steps: set[int]) -> None:
-        self.trainer, self.steps = trainer, steps
-        self.entropy_weight = trainer.config.entropy_weight
-        trainer.config.entropy_weight = self
+    def set_schedules(values: Mapping[str, float]) -> None:
+        real({"entropy_weight": float("inf")} if trainer.step in steps else values)
 
-    def __call__(self, tokens: int) -> float:
-        poisoned = self.trainer.step in self.steps
-        return float("inf") if poisoned else self.entropy_weight(tokens)
+    trainer.loss_fn.set_schedules = set_schedules
 
 
 def _trainer(config: LoopTrainer.Config) -> LoopTrainer:
     compat.start_runtime()
-    config.resolve(1)
-    return LoopTrainer(config)
+    return LoopTrainer(resolve(config, 1))
 
 
 def test_a_non_finite_step_is_skipped_and_training_goes_on(source, tmp_path):
     trainer = _trainer(tiny_config(source, tmp_path / "run", steps=STEPS))
-    _PoisonedAt(trainer, {2})
+    _poison(trainer, {2})
     weight, updates = trainer.model.norm.weight, []
     real_step = trainer.optimizers.step
 
@@ -283,7 +280,7 @@ def test_too_many_non_finite_steps_end_the_run(source, tmp_path):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     config.max_skipped_steps = 2
     trainer = _trainer(config)
-    _PoisonedAt(trainer, {3, 4, 5, 6})
+    _poison(trainer, {3, 4, 5, 6})
     with pytest.raises(NonFiniteError, match="2 steps in a row"):
         trainer.train()
     trainer.close()
@@ -337,8 +334,7 @@ def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, 
 
 
 def _recipe_sha256(config: LoopTrainer.Config) -> str:
-    config.resolve(1)
-    return config.recipe_sha256()
+    return resolve(config, 1).recipe_sha256()
 
 
 def test_the_recipe_s_hash_does_not_depend_on_place_or_length_of_a_start(source, tmp_path):
@@ -376,9 +372,7 @@ def test_callbacks_count_by_their_class_and_fields(source, tmp_path):
 
     assert _recipe_sha256(config(_Plain())) == _recipe_sha256(config(_Plain()))
     assert len({_recipe_sha256(config(_Every(interval))) for interval in (1, 1, 2)}) == 2
-    both = config(_Plain(), _Every(3))
-    both.resolve(1)
-    record = both.to_dict()
+    record = resolve(config(_Plain(), _Every(3)), 1).config.to_dict()
     assert record["callbacks"] == [
         {"class": f"{__name__}._Plain"},
         {"class": f"{__name__}._Every", "interval": 3},

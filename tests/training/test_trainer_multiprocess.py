@@ -18,6 +18,7 @@ from titan_loop.evaluation.while_training import evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.training.resolved_run import resolve
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -41,8 +42,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.held_out.windows = 5
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
     config.metrics.log_freq = changes.get("log_freq", 1)
-    config.resolve(world)
-    trainer = LoopTrainer(config)
+    trainer = LoopTrainer(resolve(config, world))
     trainer.callbacks += evaluations(config)
     return trainer
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, raise_first
 from titan_loop.recipes.registry import load_recipe
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def plan(arguments: Sequence[str]) -> None:
 def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     """Print one stage's table; return why it cannot be filled, empty if it can."""
     from titan_loop.data.load.loader import WindowLoader
-    from titan_loop.training.value_checks import check_values
+    from titan_loop.training.preflight import value_refusals
 
-    check_values(config)
+    raise_first(value_refusals(config))
     windows = config.windows_of_the_run()
     seq_len = config.training.seq_len
     print(f"{name}: {windows * seq_len:,} tokens in {windows:,} windows of {seq_len}")

@@ -33,7 +33,7 @@ from titan_loop.evaluation.held_out import (
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
-from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.callback import TrainingState
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,7 +45,7 @@ Results = dict[str, dict[str, ReadingResult]]  # task → reading → result
 
 
 def score_in_training(
-    trainer: LoopTrainer, windows: HeldOutWindows, depths: Sequence[int]
+    trainer: TrainingState, windows: HeldOutWindows, depths: Sequence[int]
 ) -> WindowScores:
     """Score windows with the model that is being trained, in evaluation mode; collective.
 
@@ -76,7 +76,7 @@ def score_in_training(
 
 
 def _divide(
-    trainer: LoopTrainer, rows: Sequence[int], work: Callable[[Sequence[int]], list[Sums]]
+    trainer: TrainingState, rows: Sequence[int], work: Callable[[Sequence[int]], list[Sums]]
 ) -> list[Sums]:
     """Let a rank work on every dp-th row; all ranks get as many, some the last row once more."""
     degree, rank = 1, 0
@@ -102,7 +102,7 @@ class TrainingTask(ABC):
     """One task with its windows or questions read."""
 
     @abstractmethod
-    def ask(self, trainer: LoopTrainer, depths: Sequence[int]) -> Results:
+    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Return what the task gives at each depth, equal on all ranks; collective."""
 
 
@@ -115,11 +115,11 @@ class HeldOutText(TrainingTask):
         count: Number of windows per source.
     """
 
-    def __init__(self, trainer: LoopTrainer, sources: Sequence[str], count: int) -> None:
+    def __init__(self, trainer: TrainingState, sources: Sequence[str], count: int) -> None:
         seq_len = trainer.config.training.seq_len
         self._windows = open_sources(sources, seq_len=seq_len, count=count)
 
-    def ask(self, trainer: LoopTrainer, depths: Sequence[int]) -> Results:
+    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Score the windows."""
         names = [f"static:{depth}" for depth in depths]
         return {
@@ -137,7 +137,7 @@ class Questions(TrainingTask):
         count: Number of questions, the first ones.
     """
 
-    def __init__(self, trainer: LoopTrainer, name: str, count: int) -> None:
+    def __init__(self, trainer: TrainingState, name: str, count: int) -> None:
         self._name = name
         self._documents = OFFLINE_TASKS[name]()[:count]
         source = Path(trainer.config.dataloader.source_paths()[0])
@@ -164,7 +164,7 @@ class Questions(TrainingTask):
         length = room if whole else min(room, -(-longest // multiple) * multiple)
         self._windows = _as_windows(pairs, length)
 
-    def ask(self, trainer: LoopTrainer, depths: Sequence[int]) -> Results:
+    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Take the most likely answer, as the harness does."""
         nats_PQ = score_in_training(trainer, self._windows, depths).nats_PW.tolist()
         metrics = [_multiple_choice(self._documents, nats_Q) for nats_Q in nats_PQ]
@@ -184,13 +184,13 @@ class Exam(TrainingTask):
     Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.2 (graded at ℓ = L).
     """
 
-    def __init__(self, trainer: LoopTrainer, task: Task, count: int) -> None:
+    def __init__(self, trainer: TrainingState, task: Task, count: int) -> None:
         self._name = task.name
         prompts, answers = task.exam(count)
         self._prompts = torch.from_numpy(prompts).to(trainer.device)
         self._answers = torch.from_numpy(answers).to(trainer.device)
 
-    def ask(self, trainer: LoopTrainer, depths: Sequence[int]) -> Results:
+    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Return exact match; every data-parallel rank asks all questions."""
         model, prompts = trainer.model, self._prompts
         positions = torch.arange(prompts.shape[1], device=prompts.device)

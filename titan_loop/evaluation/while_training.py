@@ -23,12 +23,12 @@ from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.task_report import TaskReport, headline
 from titan_loop.evaluation.training_tasks import Exam, HeldOutText, Questions, TrainingTask
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.callback import Callback
+from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.config import RunConfig
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.trainer import LoopTrainer
 
 
-def evaluations(config: LoopTrainer.Config) -> list[Callback]:
+def evaluations(config: RunConfig) -> list[Callback]:
     """Return the callbacks that follow `held_out` and `suite` of a run; none where both are off.
 
     Args:
@@ -62,7 +62,7 @@ def evaluations(config: LoopTrainer.Config) -> list[Callback]:
     return callbacks
 
 
-def check_suite(config: LoopTrainer.Config) -> None:
+def check_suite(config: RunConfig) -> None:
     """Raise `UserError` for a suite that this run cannot be asked; touches no device.
 
     Args:
@@ -106,7 +106,7 @@ def _names(suite: SuiteConfig) -> list[str]:
     return [task.name for task in expand_tasks(suite.tasks)]
 
 
-def _suite_task(trainer: LoopTrainer, suite: SuiteConfig, name: str) -> TrainingTask:
+def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> TrainingTask:
     data = trainer.config.dataloader
     generated = data.task()
     if name == HELD_OUT:
@@ -128,7 +128,7 @@ class WhileTraining:
 
     def __init__(
         self,
-        open_tasks: Callable[[LoopTrainer], list[TrainingTask]],
+        open_tasks: Callable[[TrainingState], list[TrainingTask]],
         *,
         interval: int,
         depths: Sequence[int],
@@ -140,13 +140,13 @@ class WhileTraining:
         self._prefix = prefix
         self._tasks: list[TrainingTask] = []
 
-    def on_train_start(self, trainer: LoopTrainer) -> None:
+    def on_train_start(self, trainer: TrainingState) -> None:
         """Read windows and questions once."""
         self._tasks = self._open_tasks(trainer)
 
-    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Ask if it is time; every rank takes part, rank 0 writes."""
-        if trainer.step % self._interval and trainer.step != trainer.config.training.steps:
+        if trainer.step % self._interval and not trainer.at_last_step:
             return
         began = time.perf_counter()
         report = self.ask(trainer)
@@ -157,16 +157,16 @@ class WhileTraining:
             logger.info("evaluated, step %d: %s", trainer.step, _summary(report))
         trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
 
-    def on_train_end(self, trainer: LoopTrainer) -> None:
+    def on_train_end(self, trainer: TrainingState) -> None:
         """Do nothing."""
 
     @torch.no_grad()
-    def ask(self, trainer: LoopTrainer) -> TaskReport:
+    def ask(self, trainer: TrainingState) -> TaskReport:
         """Return what all tasks give at every depth, equal on all ranks; collective."""
         report = TaskReport(
             step=trainer.step,
             tokens=trainer.tokens,
-            trained_recurrent_steps=trainer.model.recurrent_steps,
+            trained_recurrent_steps=trainer.recurrent_steps,
             manifest_sha256="",
         )
         trainer.model.eval()

@@ -9,16 +9,17 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.exit_distribution import (
     exit_entropy_nats,
@@ -149,12 +150,14 @@ class ExpectedExitLoss(StreamedLoss):
     entropy as its loss and `ce/step_R` as its only metric.
 
     Attributes:
-        entropy_weight: β, a runtime quantity; the trainer sets it before every step. 0 until then.
+        entropy_weight: β of the training step, from `set_schedules`; 0 until then.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """The prior over exit steps; its weight β is scheduled by the trainer."""
+        """The prior over exit steps; its weight β is a schedule of the run."""
+
+        schedules: ClassVar[tuple[str, ...]] = ("entropy_weight",)
 
         prior: Prior = "uniform"
         """Prior over exit steps."""
@@ -165,20 +168,39 @@ class ExpectedExitLoss(StreamedLoss):
         z_loss: float = 0.0
         """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""
 
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield values that make no loss, besides what `StreamedLoss` yields."""
+            yield from StreamedLoss.Config.refusals(
+                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
+            )
+            prior, eta = self.prior, self.geometric_eta
+            if prior not in ("uniform", "geometric"):
+                yield Refusal("loss.prior", f"loss.prior={prior!r}: choose uniform or geometric")
+            if not 0 <= self.z_loss < math.inf:
+                yield Refusal(
+                    "loss.z_loss", f"loss.z_loss={self.z_loss} is negative", "PaLM used 1e-4"
+                )
+            if prior == "geometric" and not 0 < eta < 1:
+                yield Refusal(
+                    "loss.geometric_eta",
+                    f"loss.geometric_eta={eta}: choose a value strictly between 0 and 1",
+                )
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
-        if config.prior not in ("uniform", "geometric"):
-            raise UserError(f"loss.prior={config.prior!r}: choose uniform or geometric")
-        if not 0 <= config.z_loss < math.inf:
-            raise UserError(f"loss.z_loss={config.z_loss} must not be negative; PaLM used 1e-4")
         self.z_loss = config.z_loss
-        self.geometric_eta: float | None = None
-        if config.prior == "geometric":
-            geometric_prior(
-                1, config.geometric_eta
-            )  # rejects an impossible η before training starts
-            self.geometric_eta = config.geometric_eta
+        self.geometric_eta = config.geometric_eta if config.prior == "geometric" else None
         self.entropy_weight = 0.0
+
+    def set_schedules(self, values: Mapping[str, float]) -> None:
+        """Take β of this training step."""
+        self.entropy_weight = values["entropy_weight"]
+
+    def warning(self, metrics: Mapping[str, Any]) -> str | None:
+        """Return one line if the exit distribution has collapsed, else None."""
+        return collapse_warning(metrics)
 
     def compute(
         self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float

@@ -8,6 +8,7 @@ Shape suffixes: R recurrent steps, P = R − 1 pairs of neighbouring steps, B ba
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.config import CompileConfig
 
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.streamed_loss import (
     StreamedHead,
@@ -109,19 +111,12 @@ def adaptive_loss(
     Returns:
         The loss, at least fp32, and I, w and the binary cross entropy in nats, each (P, B, L).
 
-    Raises:
-        UserError: There is only one recurrent step, hence no improvement.
-
     Source: Ouro, Zhu et al. 2025, arXiv 2510.25741, §3.4 Eq. 5 and 6 and the total after them.
     Deviations: the mean is over the valid tokens of the global batch, not of one sequence. The
         paper normalises by the number of steps, not of terms; so do both forms here. `look_ahead`
         is ours.
     """
-    if len(exit_logit_RBL) < 2:
-        raise UserError(
-            f"recurrent steps R={len(exit_logit_RBL)}: the adaptive gate loss compares neighbouring"
-            " steps and needs at least 2"
-        )
+    assert len(exit_logit_RBL) >= 2, "the adaptive gate loss compares neighbouring steps"
     improvement_PBL = improvement_nats(ce_RBL)
     target_PBL = continue_target(improvement_PBL, slope=slope, threshold=threshold)
     logit_PBL = exit_logit_RBL[:-1] if look_ahead else exit_logit_RBL[1:]
@@ -162,18 +157,43 @@ class AdaptiveGateLoss(StreamedLoss):
         look_ahead: bool = False
         """Teach gate r the improvement of step r + 1 instead of its own."""
 
-        def check(self) -> None:
-            """Raise `UserError` for constants that make no target."""
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield constants that make no target, and runs in which no gate could learn."""
             if not 0 < self.slope < math.inf:
-                raise UserError(f"loss.slope={self.slope} must be positive; the paper uses 50")
+                yield Refusal(
+                    "loss.slope", f"loss.slope={self.slope} must be positive", "the paper uses 50"
+                )
             if not 0 <= self.threshold < math.inf:
-                raise UserError(
-                    f"loss.threshold={self.threshold} must not be negative; the paper uses 0.005"
+                yield Refusal(
+                    "loss.threshold",
+                    f"loss.threshold={self.threshold} must not be negative",
+                    "the paper uses 0.005",
+                )
+            if trainable == "all":
+                yield Refusal(
+                    "trainable",
+                    "trainable=all with loss=AdaptiveGateLoss.Config: this loss has no gradient "
+                    "for the language model",
+                    "set trainable to exit_gate",
+                )
+            if not exit_gate:
+                yield Refusal(
+                    "model.exit_gate",
+                    "trainable=exit_gate needs a gate, and model.exit_gate=False",
+                    "set it to True",
+                )
+            if fewest_steps < 2:
+                yield Refusal(
+                    "recurrence.steps",
+                    f"trainable=exit_gate with recurrence.steps: R can be {fewest_steps}, and the "
+                    "gate learns from the difference of two steps",
+                    "keep it at 2 or more (recurrence.min_steps=2)",
                 )
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config, compile_config=compile_config)
-        config.check()
         self.slope = config.slope
         self.threshold = config.threshold
         self.look_ahead = config.look_ahead

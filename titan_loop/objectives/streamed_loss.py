@@ -1,16 +1,17 @@
 """What every objective shares that reads all recurrent steps out through the streamed head.
 
-`StreamedLoss` gives such an objective to torchtitan's Trainer; a subclass writes `compute`. One
-mean over the valid target tokens of the *global* batch: whatever a subclass returns is divided by
+`StreamedLoss` gives such an objective to torchtitan's Trainer. A subclass writes `compute`, and its
+config says what it wants of a run: schedules, parameters that train, an R. One mean over the valid
+target tokens of the *global* batch: whatever a subclass returns is divided by
 `global_valid_tokens`, so contributions of micro-batches and data-parallel ranks simply add up.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import spmd_types as spmd
 import torch
@@ -25,6 +26,8 @@ from torchtitan.components.loss import (
 from torchtitan.config import CompileConfig
 from torchtitan.tools.logging import logger
 
+from titan_loop.errors import Refusal
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
 
@@ -54,18 +57,54 @@ class StreamedLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        """Nothing of its own."""
+        """What an objective wants of the run that trains it."""
+
+        schedules: ClassVar[tuple[str, ...]] = ()
+        """Schedules of the run, by field name, whose values `set_schedules` receives."""
 
         # Fields of the base class without a meaning here: not settable, so they cannot be ignored
         # silently.
         num_chunks: int = field(default=1, init=False)
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
 
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield why this objective cannot train such a run.
+
+            Args:
+                trainable: Parameters that are to train.
+                exit_gate: Whether the model has an exit gate.
+                fewest_steps: Smallest R of any training step.
+            """
+            if trainable == "exit_gate":
+                yield Refusal(
+                    "trainable",
+                    f"trainable=exit_gate with loss={type(self).__qualname__}: the gate alone "
+                    "learns from AdaptiveGateLoss",
+                    "set loss to AdaptiveGateLoss.Config()",
+                )
+
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)
         compiled = compile_config.components if compile_config and compile_config.enable else []
         if "loss" in compiled:
             logger.warning('compile.components contains "loss": the streamed loss runs eagerly')
+
+    def set_schedules(self, values: Mapping[str, float]) -> None:
+        """Take the values of this training step.
+
+        Args:
+            values: Name → value for every name in `Config.schedules`.
+        """
+
+    def warning(self, metrics: Mapping[str, Any]) -> str | None:
+        """Return one line if a step's metrics show that training went wrong, else None.
+
+        Args:
+            metrics: *Global* means under the keys `compute` returns, numbers or scalar tensors.
+        """
+        return None
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]  a LoopOutput, not a tensor
         self,

@@ -24,14 +24,19 @@ from titan_loop.distributed.memory import (
     unit_parameters,
 )
 from titan_loop.distributed.step_shape import StepShape, step_shape
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, raise_first
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
 from titan_loop.models.sizes import decoder_config, get_size
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
+from titan_loop.training.preflight import (
+    batch_refusals,
+    layout_refusals,
+    setting_refusals,
+    value_refusals,
+)
 from titan_loop.training.recurrence import most_recurrent_steps, recurrent_steps_at
 from titan_loop.training.trainer import LoopTrainer
-from titan_loop.training.value_checks import check_values
 
 SECONDS_PER_DAY = 86_400
 _SCHEDULE_SAMPLES = 4096
@@ -138,14 +143,13 @@ def stage_needs(
     Raises:
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
     """
-    check_values(config)
-    config.recurrence.check()
-    config.batch.check(config.training.seq_len)
+    raise_first(value_refusals(config))
     data, refusals = _data(config)
-    refusals += _setting_refusals(config, starts_trained)
+    trained = starts_trained or bool(config.checkpoint.carry.parent)
+    refusals += map(str, setting_refusals(config, starts_trained=trained))
     model = _architecture(config)
-    layout_refusals = _layout_refusals(config, model, cluster.ranks)
-    refusals += layout_refusals
+    unfit = _layout_refusals(config, model, cluster.ranks)
+    refusals += unfit
     parallel = config.parallelism
     model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
     data_parallel = max(1, cluster.ranks // model_parallel)
@@ -176,8 +180,8 @@ def stage_needs(
         for checkpointing in CHECKPOINTING
     }
     sizes = batch_sizes(config.batch, shape.seq_len, config.total_tokens)
-    if not layout_refusals:  # else the ranks are split in no way that could be judged
-        refusals += _batch_refusals(config, sizes, cluster.ranks)
+    if not unfit:  # else the ranks are split in no way that could be judged
+        refusals += map(str, batch_refusals(config, cluster.ranks))
     refusals += _memory_refusals(shape, estimates, cluster.gpu)
     tokens = config.windows_of_the_run() * shape.seq_len
     mean_steps, mean_reached = _mean_recurrent_steps(config)
@@ -235,64 +239,19 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
     return "enough", []
 
 
-def _setting_refusals(config: LoopTrainer.Config, starts_trained: bool) -> list[str]:
-    trained = starts_trained or bool(config.checkpoint.carry.parent)
-    try:
-        config.check_settings(starts_trained=trained)
-    except UserError as error:
-        return [str(error)]
-    return []
-
-
 def _layout_refusals(
     config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
 ) -> list[str]:
+    found = [str(refusal) for refusal in layout_refusals(config, model, ranks)]
     parallel = config.parallelism
-    try:
-        config.check_layout(model, ranks)
-    except UserError as error:
-        smallest = min(
-            parallel.tensor_parallel_degree,
-            parallel.context_parallel_degree,
-            parallel.data_parallel_replicate_degree,
-        )
-        if smallest < 1:
-            raise  # there is nothing to compute a table from
-        return [str(error)]
-    return []
-
-
-def _batch_refusals(config: LoopTrainer.Config, sizes: set[int], ranks: int) -> list[str]:
-    """Refuse batches the ranks cannot share; name a context-parallel degree or multiple that do."""
-    parallel, training = config.parallelism, config.training
-    degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-
-    def wrong(context_degree: int) -> list[int]:
-        per_pass = training.local_batch_size * max(1, ranks // (tp * context_degree))
-        return [windows for windows in sorted(sizes) if windows % per_pass]
-
-    if not wrong(degree):
-        return []
-    per_pass = training.local_batch_size * max(1, ranks // (tp * degree))
-    fixes: list[str] = []
-    if len(sizes) > 1 and min(sizes) % per_pass == 0:
-        fixes.append(f"--batch.multiple-of-windows {per_pass}")
-    larger, others = degree, tp * parallel.data_parallel_replicate_degree
-    while larger * 2 <= ranks and training.seq_len % (4 * larger) == 0:
-        larger *= 2
-        if ranks % (larger * others) == 0 and not wrong(larger):
-            fixes.append(f"--parallelism.context-parallel-degree {larger}")
-            break
-    fixes.append(
-        f"a batch that is a multiple of {per_pass * training.seq_len:,} tokens"
-        if not fixes
-        else "fewer ranks"
+    degrees = (
+        parallel.tensor_parallel_degree,
+        parallel.context_parallel_degree,
+        parallel.data_parallel_replicate_degree,
     )
-    return [
-        f"a global batch of {wrong(degree)[0]} windows does not divide by local_batch_size="
-        f"{training.local_batch_size} × {ranks // (tp * degree)} data-parallel ranks; use "
-        + ", or ".join(fixes)
-    ]
+    if found and min(degrees) < 1:
+        raise UserError(found[0])  # there is nothing to compute a table from
+    return found
 
 
 def _memory_refusals(

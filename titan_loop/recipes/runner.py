@@ -20,18 +20,15 @@ from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.compiler import keep_compiled_code
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.while_training import check_suite, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
-from titan_loop.training.run import (
-    architecture_of,
-    check_resumable,
-    run_training,
-    shutdown,
-)
+from titan_loop.training.preflight import folder_refusals
+from titan_loop.training.resolved_run import ResolvedRun, resolve
+from titan_loop.training.run import check_resumable, run_training, shutdown
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -51,7 +48,7 @@ def run_recipe(
     """Train the stages that are not complete; call it on every rank the launcher started.
 
     Args:
-        recipe: The recipe; its configs are resolved in place.
+        recipe: The recipe; its configs are placed.
         folder: Where the stages' run directories go; empty for the recipe's own.
         only: The one stage to train. What the flags of this start say is not for the others: they
             are what their own run directories record.
@@ -68,6 +65,7 @@ def run_recipe(
     rank, world_size = compat.start_runtime()
     init_logger()
     root, stages = check_recipe(recipe, world_size, folder=folder, only=only, warn=rank == 0)
+    raise_first(folder_refusals(root))
     keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
         planned = [PlannedStage(s.name, s.parent, s.config.total_tokens) for s in recipe.stages]
@@ -101,7 +99,7 @@ def check_recipe(
     """Refuse what cannot be trained; touches neither a process group nor a device.
 
     Args:
-        recipe: The recipe; its configs are placed and resolved in place.
+        recipe: The recipe; its configs are placed.
         world_size: Ranks that will train.
         folder: As for `run_recipe`.
         only: As for `run_recipe`.
@@ -150,12 +148,12 @@ def _adopt_recorded(config: LoopTrainer.Config) -> None:
 def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
     """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
-        stage.config.resolve(world_size)
+        run = resolve(stage.config, world_size)
         check_suite(stage.config)
         if stage.parent is None or _saved_state(stage.config) is not None:
-            check_resumable(stage.config)  # a checkpoint that is no stage's as parent included
+            check_resumable(run)  # a checkpoint that is no stage's as parent included
         else:
-            _check_carried(stage, stage.parent, recipe.stage(stage.parent).config, world_size)
+            _check_carried(run, stage.parent, recipe.stage(stage.parent).config)
         if len(recipe.stages) > 1 and _saved_state(stage.config) is None:
             _check_repetition(stage)
     except UserError as error:
@@ -164,21 +162,19 @@ def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
         raise UserError(f"stage {stage.name}: {error}") from error
 
 
-def _check_carried(stage: Stage, name: str, parent: LoopTrainer.Config, world_size: int) -> None:
+def _check_carried(run: ResolvedRun, name: str, parent: LoopTrainer.Config) -> None:
     """Refuse what a stage cannot take from its parent, whether that is trained yet or not."""
-    carry = stage.config.checkpoint.carry
+    carry, trainable = run.config.checkpoint.carry, run.config.trainable
     state = _saved_state(parent)
-    if state is None:
-        parent.resolve(world_size)
-        trained = architecture_of(parent)
-    else:
-        trained = state["architecture"]
-    check_parent(trained, architecture_of(stage.config), carry)
-    if carry.optimizer and parent.trainable != stage.config.trainable:
+    trained = (
+        resolve(parent, run.world_size).architecture if state is None else state["architecture"]
+    )
+    check_parent(trained, run.architecture, carry)
+    if carry.optimizer and parent.trainable != trainable:
         raise UserError(
             f"checkpoint.carry.optimizer=True, but {name} has moments for "
             f"trainable={parent.trainable} and this stage wants them for "
-            f"trainable={stage.config.trainable}; set it to False"
+            f"trainable={trainable}; set it to False"
         )
 
 

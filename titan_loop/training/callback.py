@@ -1,14 +1,76 @@
-"""What a recipe passes into training: behaviour at fixed points, without the trainer knowing it.
+"""What a recipe passes into training: behaviour at fixed points of a run.
 
-Evaluation, plots and watchers live above `training` in the import order; they reach into a run only
-through this protocol.
+Evaluation, plots and watchers live above `training` in the import order. They reach into a run
+through `TrainingState` only, and `LoopTrainer` knows none of them.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from titan_loop.training.trainer import LoopTrainer
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+from torchtitan.config.configs import TrainingConfig
+from torchtitan.distributed import ParallelDims
+
+from titan_loop.data.load.batches import GlobalBatchLoader
+from titan_loop.models.context import WindowShare
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.stop_request import StopListener
+
+
+class RunSettings(Protocol):
+    """The part of a run's config that callbacks read."""
+
+    dump_folder: str
+    training: TrainingConfig
+    dataloader: GlobalBatchLoader.Config
+
+
+class TrainingState(Protocol):
+    """What a callback sees of the trainer.
+
+    Attributes:
+        step: Training steps done.
+        tokens: Global tokens consumed, an integer independent of the number of ranks.
+        recurrent_steps: R of the newest training step; before the first, of the next.
+        device: Where the model computes.
+        parallel_dims: Meshes.
+        window_share: The part of every window this rank computes; None for all of it.
+        dataloader: Reads the training data.
+        metrics_processor: Writes numbers to TensorBoard and W&B.
+        stop_listener: Wants to hear of progress during long work.
+    """
+
+    step: int
+    tokens: int
+    recurrent_steps: int
+    device: torch.device
+    parallel_dims: ParallelDims
+    window_share: WindowShare | None
+    dataloader: GlobalBatchLoader
+    metrics_processor: LoopMetricsProcessor
+    stop_listener: StopListener
+
+    @property
+    def config(self) -> RunSettings:
+        """The run's settings; not to be changed."""
+        ...
+
+    @property
+    def model(self) -> LoopDecoder:
+        """The model that is being trained, distributed as it is."""
+        ...
+
+    @property
+    def at_last_step(self) -> bool:
+        """Whether this start trains no further step."""
+        ...
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Return the context that every forward pass runs in."""
+        ...
 
 
 class Callback(Protocol):
@@ -18,11 +80,11 @@ class Callback(Protocol):
     it does not count towards tokens per second.
     """
 
-    def on_train_start(self, trainer: "LoopTrainer") -> None:
+    def on_train_start(self, trainer: TrainingState) -> None:
         """Run after a checkpoint was loaded, before the first step."""
         ...
 
-    def on_step_end(self, trainer: "LoopTrainer", metrics: Mapping[str, Any]) -> None:
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Run after a training step, skipped updates included.
 
         Args:
@@ -31,6 +93,6 @@ class Callback(Protocol):
         """
         ...
 
-    def on_train_end(self, trainer: "LoopTrainer") -> None:
+    def on_train_end(self, trainer: TrainingState) -> None:
         """Run after the last step and the last checkpoint, not after a failure."""
         ...

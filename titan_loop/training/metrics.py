@@ -54,7 +54,7 @@ class StepRecord:
         grad_norm: Before clipping.
         lr: Learning rate of this step.
         recurrent_steps: R of this step.
-        entropy_weight: β of this step.
+        schedules: Values of the objective's schedules in this step, by name.
         global_batch_tokens: Tokens in this step's batch.
         data_hash: Rolling hash of the data read.
         windows_consumed: Global windows consumed after this step.
@@ -70,7 +70,7 @@ class StepRecord:
     grad_norm: float
     lr: float
     recurrent_steps: int
-    entropy_weight: float
+    schedules: Mapping[str, float]
     global_batch_tokens: int
     data_hash: str
     windows_consumed: int
@@ -193,7 +193,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 "grad_norm": record.grad_norm,
                 "lr": record.lr,
                 "recurrent_steps": record.recurrent_steps,
-                "entropy_weight": record.entropy_weight,
+                **record.schedules,
                 "global_batch_tokens": record.global_batch_tokens,
                 "tokens_per_second": tokens_per_second,
                 "mfu": self._mfu(record.flops_per_token, tokens_per_second),

@@ -8,21 +8,18 @@ Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal
 from titan_loop.training.schedule import Schedule
 
 
 @dataclass(kw_only=True, slots=True)
 class RecurrenceConfig:
-    """How many times the stack is applied.
-
-    Raises:
-        UserError: If a step count below 1 is possible, or the limits exclude each other.
-    """
+    """How many times the stack is applied."""
 
     steps: Schedule = field(default_factory=lambda: Schedule.constant(4))
     """Recurrent steps R against global tokens, rounded; the mean λ when `poisson` is set."""
@@ -41,30 +38,30 @@ class RecurrenceConfig:
     earlier steps, and the embedding none at all in a step with R > k, unless it is tied to the
     head."""
 
-    def __post_init__(self) -> None:
-        self.check()
-
-    def check(self) -> None:
-        """Refuse settings that contradict each other; again after fields were assigned.
-
-        Raises:
-            UserError: If a step count below 1 is possible, or the limits exclude each other.
-        """
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield step counts below 1 and limits that exclude each other."""
+        shown = f"recurrence.steps={str(self.steps)!r}"
         if self.steps.smallest < 1:
-            raise UserError(
-                f"recurrence.steps={str(self.steps)!r} falls below 1; use at least 1 recurrent step"
+            yield Refusal(
+                "recurrence.steps", f"{shown} falls below 1", "use at least 1 recurrent step"
             )
         if self.min_steps < 1:
-            raise UserError(f"recurrence.min_steps={self.min_steps} is below 1; use at least 1")
+            yield Refusal(
+                "recurrence.min_steps",
+                f"recurrence.min_steps={self.min_steps} is below 1",
+                "use at least 1",
+            )
         if self.backward_steps is not None and self.backward_steps < 1:
-            raise UserError(
-                f"recurrence.backward_steps={self.backward_steps} is below 1; use at least 1, or "
-                "None for all"
+            yield Refusal(
+                "recurrence.backward_steps",
+                f"recurrence.backward_steps={self.backward_steps} is below 1",
+                "use at least 1, or None for all",
             )
         if self.max_steps is not None and self.max_steps < self.min_steps:
-            raise UserError(
-                f"recurrence.max_steps={self.max_steps} is below min_steps={self.min_steps}; "
-                "raise max_steps or set it to None"
+            yield Refusal(
+                "recurrence.max_steps",
+                f"recurrence.max_steps={self.max_steps} is below min_steps={self.min_steps}",
+                "raise max_steps or set it to None",
             )
 
 

@@ -3,26 +3,27 @@
 Everything a user can get wrong is checked before a process group or a device is touched.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_loop.checkpoint.architecture import architecture, check_architecture
+from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.errors import EXIT_OK, UserError
-from titan_loop.models.decoder import LoopDecoder
+from titan_loop.errors import EXIT_OK, UserError, raise_first
 from titan_loop.ranks import from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
+from titan_loop.training.config import RunConfig
+from titan_loop.training.preflight import folder_refusals
+from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -31,11 +32,11 @@ T = TypeVar("T")
 
 
 def run_training(
-    config: LoopTrainer.Config,
+    config: RunConfig,
     command: Sequence[str] | None = None,
     *,
     stop_listener: StopListener | None = None,
-    evaluations: Callable[[LoopTrainer.Config], Sequence[Callback]] | None = None,
+    evaluations: Callable[[RunConfig], Sequence[Callback]] | None = None,
     startup: StartupClock | None = None,
 ) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
@@ -44,7 +45,7 @@ def run_training(
     group stays for the next run of a recipe: call `shutdown` after the last.
 
     Args:
-        config: The run; changed in place by `resolve`.
+        config: What the user asked for; not changed.
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
         evaluations: Builds the callbacks that follow `held_out` and `suite`, called after those of
@@ -65,11 +66,12 @@ def run_training(
     compat.quiet_upstream()
     if world_size == 1:
         compat.skip_final_pause()
-    config.resolve(world_size)
+    run = resolve(config, world_size)
     callbacks = _callbacks(config, evaluations)
     run_directory = RunDirectory(config.dump_folder)
-    _require_writable(run_directory)
-    if not _agreed(lambda: check_resumable(config)):
+    raise_first(folder_refusals(run_directory.path))
+    _require_readable(run_directory)
+    if not _agreed(lambda: check_resumable(run)):
         logger.info("Nothing left to train in %s", config.dump_folder)
         return EXIT_OK
     structured_logger.init_structured_logger(
@@ -77,16 +79,15 @@ def run_training(
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    resolved = config.to_dict()
     startup.mark("checks")
-    trainer = LoopTrainer(config)  # claims the run directory: from here on it is ours
+    trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
     trainer.startup = startup
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
     trainer.callbacks += callbacks
     try:
         started_by = sys.argv if command is None else command
-        _agreed(lambda: run_directory.create_or_open(started_by, config=resolved))
+        _agreed(lambda: run_directory.create_or_open(started_by, config=run.config.to_dict()))
         startup.mark("build")
         trainer.train()
     finally:
@@ -95,8 +96,8 @@ def run_training(
 
 
 def _callbacks(
-    config: LoopTrainer.Config,
-    evaluations: Callable[[LoopTrainer.Config], Sequence[Callback]] | None,
+    config: RunConfig,
+    evaluations: Callable[[RunConfig], Sequence[Callback]] | None,
 ) -> Sequence[Callback]:
     """Return the callbacks that evaluate while training; refuse to leave any out silently."""
     if evaluations is not None:
@@ -122,41 +123,25 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _require_writable(run_directory: RunDirectory) -> None:
-    """Refuse, on every rank, a folder that cannot be written or holds a newer format.
-
-    If only rank 0 found out, the others would wait for it in a collective.
-    """
-    existing = run_directory.path.absolute()
-    try:
-        while not existing.exists():
-            existing = existing.parent
-        reason = "" if existing.is_dir() else f"{existing} is a file"
-        if not reason and not os.access(existing, os.W_OK | os.X_OK):
-            reason = "Permission denied"
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason:
-        raise UserError(
-            f"dump_folder={run_directory.path} cannot be written ({reason}); choose a folder you "
-            "can write to"
-        )
+def _require_readable(run_directory: RunDirectory) -> None:
+    """Refuse, on every rank, a run directory of a newer format or with damaged files."""
     if run_directory.run_json.exists():
         run_directory.read_run()
     if run_directory.config_json.exists():
         run_directory.read_config()
 
 
-def check_resumable(config: LoopTrainer.Config) -> bool:
+def check_resumable(run: ResolvedRun) -> bool:
     """Refuse to continue what is not this run; return whether anything is left to train.
 
     Args:
-        config: Resolved.
+        run: The run that is to be trained.
 
     Raises:
         UserError: Checkpoints of another architecture, of other data, without moments, or none
             that is usable; or a step asked for that does not exist or is not the newest.
     """
+    config = run.config
     if not config.checkpoint.enable:
         return True
     folder = RunDirectory(config.dump_folder).checkpoints
@@ -165,7 +150,7 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
     if step == -1:
         newest = newest_good(folder, look_at="manifest")
         if newest is None:
-            _check_start(config)
+            _check_start(run)
             return True
         step, manifest = newest
     else:
@@ -182,7 +167,7 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
             )
         manifest = read_manifest(folder / f"step-{step}")
     state = manifest["trainer"]
-    check_architecture(state["architecture"], architecture_of(config))
+    check_architecture(state["architecture"], run.architecture)
     config.open_data().check_state(manifest["data"])
     if state["tokens"] == 0 and not has_moments(folder / f"step-{step}"):
         raise UserError(
@@ -197,19 +182,11 @@ def check_resumable(config: LoopTrainer.Config) -> bool:
     return inspect(folder / f"step-{step}", "sizes")[0] is None
 
 
-def _check_start(config: LoopTrainer.Config) -> None:
+def _check_start(run: ResolvedRun) -> None:
     """Refuse a parent that is not there, or whose weights or moments this model cannot take."""
-    carry = config.checkpoint.carry
+    carry = run.config.checkpoint.carry
     if carry.parent:
         parent = carry.find_parent()
         state = read_manifest(parent)["trainer"]
-        check_parent(state["architecture"], architecture_of(config), carry)
+        check_parent(state["architecture"], run.architecture, carry)
         check_moments(parent, carry)
-
-
-def architecture_of(config: LoopTrainer.Config) -> dict[str, Any]:
-    """Return what makes the model of a resolved config the same model as another."""
-    assert config.model_spec is not None, "resolve the config first"
-    model = config.model_spec.model
-    assert isinstance(model, LoopDecoder.Config)
-    return architecture(model)

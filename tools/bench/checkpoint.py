@@ -35,7 +35,7 @@ from titan_loop.checkpoint.safe_reading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.training.learning_rate import AdamWConfig
+from titan_loop.training.optimizer import AdamWConfig
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 

@@ -1,0 +1,200 @@
+"""`LoopTrainer.Config`: every field of a run, with its default and its help.
+
+Nothing is checked here and nothing changes after a run was resolved: `preflight` says what is wrong
+with a config, `resolved_run` derives what training needs from it.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any
+
+import titan_loop.compat as compat  # before any torchtitan module
+import tyro
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.components.validate import Validator
+from torchtitan.config.configs import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.config.override import OverrideConfig
+from torchtitan.trainer import Trainer
+
+from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.data.load.batches import GlobalBatchLoader
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
+from titan_loop.distributed.loop_fsdp import FSDPConfig
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.objectives.streamed_loss import StreamedLoss
+from titan_loop.training.batch_schedule import BatchConfig, batch_sizes, planned_tokens
+from titan_loop.training.callback import Callback
+from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
+from titan_loop.training.learning_rate import TokenLearningRate
+from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+
+DEFAULT_SEED = 0
+OBJECTIVE_SCHEDULES = ("entropy_weight",)
+"""Fields of a run that are schedules for its objective, which names those it wants."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
+
+
+class PreparedTokens(BaseTokenizer):
+    """Stands where torchtitan expects a tokenizer; training reads prepared token ids only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """No fields."""
+
+    def __init__(self, config: Config, *, tokenizer_path: str = "") -> None:
+        super().__init__()
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "training reads prepared token ids; load a source's tokenizer.json"
+        )
+
+    encode = decode = get_vocab_size = _refuse
+
+
+def _default_training() -> TrainingConfig:
+    on_cuda = compat.device_type() == "cuda"
+    return TrainingConfig(
+        steps=0,
+        # bf16 products on a CPU without AMX are about 20 times slower than fp32.
+        mixed_precision_param="bfloat16" if on_cuda else "float32",
+        # Needs a constant R and more: see `replay_refusals` in `titan_loop/training/preflight.py`.
+        disable_cuda_graphs=True,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class RunConfig(Trainer.Config):
+    """A complete run; every field not marked as derived can be set on the command line."""
+
+    dump_folder: str = "runs/run"
+    """The run directory; its layout is described in `titan_loop/runs/run_directory.py`."""
+
+    stage: str = ""
+    """Name of the stage in its recipe; recorded in every checkpoint."""
+
+    total_tokens: int = 1_000_000
+    """Global tokens to train on."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    trainable: Trainable = "all"
+    """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
+
+    learning_rate: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
+    """Learning rate against global tokens."""
+
+    entropy_weight: Schedule = field(default_factory=lambda: Schedule.constant(0.05))
+    """β, the weight of the exit entropy (or of the KL to the prior), against global tokens.
+    `AdaptiveGateLoss` has none: its steps record 0."""
+
+    recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
+    suite: SuiteConfig = field(default_factory=SuiteConfig)
+    max_skipped_steps: int = 10
+    """Skipped non-finite updates in a row after which the run stops with exit code 3."""
+
+    hang_seconds: float = 1800.0
+    """A rank without progress for so long leaves its stacks and the flight recorder's trace and
+    ends with exit code 75. Longer than any step, save or evaluation takes; 0 is never."""
+
+    comm: CommConfig = field(
+        # Longer than `hang_seconds`, which leaves more to find the culprit with.
+        default_factory=lambda: CommConfig(init_timeout_seconds=2400, train_timeout_seconds=2400)
+    )
+    training: TrainingConfig = field(default_factory=_default_training)
+    """Upstream's; `steps` > 0 stops the run early, 0 trains on all of `total_tokens`."""
+
+    parallelism: ParallelismConfig = field(
+        default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
+    )
+    fsdp: FSDPConfig = field(default_factory=FSDPConfig)
+    compile: CompileConfig = field(
+        default_factory=lambda: CompileConfig(
+            enable=compat.device_type() == "cuda", components=["model"]
+        )
+    )
+    activation_checkpoint: ActivationCheckpointingConfig = None
+    debug: DebugConfig = field(
+        default_factory=lambda: DebugConfig(seed=DEFAULT_SEED, enable_structured_logging=False)
+    )
+    dataloader: GlobalBatchLoader.Config = field(default_factory=WindowLoader.Config)
+    metrics: MetricsProcessor.Config = field(default_factory=LoopMetricsProcessor.Config)
+    checkpoint: LoopCheckpointManager.Config = field(default_factory=LoopCheckpointManager.Config)
+    loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
+
+    callbacks: Annotated[tuple[Callback, ...], tyro.conf.Suppress] = ()
+    """What the recipe wants called; recorded in `config.json`, not settable."""
+
+    # Derived by `resolve`, or not used here: hidden from the command line.
+    optimizer: Annotated[OptimizersContainer.Config, tyro.conf.Suppress] = field(
+        default_factory=OptimizersContainer.Config
+    )
+    lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
+        default_factory=TokenLearningRate.Config
+    )
+    tokenizer: Annotated[BaseTokenizer.Config, tyro.conf.Suppress] = field(
+        default_factory=PreparedTokens.Config
+    )
+    validator: Annotated[Validator.Config, tyro.conf.Suppress] = field(
+        default_factory=Validator.Config
+    )
+    override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
+    hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+
+    def open_data(self) -> GlobalBatchLoader:
+        """Open the data as one rank would: cards and sizes only, so it finds faults early."""
+        return self.dataloader.build(
+            dp_world_size=1,
+            dp_rank=0,
+            seq_len=self.training.seq_len,
+            local_batch_size=1,
+            tokenizer=None,
+            snapshot_every_n_steps=None,
+        )
+
+    def windows_of_the_run(self) -> int:
+        """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""
+        seq_len, limit = self.training.seq_len, self.training.steps
+        windows = planned_tokens(self.batch, self.total_tokens, seq_len) // seq_len
+        if limit:
+            largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
+            windows = min(windows, limit * largest)
+        return windows
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the config as JSON values that are the same in every process.
+
+        A callback is its class's name and the fields of its dataclass. Functions and other
+        objects are their representation, without the address in memory.
+        """
+        record = Trainer.Config.to_dict(self)
+        record["callbacks"] = [_callback_record(callback) for callback in self.callbacks]
+        return json.loads(_ADDRESS.sub("", json.dumps(record, default=repr)))
+
+
+def _callback_record(callback: Callback) -> dict[str, Any]:
+    kind = type(callback)
+    values = (
+        {field.name: getattr(callback, field.name) for field in fields(callback)}
+        if is_dataclass(callback)
+        else {}
+    )
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", **values}

@@ -1,0 +1,409 @@
+"""Every reason why a run cannot start, found before a process group or a device is touched.
+
+    value_refusals(config)                     single values and schedules, on any machine
+    setting_refusals(config)                   settings that contradict each other, on any machine
+    device_refusals(config)                    settings that need a GPU where there is none
+    data_refusals(config)                      opens the prepared data
+    layout_refusals(config, model, ranks)      degrees of parallelism against model, window, ranks
+    batch_refusals(config, ranks)              global batches against the data-parallel ranks
+    folder_refusals(folder)                    a run directory that cannot be written
+
+`refusals(config, world_size)` is all of them but the last, in the order in which each may rely on
+those before it: `resolve` raises the first. `titan-loop plan` prints those that hold for a cluster
+that is not there. `remarks(config)` says what is legal and has no effect.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import titan_loop.compat as compat  # before any torchtitan module
+
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_offloading
+from titan_loop.distributed.parallelize import check_parallelism
+from titan_loop.errors import Refusal, UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.sizes import decoder_config
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.batch_schedule import batch_sizes
+from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
+from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
+
+LARGEST_SEED = 2**63 - 1
+"""torch takes 64 bits, and steps and ranks are mixed into them."""
+
+_AT_LEAST_ONE = (
+    "total_tokens",
+    "training.seq_len",
+    "training.local_batch_size",
+    "training.gc_freq",
+    "max_skipped_steps",
+    "metrics.log_freq",
+    "comm.init_timeout_seconds",
+    "comm.train_timeout_seconds",
+)
+
+
+def refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Yield why `world_size` ranks on this machine cannot train `config`.
+
+    Args:
+        config: What the user asked for; not changed.
+        world_size: Number of ranks that will train.
+    """
+    wrong_values = list(value_refusals(config))
+    yield from wrong_values
+    if wrong_values:
+        return  # nothing below could be computed
+    yield from device_refusals(config)
+    yield from setting_refusals(config)
+    no_data = list(data_refusals(config))
+    yield from no_data
+    if no_data:
+        return
+    try:
+        model = model_config(config)
+    except UserError as error:
+        yield Refusal("model", str(error))
+        return
+    unfit = list(layout_refusals(config, model, world_size))
+    yield from unfit
+    if not unfit:  # else the ranks are split in no way that a batch could be judged by
+        yield from batch_refusals(config, world_size)
+
+
+def model_config(config: RunConfig) -> LoopDecoder.Config:
+    """Return the architecture a config names; a vocabulary left open is that of its data.
+
+    Raises:
+        UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
+    """
+    options = config.model
+    if options.vocab_size is None:
+        options = replace(options, vocab_size=config.dataloader.vocabulary().size)
+    return decoder_config(options, max_seq_len=config.training.seq_len)
+
+
+def value_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Yield single values out of range, and schedules that take one.
+
+    Upstream accepts all of these and fails in the middle of a run, or trains on something nobody
+    asked for.
+    """
+
+    def refuse(field: str, problem: str, fix: str = "") -> Refusal:
+        return Refusal(field, f"{field}={_get(config, field)} {problem}", fix)
+
+    for name in _AT_LEAST_ONE:
+        if _get(config, name) < 1:
+            yield refuse(name, "must be at least 1")
+    for name in ("learning_rate", *OBJECTIVE_SCHEDULES):
+        schedule = _get(config, name)
+        if schedule.smallest < 0:
+            yield Refusal(name, f"{name}={str(schedule)!r} falls below 0", "keep it at 0 or more")
+    for name in ("adamw.beta1", "adamw.beta2"):
+        if not 0 <= _get(config, name) < 1:
+            yield refuse(name, "must be at least 0 and below 1", "AdamW decays by it")
+    if not 0 <= config.adamw.weight_decay < math.inf:
+        yield refuse("adamw.weight_decay", "must be 0 or more")
+    if not 0 < config.adamw.eps < math.inf:
+        yield refuse("adamw.eps", "must be above 0", "1e-8 is usual")
+    if not config.training.max_norm > 0:
+        yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
+    if not 0 <= config.hang_seconds < math.inf:
+        yield refuse("hang_seconds", "must be 0 (never) or more")
+    if config.training.steps < 0:
+        yield refuse("training.steps", "is negative", "0 is no limit")
+    if config.debug.seed is not None and not 0 <= config.debug.seed <= LARGEST_SEED:
+        yield refuse("debug.seed", "must be from 0 to 2**63 - 1")
+    if config.comm.mode != "default":
+        yield refuse("comm.mode", "trains on nothing real", "leave it at default")
+    if config.trainable not in get_args(Trainable):
+        yield Refusal("trainable", f"trainable={config.trainable}: choose all or exit_gate")
+    yield from config.recurrence.refusals()
+    if config.training.seq_len >= 1:
+        yield from config.batch.refusals(config.training.seq_len)
+
+
+def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -> Iterator[Refusal]:
+    """Yield settings that contradict each other, with any data and any number of ranks.
+
+    Args:
+        config: Without `value_refusals`.
+        starts_trained: Whether the run starts from weights that were trained before; None for
+            what `checkpoint.carry.parent` and the run directory say.
+    """
+    yield from config.loss.refusals(
+        trainable=config.trainable,
+        exit_gate=config.model.exit_gate,
+        fewest_steps=fewest_recurrent_steps(config.recurrence),
+    )
+    untrained = _untrained_embedding(config)
+    if untrained and not (_starts_trained(config) if starts_trained is None else starts_trained):
+        yield Refusal(
+            "recurrence.backward_steps",
+            untrained,
+            "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
+            "from trained weights (checkpoint.carry.parent)",
+        )
+    yield from _caught("checkpoint", config.checkpoint.check)
+    yield from _caught("held_out", config.held_out.check_settings)
+    if config.training.global_batch_size != -1:
+        yield Refusal(
+            "training.global_batch_size",
+            f"training.global_batch_size={config.training.global_batch_size} is not used",
+            "set --batch.global-batch-tokens",
+        )
+    if not config.training.disable_cuda_graphs:
+        yield from replay_refusals(config)
+
+
+def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what a CUDA graph (`training.disable_cuda_graphs=False`) would repeat wrongly.
+
+    The forward and backward pass of a micro-batch are run once, captured once, and replayed from
+    then on: the host launches one graph instead of every kernel. A replay repeats what was captured
+    on new tokens, so whatever else the host decides must be the same every time. Never run on a GPU
+    by this project yet: these conditions, and what the trainer copies out of a graph's tensors, are
+    tested on CPU.
+    """
+    flag = "training.disable_cuda_graphs=False"
+    recurrence = config.recurrence
+    fewest, most = fewest_recurrent_steps(recurrence), most_recurrent_steps(recurrence)
+    if fewest != most:
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            f"{flag} replays one number of recurrent steps, and recurrence.steps="
+            f"{str(recurrence.steps)!r} gives {fewest} to {most}",
+            "leave it True, or fix R",
+        )
+    for name in config.loss.schedules:
+        schedule = _get(config, name)
+        if schedule.smallest != schedule.largest:
+            yield Refusal(
+                "training.disable_cuda_graphs",
+                f"{flag} replays one {name}, and {name}={str(schedule)!r} changes",
+                "leave it True, or make that constant",
+            )
+    if config.fsdp.policy == "per_step":
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            f"{flag} would replay a micro-batch without the gathers that fsdp.policy=per_step "
+            "saves",
+            "use fsdp.policy=per_visit",
+        )
+    if _offloads_states(config) or config.training.enable_cpu_offload:
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            f"{flag} does not work with activation-checkpoint:full-offload or "
+            "training.enable_cpu_offload, which wait for copies to the host",
+            "leave it True",
+        )
+
+
+def device_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Yield settings that need a GPU, if this machine has none."""
+    if compat.device_type() != "cpu":
+        return
+    if config.profiler.enable_memory_snapshot:
+        yield Refusal(
+            "profiler.enable_memory_snapshot",
+            "profiler.enable_memory_snapshot=True records CUDA allocations, and there is no CUDA",
+            "leave it False",
+        )
+    if _offloads_states(config):
+        yield Refusal(
+            "activation_checkpoint",
+            "activation-checkpoint:full-offload moves states from a GPU to the host, and there is "
+            "no GPU",
+            "use activation-checkpoint:full",
+        )
+    if not config.training.disable_cuda_graphs:
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            "training.disable_cuda_graphs=False captures kernels of a GPU, and there is none",
+            "leave it True",
+        )
+
+
+def data_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Yield why the data cannot be opened, does not fit the model, or does not last.
+
+    Args:
+        config: Without `value_refusals`.
+    """
+    try:
+        vocabulary, loader = config.dataloader.vocabulary(), config.open_data()
+    except UserError as error:
+        yield Refusal("dataloader", str(error))
+        return
+    largest = vocabulary.largest_token
+    rows = config.model.vocab_size or vocabulary.size
+    if largest >= rows:
+        yield Refusal(
+            "model.vocab_size",
+            f"model.vocab_size={rows} is too small: the data's largest token is {largest}",
+            f"use {largest + 1} or more, or leave it unset",
+        )
+    yield from _caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
+    yield from _caught(
+        "held_out",
+        lambda: config.held_out.check(
+            config.dataloader.source_paths(), rows, config.training.seq_len
+        ),
+    )
+
+
+def layout_refusals(
+    config: RunConfig, model: LoopDecoder.Config, world_size: int
+) -> Iterator[Refusal]:
+    """Yield degrees of parallelism that do not fit the model, the window or the ranks.
+
+    Args:
+        config: Without `value_refusals`.
+        model: The architecture, from `model_config`.
+        world_size: Number of ranks that will train.
+    """
+    attention = model.layers[0].attention
+    yield from _caught(
+        "parallelism",
+        lambda: check_parallelism(
+            config.parallelism,
+            world_size=world_size,
+            n_heads=attention.n_heads,
+            n_kv_heads=attention.n_kv_heads or attention.n_heads,
+            seq_len=config.training.seq_len,
+            attention=config.model.attention,
+        ),
+    )
+    yield from _caught("fsdp", lambda: config.fsdp.check(config.parallelism))
+    yield from _caught(
+        "activation_checkpoint",
+        lambda: check_offloading(config.activation_checkpoint, config.parallelism),
+    )
+
+
+def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+    """Yield a batch that some point of the schedule cannot split over the ranks.
+
+    Args:
+        config: Without `value_refusals` and `layout_refusals`.
+        world_size: Number of ranks that will train.
+    """
+    parallel, training = config.parallelism, config.training
+    degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
+    sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
+
+    def windows_per_pass(context_degree: int) -> int:
+        return training.local_batch_size * max(1, world_size // (tp * context_degree))
+
+    def uneven(context_degree: int) -> list[int]:
+        per_pass = windows_per_pass(context_degree)
+        return [windows for windows in sorted(sizes) if windows % per_pass]
+
+    if not uneven(degree):
+        return
+    per_pass = windows_per_pass(degree)
+    fixes: list[str] = []
+    if len(sizes) > 1 and min(sizes) % per_pass == 0:
+        fixes.append(f"--batch.multiple-of-windows {per_pass}")
+    larger, others = degree, tp * parallel.data_parallel_replicate_degree
+    while larger * 2 <= world_size and training.seq_len % (4 * larger) == 0:
+        larger *= 2
+        if world_size % (larger * others) == 0 and not uneven(larger):
+            fixes.append(f"--parallelism.context-parallel-degree {larger}")
+            break
+    if not fixes:
+        fixes.append(f"a batch that is a multiple of {per_pass * training.seq_len:,} tokens")
+    elif world_size > 1:
+        fixes.append("fewer ranks")
+    yield Refusal(
+        "batch.global_batch_tokens",
+        f"a global batch of {uneven(degree)[0]} windows does not divide by local_batch_size="
+        f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks",
+        f"use {', or '.join(fixes)}",
+    )
+
+
+def folder_refusals(folder: Path) -> Iterator[Refusal]:
+    """Yield why a run directory cannot be written; every rank asks, and leaves nothing behind.
+
+    If only rank 0 found out, the others would wait for it in a collective. A folder's permissions
+    do not tell: some file systems let nobody create a file, so one without a name is tried.
+    """
+    existing = folder.absolute()
+    try:
+        while not existing.exists():
+            existing = existing.parent
+        reason = "" if existing.is_dir() else f"{existing} is a file"
+        if not reason:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        yield Refusal(
+            "dump_folder",
+            f"dump_folder={folder} cannot be written ({reason})",
+            "choose a folder you can write to",
+        )
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """Yield settings that are legal and do less than they seem to.
+
+    Args:
+        config: Without `value_refusals` and `setting_refusals`.
+    """
+    comm = config.comm
+    shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
+    if config.hang_seconds >= shortest:
+        yield (
+            f"hang_seconds={config.hang_seconds:g} has no effect on a collective that hangs: it "
+            f"fails after {shortest} seconds (comm.init_timeout_seconds, "
+            "comm.train_timeout_seconds)"
+        )
+    if untrained := _untrained_embedding(config):
+        yield f"{untrained}: it stays as it was"
+
+
+def _untrained_embedding(config: RunConfig) -> str:
+    """Return why no step trains the embedding; empty if one does."""
+    reached = config.recurrence.backward_steps
+    fewest = fewest_recurrent_steps(config.recurrence)
+    # A tied embedding trains as the head.
+    trains_elsewhere = config.trainable != "all" or config.model.tie_weights
+    if reached is None or fewest <= reached or trains_elsewhere:
+        return ""
+    return (
+        f"recurrence.backward_steps={reached} never reaches the embedding, which step 1 alone "
+        f"reads, and R is {fewest} or more"
+    )
+
+
+def _starts_trained(config: RunConfig) -> bool:
+    checkpoints = RunDirectory(config.dump_folder).checkpoints
+    return bool(config.checkpoint.carry.parent or committed_steps(checkpoints))
+
+
+def _offloads_states(config: RunConfig) -> bool:
+    return isinstance(config.activation_checkpoint, FullOffloadAC.Config)
+
+
+def _caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
+    """Yield what a check of a lower floor raises."""
+    try:
+        check()
+    except UserError as error:
+        yield Refusal(field, str(error))
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config

@@ -1,0 +1,110 @@
+"""A run that passed every check, with what training derives from its config; it does not change.
+
+    config ─ refusals ─► none ─► resolve ─► ResolvedRun ─► LoopTrainer
+
+The user's config is copied, never written to. torchtitan's trainer reads more fields than a user
+sets, and its loop ends where `training.steps` says: it gets a copy of its own (`for_upstream`).
+"""
+
+import hashlib
+import json
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+
+from titan_loop.checkpoint.architecture import architecture
+from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.errors import raise_first
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.storage.json_files import finite_or_null
+from titan_loop.training.config import RunConfig
+from titan_loop.training.learning_rate import TokenLearningRate
+from titan_loop.training.preflight import model_config, refusals, remarks
+from titan_loop.training.recurrence import most_recurrent_steps
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """What is trained, from `resolve`.
+
+    Attributes:
+        config: What was asked for, with the vocabulary of the model, `model_spec`, `optimizer` and
+            `lr_scheduler` filled in. Not to be changed.
+        model: Architecture of the model. Not to be changed.
+        world_size: Number of ranks.
+    """
+
+    config: RunConfig
+    model: LoopDecoder.Config
+    world_size: int
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What makes its model the same model as another."""
+        return architecture(self.model)
+
+    def recipe_sha256(self) -> str:
+        """Return 64 hexadecimal digits for everything but this start's place and length.
+
+        These are `dump_folder`, `checkpoint.carry.parent`, `checkpoint.load_step` and
+        `training.steps`. The folders of the training data count.
+        """
+        record = self.config.to_dict()
+        del record["dump_folder"]
+        del record["checkpoint"]["carry"]["parent"]
+        del record["checkpoint"]["load_step"]
+        del record["training"]["steps"]
+        text = json.dumps(finite_or_null(record), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def for_upstream(self) -> RunConfig:
+        """Return a copy that torchtitan's trainer may change: it sets placements in the model's."""
+        return _copied(self.config)
+
+
+def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
+    """Check everything a user can get wrong, and derive what training needs.
+
+    Touches neither a process group nor a device, and leaves `config` as it is.
+
+    Args:
+        config: What the user asked for.
+        world_size: Number of ranks that will train.
+
+    Raises:
+        UserError: The first of the config's `refusals`.
+    """
+    raise_first(refusals(config, world_size))
+    for remark in remarks(config):
+        logger.warning("%s", remark)
+    config, model = _copied(config), model_config(config)
+    config.model.vocab_size = model.vocab_size
+    config.model_spec = ModelSpec(
+        name="loop",
+        flavor=config.model.size,
+        model=model,
+        parallelize_fn=partial(
+            parallelize_loop_decoder,
+            fsdp=config.fsdp,
+            trainable=config.trainable,
+            recurrent_steps=most_recurrent_steps(config.recurrence),
+        ),
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=None,
+    )
+    config.optimizer = config.adamw.optimizer_config(
+        exit_gate=config.model.exit_gate, trainable=config.trainable
+    )
+    config.lr_scheduler = TokenLearningRate.Config(schedule=config.learning_rate)
+    return ResolvedRun(config=config, model=model, world_size=world_size)
+
+
+def _copied(config: RunConfig) -> RunConfig:
+    """Copy a config and all it holds but the callbacks, which may hold anything."""
+    return replace(deepcopy(replace(config, callbacks=())), callbacks=config.callbacks)
