@@ -78,9 +78,12 @@ def test_parent_that_is_a_file_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        (json.dumps({"format_version": FORMAT_VERSION + 1}), "upgrade titan_loop"),
-        ("{", "not a run description"),
-        ("[]", "not a run description"),
+        (
+            json.dumps({"format_version": FORMAT_VERSION + 1}),
+            f"has format version {FORMAT_VERSION + 1}.*; upgrade it",
+        ),
+        ("{", r"run\.json is damaged .*; choose another run directory"),
+        ("[]", r"run\.json is damaged .*; choose another run directory"),
     ],
 )
 def test_foreign_run_json_is_refused(tmp_path: Path, text: str, complaint: str):

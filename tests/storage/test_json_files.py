@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import append_jsonl, read_jsonl, write_json
+from titan_loop.storage.json_files import append_jsonl, read_jsonl, read_versioned_json, write_json
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path):
@@ -35,3 +35,21 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path):
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2"):
         read_jsonl(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is damaged (.*); move it away"),
+        ("[]", "is damaged (.*); move it away"),
+        ('{"version": 1}', "is damaged (.*format_version.*); move it away"),
+        ('{"format_version": 3}', "has format version 3, this titan_loop reads up to 2; upgrade"),
+    ],
+)
+def test_a_versioned_file_that_cannot_be_read_is_one_line(tmp_path, text, message):
+    path = tmp_path / "record.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_versioned_json(path, format_version=2, fix="move it away")
+    path.write_text('{"format_version": 2, "a": 1}')
+    assert read_versioned_json(path, format_version=2, fix="")["a"] == 1

@@ -31,7 +31,12 @@ from typing import Any
 import titan_loop
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import finite_or_null, read_jsonl, write_json
+from titan_loop.storage.json_files import (
+    finite_or_null,
+    read_jsonl,
+    read_versioned_json,
+    write_json,
+)
 
 FORMAT_VERSION = 1
 COMPILE_CACHE = "compile_cache"
@@ -168,22 +173,13 @@ class RunDirectory:
             UserError: If it is not readable as this or an older format version.
         """
         try:
-            record = json.loads(self.run_json.read_text(encoding="utf-8"))
-            version = int(record["format_version"])
+            return read_versioned_json(
+                self.run_json, format_version=FORMAT_VERSION, fix="choose another run directory"
+            )
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} is not a run directory (no run.json); give the folder of a run"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{str(self.run_json)!r} is not a run description; choose another run directory"
-            ) from error
-        if version > FORMAT_VERSION:
-            raise UserError(
-                f"{str(self.path)!r} has run format version {version}, this titan_loop reads up to "
-                f"{FORMAT_VERSION}; upgrade titan_loop or choose another run directory"
-            )
-        return record
 
     def read_config(self) -> dict[str, Any]:
         """Return the content of `config.json`.

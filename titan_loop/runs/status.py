@@ -5,16 +5,15 @@ the recipe's folder. A run outside the recipe that started from one of its stage
 shown below its parent.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_versioned_json, write_json
 
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
@@ -106,16 +105,13 @@ def read_status(folder: Path) -> list[StageStatus]:
         UserError: It is neither.
     """
     plan = _read_plan(folder)
-    places = {planned["name"]: (folder / planned["name"]).resolve() for planned in plan}
-    parents = {places[planned["name"]]: places.get(planned["parent"]) for planned in plan}
+    places = {stage.name: (folder / stage.name).resolve() for stage in plan}
+    parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
     found = {
-        places[planned["name"]]: StageStatus(
-            name=planned["name"],
-            parent="",
-            total_tokens=planned["total_tokens"],
-            position=position,
+        places[stage.name]: StageStatus(
+            name=stage.name, parent="", total_tokens=stage.total_tokens, position=position
         )
-        for position, planned in enumerate(plan)
+        for position, stage in enumerate(plan)
     }
     for run in [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]:
         if not RunDirectory(run).run_json.exists():
@@ -201,22 +197,18 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
         status.tokens_per_second = records[-1]["tokens_per_second"]
 
 
-def _read_plan(folder: Path) -> list[dict[str, Any]]:
+def _read_plan(folder: Path) -> list[PlannedStage]:
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; give that of a run or a recipe")
         return []
+    fix = "train once more to write it"
+    plan = read_versioned_json(path, format_version=FORMAT_VERSION, fix=fix)
     try:
-        plan = json.loads(path.read_text(encoding="utf-8"))
-        if plan["format_version"] > FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format version {plan['format_version']}, this titan_loop reads up to "
-                f"{FORMAT_VERSION}; upgrade it"
-            )
-        return plan["stages"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); train once more to write it") from error
+        return [PlannedStage(**stage) for stage in plan["stages"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); {fix}") from error
 
 
 def _parent_run(run: SavedRun) -> Path | None:

@@ -7,7 +7,6 @@ STAGE.json     number of restarts without a new checkpoint, and the bad nodes
 check-JOB-K/   reports of the node check before start K
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_versioned_json, write_json
 
 FORMAT_VERSION = 1
 
@@ -115,15 +114,4 @@ def write_restarts(folder: Path, name: str, restarts: Restarts) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
-    try:
-        record = json.loads(text)
-        version = int(record["format_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); move it away") from error
-    if version > FORMAT_VERSION:
-        raise UserError(
-            f"{path} has format version {version}, this titan_loop reads up to {FORMAT_VERSION}; "
-            "upgrade it"
-        )
-    return record
+    return read_versioned_json(path, format_version=FORMAT_VERSION, fix="move it away")

@@ -53,6 +53,31 @@ def write_text(path: Path, text: str) -> None:
         os.close(folder)
 
 
+def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
+    """Return a JSON object whose `format_version` this program knows.
+
+    Args:
+        path: The file.
+        format_version: The newest version that is known.
+        fix: What to do about a damaged file, for the message.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        UserError: The file is not such an object, or has a newer version.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        version = int(record["format_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}); {fix}") from error
+    if version > format_version:
+        raise UserError(
+            f"{path} has format version {version}, this titan_loop reads up to {format_version}; "
+            "upgrade it"
+        )
+    return record
+
+
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Append one record as one line; non-finite numbers become null.
 
