@@ -11,6 +11,12 @@ from titan_loop.analysis.tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
+from titan_loop.evaluation.evals_log import (
+    WHILE_TRAINING,
+    append_evaluation,
+    held_out_while_training,
+)
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl
 
@@ -49,14 +55,52 @@ def write_metrics(run: RunDirectory, steps: int, *, gate: bool = True) -> None:
         append_jsonl(run.metrics_jsonl, record)
 
 
+def write_held_out(run: RunDirectory) -> None:
+    """Steps 1 and 2 as 0.1 logged them; 2 again and 3 as today."""
+    for step in (1, 2):
+        old = {
+            "a/b/ce/step_1": 2.0,
+            "a/b/bits_per_byte/step_1": 9.0,
+            "code/bits_per_byte/step_4": 2.0,
+        }
+        append_jsonl(run.held_out_jsonl, {"step": step, "tokens": 1000 * step, **old})
+    for step in (2, 3):
+        result = ReadingResult(
+            metrics={"bits_per_byte": 1.5, "nats_per_token": 2.5}, mean_steps=4.0
+        )
+        append_evaluation(
+            run,
+            TaskReport(
+                step=step, tokens=1000 * step, trained_recurrent_steps=4, manifest_sha256="",
+                tasks={"held_out/code": {"static:4": result}, "mano": {"static:4": result}},
+            ),
+            asked=WHILE_TRAINING, seconds=0.0,
+        )  # fmt: skip
+
+
+def test_held_out_text_while_training_is_read_from_both_logs(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    assert held_out_while_training(run) == []
+    write_held_out(run)
+    watched = TaskReport(step=9, tokens=9, trained_recurrent_steps=4, manifest_sha256="ab")
+    append_evaluation(run, watched, asked="a watcher's questions", seconds=0.0)
+    assert held_out_while_training(run) == [
+        (1000, {"a/b": {1: 9.0}, "code": {4: 2.0}}),
+        (2000, {"a/b": {1: 9.0}, "code": {4: 1.5}}),
+        (3000, {"code": {4: 1.5}}),
+    ]
+
+
 def test_every_plot_is_drawn(tmp_path: Path):
     run = RunDirectory(tmp_path)
     write_metrics(run, 30)
     REPORT.save(run)
+    write_held_out(run)
     paths = plot_run(run)
     assert [path.name for path in paths] == [
         "loss_per_step.png",
         "exit_pmf.png",
+        "held_out.png",
         "bits_per_byte.png",
     ]
     for path in paths:

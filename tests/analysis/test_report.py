@@ -11,7 +11,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from tests.analysis.test_plots import REPORT, write_metrics
+from tests.analysis.test_plots import REPORT, write_held_out, write_metrics
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from titan_loop.analysis.report import REPORT_NAME, write_report
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
@@ -28,6 +28,7 @@ SECTIONS = [
     "Loss per recurrent step",
     "Where tokens exit",
     "Entropy of the exit distribution",
+    "Held-out text while training",
     "Realised mixture",
     "Throughput",
     "Depth sweep on held-out text",
@@ -98,6 +99,7 @@ def family(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         write_records(run, 12)
     adopt(child, parent)
     REPORT.save(RunDirectory(child))
+    write_held_out(RunDirectory(child))
     bits = {"static:1": 2.5, "static:2": 2.25, "q:0.5": 2.3, "hidden:0.1": 2.27, "kl:inf,inf": 2.25}
     TaskReport(
         step=3,
@@ -131,7 +133,7 @@ def test_everything_is_on_one_page_that_loads_nothing(family: tuple[Path, Path])
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"<h2>(.*?)</h2>", text) == SECTIONS
     assert "script" not in page.tags
-    assert page.tags.count("img") == 9
+    assert page.tags.count("img") == 10
     assert all(source.startswith("data:image/png;base64,") for source in page.loads)
     assert not re.search(r"url\(|@import|https?://", text)
     shown = "".join(page.text)
@@ -206,6 +208,6 @@ def test_a_browser_shows_every_image(family: tuple[Path, Path], tmp_path: Path):
     coloured = (pixels.max(-1) - pixels.min(-1) > 60).any(1)
     rows = np.flatnonzero(coloured)
     places = 1 + int((np.diff(rows) > 60).sum())
-    assert places >= 8, rows  # nine images; neighbours may touch
+    assert places >= 8, rows  # ten images; neighbours may touch
     dark = np.flatnonzero((pixels.max(-1) < 120).any(1))
     assert dark[-1] < height - 50, "the page is cut off"

@@ -44,6 +44,73 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
+def draw_panels(
+    names: Sequence[str],
+    draw: Callable[["Axes", str], None],
+    path: Path,
+    *,
+    title: str,
+    label: str = "",
+    columns: int = 3,
+    legend: bool = False,
+) -> Path:
+    """Write a panel for each name, filled by `draw`, as one PNG.
+
+    Args:
+        names: Title of each panel, at least one.
+        draw: Fills the axes of the panel with this name.
+        path: The PNG to write.
+        title: Title above all panels.
+        label: Label of the vertical axes, where all panels share one.
+        columns: Number of panels in a row, at most.
+        legend: Whether the labels of the first panel stand below all panels.
+    """
+    columns = min(len(names), columns)
+    rows = -(-len(names) // columns)
+    figure, grid = pyplot().subplots(
+        rows,
+        columns,
+        figsize=(max(SIZE_INCHES[0], 4.2 * columns), 3.9 * rows + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes in list(grid.flat)[len(names) :]:
+        axes.set_visible(False)
+    for axes, name in zip(grid.flat, names, strict=False):
+        plain(axes)
+        axes.set_title(name)
+        draw(axes, name)
+    for row in grid if label else ():
+        row[0].set_ylabel(label)
+    if legend:
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+    figure.suptitle(title)
+    return save_figure(figure, path)
+
+
+def draw_curve(
+    axes: "Axes", tokens: np.ndarray, values: np.ndarray, color: Any, label: str | None = None
+) -> None:
+    """Draw a noisy series: faint as it is, and strong as its running mean."""
+    axes.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
+    axes.plot(
+        tokens,
+        smoothed(values),
+        color=color,
+        linewidth=1.6,
+        label=label,
+        marker=only_marker(tokens),
+    )
+
+
+def mark_trained_depth(axes: "Axes", depths: Sequence[int], recurrent_steps: int) -> None:
+    """Let the horizontal axis count recurrent steps, with a grey bar at the trained R."""
+    axes.axvline(recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
+    axes.set_xticks(list(depths))
+    axes.set_xlabel("recurrent steps R")
+
+
 def plain(axes: "Axes") -> None:
     """Give axes a light grid and no box."""
     axes.grid(visible=True, color="0.9", linewidth=0.8)

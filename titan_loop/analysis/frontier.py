@@ -7,12 +7,15 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from titan_loop.analysis.drawing import plain, pyplot, save_figure
+from titan_loop.analysis.drawing import draw_panels
 from titan_loop.analysis.tables import text_table
 from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
 from titan_loop.runs.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FAMILIES = {
     "static": "static depth",
@@ -84,24 +87,15 @@ def frontier_csv(points: Sequence[FrontierPoint]) -> str:
 
 
 def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> Path:
-    """Draw one panel a task: the metric against mean steps, a line for each policy.
+    """Draw one panel per task: the metric against mean steps, a line for each policy.
 
     Args:
         points: From `frontier_points`, not empty.
-        path: Where the PNG goes.
-        title: Above all panels.
+        path: The PNG to write.
+        title: Title above all panels.
     """
-    tasks = list(dict.fromkeys(point.task for point in points))
-    columns = min(len(tasks), 3)
-    rows = -(-len(tasks) // columns)
-    figure, grid = pyplot().subplots(
-        rows,
-        columns,
-        figsize=(max(8.0, 4.4 * columns), 4.2 * rows + 0.6),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axes, task in zip(grid.flat, tasks, strict=False):
+
+    def draw(axes: "Axes", task: str) -> None:
         mine = [point for point in points if point.task == task]
         for family, (color, marker, line) in _STYLES.items():
             line_points = [point for point in mine if point.policy == family]
@@ -117,15 +111,10 @@ def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) ->
             )
         better = "lower" if lower_is_better(mine[0].metric) else "higher"
         axes.set_ylabel(f"{mine[0].metric} ({better} is better)")
-        axes.set_xlabel("mean recurrent steps a token")
-        axes.set_title(task)
-        plain(axes)
-    for axes in list(grid.flat)[len(tasks) :]:
-        axes.set_visible(False)
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(title)
-    return save_figure(figure, path)
+        axes.set_xlabel("mean recurrent steps per token")
+
+    tasks = list(dict.fromkeys(point.task for point in points))
+    return draw_panels(tasks, draw, path, title=title, legend=True)
 
 
 class WrittenFrontier(NamedTuple):

@@ -1,34 +1,38 @@
-"""PNG plots of a run: loss per recurrent step, exit distribution, bits per byte by depth."""
+"""PNG plots over training: losses, exits, held-out text, mixture and throughput against tokens."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.drawing import (
-    SIZE_INCHES,
     depth_colors,
     draw_axes,
+    draw_curve,
+    draw_panels,
     only_marker,
     plain,
     pyplot,
     save_figure,
     series,
-    short,
     show_the_bulk,
-    smoothed,
     steps_with,
     token_axis,
 )
+from titan_loop.data.load.loader import named_sources
+from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.evals_log import HeldOutRecord, held_out_while_training
 from titan_loop.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BASELINE_STYLES = ("--", ":", "-.")
+_SOURCE_COLORS = "tab10"
 
 
 def plot_run(run_directory: RunDirectory) -> list[Path]:
@@ -46,6 +50,8 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
     paths = [plot_step_losses(records, folder / "loss_per_step.png")]
     if steps_with(records, "exit/pmf_"):
         paths.append(plot_exit_pmf(records, folder / "exit_pmf.png"))
+    if held_out := held_out_while_training(run_directory):
+        paths.append(plot_held_out(held_out, folder / "held_out.png"))
     if any(run_directory.evaluations.glob("depth-step-*.json")):
         report = DepthReport.latest(run_directory)
         paths.append(plot_depths(report, folder / "bits_per_byte.png"))
@@ -56,8 +62,8 @@ def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw the cross entropy after every recurrent step against tokens.
 
     Args:
-        records: Of `metrics.jsonl`.
-        path: Where the PNG goes.
+        records: Records of `metrics.jsonl`.
+        path: The PNG to write.
     """
 
     def draw(axes: "Axes") -> None:
@@ -65,15 +71,7 @@ def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         tokens = series(records, "tokens")
         for step, color in zip(steps, depth_colors(len(steps)), strict=True):
             losses = series(records, f"ce/step_{step}")
-            axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-            axes.plot(
-                tokens,
-                smoothed(losses),
-                color=color,
-                linewidth=1.6,
-                label=str(step),
-                marker=only_marker(tokens),
-            )
+            draw_curve(axes, tokens, losses, color, label=str(step))
         show_the_bulk(axes, np.concatenate([series(records, f"ce/step_{s}") for s in steps]))
         axes.set_title("Training loss after each recurrent step")
         axes.set_ylabel("cross entropy (nats per token)")
@@ -87,8 +85,8 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw the mean exit distribution over training as a stacked area, the mean exit step on top.
 
     Args:
-        records: Of `metrics.jsonl`.
-        path: Where the PNG goes.
+        records: Records of `metrics.jsonl`.
+        path: The PNG to write.
     """
 
     def draw(axes: "Axes") -> None:
@@ -128,63 +126,122 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return draw_axes(draw, path)
 
 
-def plot_depths(report: DepthReport, path: Path) -> Path:
-    """Draw bits per byte against the number of recurrent steps, one panel per source.
-
-    Bars are 95 % bootstrap intervals over windows, horizontal lines the baselines, and the vertical
-    line the R that was trained.
+def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
+    """Draw held-out bits per byte while training, one panel per source, one line per depth.
 
     Args:
-        report: The evaluation.
-        path: Where the PNG goes.
+        records: At least one, from `held_out_while_training`.
+        path: The PNG to write.
     """
-    plt = pyplot()
-    names = list(report.sources)
-    figure, grid = plt.subplots(
-        1,
-        len(names),
-        figsize=(max(SIZE_INCHES[0], 3.4 * len(names)), SIZE_INCHES[1]),
-        layout="constrained",
-        squeeze=False,
+    names = list(dict.fromkeys(name for record in records for name in record.bits_per_byte))
+    depths = sorted({r for record in records for at in record.bits_per_byte.values() for r in at})
+    tokens = np.array([float(record.tokens) for record in records])
+
+    def draw(axes: "Axes", name: str) -> None:
+        for depth, color in zip(depths, depth_colors(len(depths)), strict=True):
+            values = [record.bits_per_byte.get(name, {}).get(depth, math.nan) for record in records]
+            axes.plot(tokens, values, color=color, label=f"R = {depth}", marker="o", markersize=3)
+        token_axis(axes, tokens)
+
+    return draw_panels(
+        names,
+        draw,
+        path,
+        title="Held-out text while training, by depth",
+        label="bits per byte (lower is better)",
+        columns=4,
+        legend=True,
     )
-    for axes, name in zip(grid[0], names, strict=True):
-        source = report.sources[name]
-        depths = sorted(source.depths)
-        intervals = [source.depths[depth] for depth in depths]
-        values = np.array([interval.value for interval in intervals])
-        below = values - np.array([interval.low for interval in intervals])
-        above = np.array([interval.high for interval in intervals]) - values
-        axes.errorbar(
-            depths,
-            values,
-            yerr=np.maximum([below, above], 0),
-            color="#1f4e79",
-            marker="o",
-            markersize=5,
-            capsize=4,
-        )
-        for (baseline, value), style in zip(
-            source.baselines.items(), _BASELINE_STYLES, strict=False
-        ):
-            axes.axhline(value, color="#d1495b", linestyle=style)
-            axes.annotate(
-                f"{baseline} {value:.3f}",
-                (depths[-1], value),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="right",
-                color="#d1495b",
-                fontsize="small",
-            )
-        axes.axvline(report.trained_recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
-        axes.set_xticks(depths)
-        axes.set_xlabel("recurrent steps R")
-        axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB)")
-        axes.margins(y=0.08)
+
+
+def plot_entropy(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the mean entropy of the exit distribution, below that of a uniform one.
+
+    Args:
+        records: Records of `metrics.jsonl`.
+        path: The PNG to write.
+    """
+
+    def draw(axes: "Axes") -> None:
+        tokens, entropy = series(records, "tokens"), series(records, "exit/entropy_nats")
+        draw_curve(axes, tokens, entropy, "#1f4e79", label="exit distribution")
+        bound = np.log(series(records, "recurrent_steps"))
+        axes.plot(tokens, bound, color="0.4", linestyle="--", label="uniform over R steps")
+        top = np.nanmax(bound) if np.isfinite(bound).any() else math.nan
+        axes.set_ylim(0, max(1.08 * top, 0.1) if math.isfinite(top) else None)
+        axes.set_title("Entropy of the exit distribution")
+        axes.set_ylabel("entropy (nats)")
+        axes.legend(frameon=False, loc="lower right")
+        token_axis(axes, tokens)
+
+    return draw_axes(draw, path)
+
+
+def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], path: Path) -> Path:
+    """Draw each source's share of the tokens read so far, and dashed the share asked for.
+
+    Args:
+        records: Records of `metrics.jsonl`.
+        mixture: The config's `dataloader.mixture`; weights of sources that are not in it are not
+            drawn.
+        path: The PNG to write.
+    """
+    suffix = "/tokens"
+    keys = {key for record in records for key in record if key.startswith("data/")}
+    names = sorted(key[len("data/") : -len(suffix)] for key in keys if key.endswith(suffix))
+    asked = _asked_shares(mixture)
+
+    def draw(axes: "Axes") -> None:
+        import matplotlib as mpl
+
+        tokens = series(records, "tokens")
+        read = np.array([np.nan_to_num(series(records, f"data/{n}{suffix}")) for n in names])
+        total = np.maximum(read.sum(axis=0), 1)
+        for index, name in enumerate(names):
+            color = mpl.colormaps[_SOURCE_COLORS](index % 10)
+            share = read[index] / total
+            axes.plot(tokens, share, color=color, label=name, marker=only_marker(tokens))
+            if name in asked:
+                axes.axhline(asked[name], color=color, linestyle="--", linewidth=1.0, alpha=0.7)
+        axes.set_ylim(0, 1.02)
+        axes.set_title("Share of each source in the tokens read so far")
+        axes.set_ylabel("share")
+        axes.figure.legend(loc="outside right upper", frameon=False)
+        token_axis(axes, tokens)
+
+    return draw_axes(draw, path)
+
+
+def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
+    if not mixture:
+        return {}
+    entries = parse_mixture(mixture)
+    total = sum(entry.weight for entry in entries)
+    names = named_sources([entry.path for entry in entries])
+    return {name: e.weight / total for name, e in zip(names, entries, strict=True)}
+
+
+def plot_throughput(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw tokens per second, and below it the share of the time spent waiting for data.
+
+    Args:
+        records: Records of `metrics.jsonl`.
+        path: The PNG to write.
+    """
+    tokens = series(records, "tokens")
+    figure, (speed_axes, wait_axes) = pyplot().subplots(
+        2, 1, figsize=(8.0, 5.4), layout="constrained", height_ratios=(3, 1), sharex=True
+    )
+    speed = series(records, "tokens_per_second")
+    draw_curve(speed_axes, tokens, speed, "#1f4e79")
+    speed_axes.set_ylim(bottom=0)
+    speed_axes.set_title("Throughput, all ranks together")
+    speed_axes.set_ylabel("tokens per second")
+    waiting = series(records, "data_wait")
+    wait_axes.plot(tokens, waiting, color="#d1495b", marker=only_marker(tokens))
+    wait_axes.set_ylim(0, 1)
+    wait_axes.set_ylabel("waiting for data")
+    for axes in (speed_axes, wait_axes):
         plain(axes)
-    grid[0][0].set_ylabel("bits per byte (lower is better)")
-    figure.suptitle(
-        f"Held-out text by depth after {short(report.tokens)} tokens; "
-        f"grey: the trained R = {report.trained_recurrent_steps}"
-    )
+    token_axis(wait_axes, tokens)
     return save_figure(figure, path)

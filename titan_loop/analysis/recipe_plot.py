@@ -12,10 +12,9 @@ import numpy as np
 
 from titan_loop.analysis.drawing import (
     draw_axes,
-    only_marker,
+    draw_curve,
     series,
     show_the_bulk,
-    smoothed,
     token_axis,
 )
 from titan_loop.errors import UserError
@@ -100,15 +99,7 @@ def plot_recipe(
             for stage, color in zip(branch, colors, strict=True):
                 tokens = stage.start_tokens + series(stage.records, "tokens")
                 losses = np.array([_last_step_loss(record) for record in stage.records])
-                axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-                axes.plot(
-                    tokens,
-                    smoothed(losses),
-                    color=color,
-                    linewidth=1.6,
-                    label=stage.name,
-                    marker=only_marker(tokens),
-                )
+                draw_curve(axes, tokens, losses, color, label=stage.name)
                 if boundaries and stage.start_tokens:
                     axes.axvline(stage.start_tokens, color="0.5", linestyle="--", linewidth=1.0)
                 everything.append(losses)

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import titan_loop
+from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.plots import plot_depths, plot_exit_pmf, plot_step_losses
-from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
-from titan_loop.analysis.training_plots import (
+from titan_loop.analysis.plots import (
     plot_entropy,
+    plot_exit_pmf,
+    plot_held_out,
     plot_mixture,
-    plot_task_depths,
+    plot_step_losses,
     plot_throughput,
 )
+from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.evals_log import held_out_while_training
 from titan_loop.evaluation.task_report import TaskReport, headline
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import Ancestor, SavedRun
@@ -111,52 +114,50 @@ def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> 
 def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> list[Section]:
     plots = run_directory.plots
     keys = {key for record in records for key in record}
-    sections = []
-    if any(key.startswith("ce/step_") for key in keys):
-        sections.append(
-            Section(
-                "Loss per recurrent step",
-                "Training cross entropy read out after each step; light is shallow, dark is deep. "
-                "A step that is worth its compute lies below the one before it.",
-                plot_step_losses(records, plots / "loss_per_step.png"),
-            )
-        )
-    if any(key.startswith("exit/pmf_") for key in keys):
-        sections.append(
-            Section(
-                "Where tokens exit",
-                "The exit gate's mean distribution over steps, and the mean exit step.",
-                plot_exit_pmf(records, plots / "exit_pmf.png"),
-            )
-        )
-    if "exit/entropy_nats" in keys:
-        sections.append(
-            Section(
-                "Entropy of the exit distribution",
-                "Near the dashed line the gate does not decide at all; at 0 it has collapsed to "
-                "one step.",
-                plot_entropy(records, plots / "exit_entropy.png"),
-            )
-        )
-    if any(key.startswith("data/") and key.endswith("/tokens") for key in keys):
-        mixture = SavedRun(run_directory.path).mixture
-        sections.append(
-            Section(
-                "Realised mixture",
-                "Share of each source in the tokens read so far; dashed: what was asked for.",
-                plot_mixture(records, mixture, plots / "mixture.png"),
-            )
-        )
-    if "tokens_per_second" in keys:
-        sections.append(
-            Section(
-                "Throughput",
-                "Tokens per second between two records, and the share of the time that training "
-                "waited for data.",
-                plot_throughput(records, plots / "throughput.png"),
-            )
-        )
-    return sections
+    mixture = SavedRun(run_directory.path).mixture
+    held_out = held_out_while_training(run_directory)
+    candidates = [
+        (
+            any(key.startswith("ce/step_") for key in keys),
+            "Loss per recurrent step",
+            "Training cross entropy read out after each step; light is shallow, dark is deep. A "
+            "step that is worth its compute lies below the one before it.",
+            lambda: plot_step_losses(records, plots / "loss_per_step.png"),
+        ),
+        (
+            any(key.startswith("exit/pmf_") for key in keys),
+            "Where tokens exit",
+            "The exit gate's mean distribution over steps, and the mean exit step.",
+            lambda: plot_exit_pmf(records, plots / "exit_pmf.png"),
+        ),
+        (
+            "exit/entropy_nats" in keys,
+            "Entropy of the exit distribution",
+            "Near the dashed line the gate does not decide at all; at 0 it has collapsed to one "
+            "step.",
+            lambda: plot_entropy(records, plots / "exit_entropy.png"),
+        ),
+        (
+            bool(held_out),
+            "Held-out text while training",
+            "Bits per byte of every source, on the same windows each time.",
+            lambda: plot_held_out(held_out, plots / "held_out.png"),
+        ),
+        (
+            any(key.startswith("data/") and key.endswith("/tokens") for key in keys),
+            "Realised mixture",
+            "Share of each source in the tokens read so far; dashed: what was asked for.",
+            lambda: plot_mixture(records, mixture, plots / "mixture.png"),
+        ),
+        (
+            "tokens_per_second" in keys,
+            "Throughput",
+            "Tokens per second between two records, and the share of the time that training "
+            "waited for data.",
+            lambda: plot_throughput(records, plots / "throughput.png"),
+        ),
+    ]
+    return [Section(title, text, draw()) for there, title, text, draw in candidates if there]
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:

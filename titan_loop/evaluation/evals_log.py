@@ -1,4 +1,4 @@
-"""`evals.jsonl` of a run: one line an evaluation, whoever made it.
+"""`evals.jsonl` of a run: one line per evaluation, whoever made it.
 
 - `step`, `tokens`: how far the model was trained.
 - `manifest_sha256`: which checkpoint it was; null for a model in training, not saved yet.
@@ -10,11 +10,12 @@
 
 import fcntl
 from datetime import UTC, datetime
-from typing import IO
+from typing import IO, NamedTuple
 
+from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 LOCKS = "claims"
 WHILE_TRAINING = "while training"
@@ -42,6 +43,47 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
     with lock_file(run, run.evals_jsonl.name) as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
         append_jsonl(run.evals_jsonl, record)
+
+
+class HeldOutRecord(NamedTuple):
+    """Held-out text at one step of training.
+
+    Attributes:
+        tokens: Global tokens read so far.
+        bits_per_byte: Source → recurrent steps → bits per byte.
+    """
+
+    tokens: int
+    bits_per_byte: dict[str, dict[int, float]]
+
+
+def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
+    """Return held-out text while training by increasing steps; of repeated steps the newest.
+
+    Runs of titan_loop 0.1 kept it in `held_out.jsonl`, as SOURCE/bits_per_byte/step_R.
+    """
+    by_step: dict[int, HeldOutRecord] = {}
+
+    def add(record: dict, names: dict, reading_prefix: str) -> None:
+        for name, value in names.items():
+            source, metric, reading = name.rsplit("/", 2)
+            if metric == "bits_per_byte":
+                at = by_step.setdefault(record["step"], HeldOutRecord(record["tokens"], {}))
+                depth = int(reading.removeprefix(reading_prefix))
+                at.bits_per_byte.setdefault(source, {})[depth] = value
+
+    for record in read_jsonl(run.held_out_jsonl):
+        add(record, {name: value for name, value in record.items() if "/" in name}, "step_")
+    for record in read_jsonl(run.evals_jsonl):
+        if record["asked"] == WHILE_TRAINING:
+            results = record["results"].items()
+            prefix = f"{HELD_OUT}/"
+            add(
+                record,
+                {name.removeprefix(prefix): v for name, v in results if name.startswith(prefix)},
+                "static:",
+            )
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def lock_file(run: RunDirectory, name: str) -> IO[str]:

@@ -1,0 +1,112 @@
+"""PNG plots against the number of recurrent steps: held-out text and tasks of one checkpoint."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_loop.analysis.drawing import draw_panels, mark_trained_depth, short
+from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, lower_is_better
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_BASELINE_STYLES = {"unigram": "--", "bigram": ":"}
+_POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
+
+
+def plot_depths(report: DepthReport, path: Path) -> Path:
+    """Draw bits per byte against the number of recurrent steps, one panel per source.
+
+    Bars are 95 % bootstrap intervals over windows, horizontal lines the baselines, and the vertical
+    line the R that was trained.
+
+    Args:
+        report: The evaluation.
+        path: The PNG to write.
+    """
+
+    def draw(axes: "Axes", name: str) -> None:
+        source = report.sources[name]
+        depths = sorted(source.depths)
+        value_R, low_R, high_R = np.array([source.depths[depth] for depth in depths]).T
+        bars = np.maximum([value_R - low_R, high_R - value_R], 0)
+        axes.errorbar(depths, value_R, yerr=bars, **_POINTS)
+        for baseline, value in source.baselines.items():
+            axes.axhline(value, color="#d1495b", linestyle=_BASELINE_STYLES.get(baseline, "-."))
+            axes.annotate(
+                f"{baseline} {value:.3f}",
+                (depths[-1], value),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="right",
+                color="#d1495b",
+                fontsize="small",
+            )
+        mark_trained_depth(axes, depths, report.trained_recurrent_steps)
+        axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB)")
+        axes.margins(y=0.08)
+
+    return draw_panels(
+        list(report.sources),
+        draw,
+        path,
+        title=f"Held-out text by depth after {short(report.tokens)} tokens; "
+        f"grey: the trained R = {report.trained_recurrent_steps}",
+        label="bits per byte (lower is better)",
+        columns=4,
+    )
+
+
+def plot_task_depths(report: TaskReport, path: Path) -> Path:
+    """Draw each task's headline metric against static depth, one panel per task.
+
+    Args:
+        report: Report with at least one task that was read at several depths.
+        path: The PNG to write.
+    """
+    swept = {
+        task: dict(sorted(depths.items()))
+        for task, readings in report.tasks.items()
+        if len(depths := _by_depth(readings)) > 1
+    }
+
+    def draw(axes: "Axes", task: str) -> None:
+        depths = swept[task]
+        metric = headline(next(iter(depths.values())).metrics)
+        values = [result.metrics.get(metric, math.nan) for result in depths.values()]
+        errors = np.array([_error(result.metrics, metric) for result in depths.values()]).T
+        axes.errorbar(list(depths), values, yerr=errors, **_POINTS)
+        mark_trained_depth(axes, list(depths), report.trained_recurrent_steps)
+        better = "lower" if lower_is_better(metric) else "higher"
+        axes.set_ylabel(f"{metric} ({better} is better)")
+
+    return draw_panels(
+        list(swept),
+        draw,
+        path,
+        title=f"Tasks by depth at step {report.step:,}; grey: the trained R = "
+        f"{report.trained_recurrent_steps}; bars: standard errors, of bits per byte 95 % intervals",
+    )
+
+
+def _error(metrics: Mapping[str, float], metric: str) -> tuple[float, float]:
+    """Return how far a bar goes down and up."""
+    if f"{metric}_low" in metrics:
+        return metrics[metric] - metrics[f"{metric}_low"], metrics[f"{metric}_high"] - metrics[
+            metric
+        ]
+    name, _, kind = metric.partition(",")
+    error = metrics.get(f"{name}_stderr,{kind}", 0.0)
+    return error, error
+
+
+def _by_depth(readings: Mapping[str, ReadingResult]) -> dict[int, ReadingResult]:
+    return {
+        int(name.removeprefix("static:")): result
+        for name, result in readings.items()
+        if name.startswith("static:") and result.metrics
+    }
