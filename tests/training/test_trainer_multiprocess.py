@@ -37,6 +37,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.parallelism.context_parallel_degree = changes.get("cp", 1)
     config.parallelism.data_parallel_replicate_degree = changes.get("replicate", 1)
     config.fsdp.policy = changes.get("fsdp", "auto")
+    config.training.enable_cpu_offload = changes.get("cpu_offload", False)
     config.training.local_batch_size = changes.get("local_batch", 2)
     config.held_out.interval = changes.get("held_out", 0)
     config.held_out.windows = 5
@@ -116,6 +117,7 @@ LAYOUTS = {
     "one": (1, {}),
     "dp2": (2, {}),
     "dp2-per-visit": (2, {"fsdp": "per_visit"}),
+    "dp2-cpu-offload": (2, {"cpu_offload": True}),
     "tp2": (2, {"tp": 2, "local_batch": 4}),
     "cp2": (2, {"cp": 2, "local_batch": 4}),
     "dp2-tp2": (4, {"tp": 2, "local_batch": 4}),

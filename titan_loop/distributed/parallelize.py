@@ -204,6 +204,9 @@ def _apply_fsdp(
     else:
         replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
         mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
+        offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
     shard_units(
         model,
         mesh=mesh,
@@ -214,7 +217,7 @@ def _apply_fsdp(
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
-        offload=CPUOffloadPolicy() if training.enable_cpu_offload else OffloadPolicy(),
+        offload=offload,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         hold_layers=fsdp.policy == "per_step",
         fp32_visit_sum=fsdp.fp32_visit_sum,
