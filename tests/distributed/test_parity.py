@@ -220,6 +220,9 @@ MORE_LAYOUTS = {
     "cp2-dp2": (4, Layout(cp=2)),
     "cp2-tp2": (4, Layout(cp=2, tp=2)),
     "cp4": (4, Layout(cp=4)),
+    "hsdp2x2-tp2": (8, Layout(replicate=2, tp=2)),
+    "hsdp2x2-cp2": (8, Layout(replicate=2, cp=2)),
+    "dp2-cp2-tp2": (8, Layout(cp=2, tp=2)),
 }
 MORE_CASES = {
     "by-step": Case(checkpointing="recurrent-step"),
@@ -232,6 +235,7 @@ MORE_CASES = {
 }
 # The main layouts with and without checkpointing, at every kind of R; the others, and what takes
 # another way through the code, once or where that way differs.
+THREE_WAYS = ("hsdp2x2-tp2", "hsdp2x2-cp2", "dp2-cp2-tp2")
 MAIN_LAYOUTS = ("dp2", "tp2", "dp2-tp2", "hsdp2x2")
 PAIRS = [
     *(
@@ -249,9 +253,10 @@ PAIRS = [
     *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),
+    *((layout, case) for layout in THREE_WAYS for case in ("R-changes-full", "held")),
 ]
 if BACKEND != "partial_dtensor":  # context parallelism is refused there
-    PAIRS = [(layout, case) for layout, case in PAIRS if not layout.startswith("cp")]
+    PAIRS = [(layout, case) for layout, case in PAIRS if "cp" not in layout]
 
 
 @functools.cache
