@@ -317,7 +317,7 @@ def test_consolidate_that_fails_leaves_nothing(checkpoints, tmp_path, monkeypatc
 
 
 def test_a_broken_pipe_is_no_mistake_of_the_user(monkeypatch):
-    def fail(_: object) -> int:
+    def fail() -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
     monkeypatch.setitem(checkpoint.VERBS, "diff", fail)

@@ -94,7 +94,7 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
 
 def test_mistakes_of_a_verb_name_it(capsys):
     assert "required: --vocab-size, --output" in error_of(capsys, "data", "train-tokenizer", "x")
-    assert "--count: invalid int value: 'x'" in error_of(
+    assert "--count: invalid literal for int() with base 10: 'x'; expected --count INT" in error_of(
         capsys, "data", "show", "corpora/x", "--count", "x"
     )
     assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")

@@ -65,7 +65,7 @@ def test_a_schedule_is_read_from_its_text():
         (["--total-tokens", "0.0001K"], "tokens=0.0001K is not a whole number of tokens"),
         (["--total-tokens", "x"], "'x'; expected --total-tokens INT"),
         (["--learning-rate", "fast"], "schedule 'fast' has 'fast' where a number belongs"),
-        (["--inner.seq-len"], "Missing value for argument '--inner.seq-len'"),
+        (["--inner.seq-len"], "--inner.seq-len needs a value"),
         (["--inner.seq-len", "0"], "inner.seq_len=0 must be at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

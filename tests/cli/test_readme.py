@@ -1,18 +1,17 @@
 """Every command of a README is accepted: `train` with its flags, the others by their parser."""
 
-import argparse
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from titan_loop.cli import main
-from titan_loop.cli.overrides import apply_overrides, take_flag
-from titan_loop.cli.parser import Parser
+from titan_loop.cli.arguments import bind
+from titan_loop.cli.overrides import apply_overrides
 from titan_loop.cli.stage_flags import split_by_stage
+from titan_loop.cli.train import train
 from titan_loop.recipes.registry import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +40,9 @@ def test_all_commands_are_found():
 
 @pytest.mark.parametrize("command", train_commands(), ids=" ".join)
 def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixture[str]):
-    name, *flags = command
-    recipe = load_recipe(name)
-    flags, only = take_flag(flags, "--stage")
-    flags, folder = take_flag(flags, "--dump-folder")
+    given = bind("train", train, command).keywords
+    flags, only, folder = given["flags"], given["stage"], given["dump_folder"]
+    recipe = load_recipe(command[0])
     assert flags or only or folder or len(recipe.stages) > 1
     flags, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
     for stage in recipe.stages if only is None else [recipe.stage(only)]:
@@ -90,13 +88,10 @@ class AcceptedError(Exception):
 
 @pytest.mark.parametrize("command", other_commands(), ids=" ".join)
 def test_the_parser_accepts_it(command: list[str], monkeypatch: pytest.MonkeyPatch):
-    for method in ("parse", "parse_some"):
-        real = getattr(Parser, method)
+    def accept(*arguments: object) -> None:
+        bind(*arguments)
+        raise AcceptedError
 
-        def parse(self: Parser, arguments: Sequence[str], real=real) -> argparse.Namespace:
-            real(self, arguments)
-            raise AcceptedError
-
-        monkeypatch.setattr(Parser, method, parse)
+    monkeypatch.setattr("titan_loop.cli.arguments.bind", accept)
     with pytest.raises(AcceptedError):
         main._dispatch(command)

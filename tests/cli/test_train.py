@@ -34,7 +34,7 @@ def trained(
         stages = [Stage(name=stage, config=LoopTrainer.Config()) for stage in ("a", "b")]
         return Recipe(name="pair", stages=stages)
 
-    monkeypatch.setattr("titan_loop.cli.train.load_recipe", recipe)
+    monkeypatch.setattr("titan_loop.cli.stage_flags.load_recipe", recipe)
     monkeypatch.setattr("titan_loop.recipes.runner.run_training", record)
     monkeypatch.setattr(
         "titan_loop.recipes.runner.shutdown", lambda: shutdowns.append(len(configs))

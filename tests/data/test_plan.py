@@ -71,7 +71,7 @@ def test_every_stage_is_planned_and_the_short_ones_are_named(
         config.dataloader.max_epochs = epochs
         stages.append(Stage(name=name, config=config))
     recipe = Recipe(name="three", stages=stages)
-    monkeypatch.setattr("titan_loop.cli.data_plan.load_recipe", lambda name: recipe)
+    monkeypatch.setattr("titan_loop.cli.stage_flags.load_recipe", lambda name: recipe)
     assert main(["data", "plan", "three"]) == 2
     printed = capsys.readouterr()
     for name in ("first", "second", "third"):

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import titan_loop.evaluation
-from titan_loop.cli.eval import _names, _options, _parser
+from titan_loop.cli.arguments import bind
+from titan_loop.cli.eval import evaluate
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
 
@@ -43,8 +44,8 @@ def eval_commands() -> list[list[str]]:
 
 @pytest.mark.parametrize("command", eval_commands(), ids=" ".join)
 def test_the_command_is_accepted(command: list[str]):
-    given = _parser().parse(command)
-    _options(given, _names(given), frontier=given.frontier).check()
+    given = bind("eval", evaluate, command).keywords
+    given["scoring"].options(frontier=given["frontier"]).check()
 
 
 def test_commands_are_found():

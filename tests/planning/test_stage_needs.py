@@ -215,7 +215,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
         (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),
         (["--mfu", "2"], "--mfu 2.0 must be above 0"),
-        (["--mfu", "most"], "invalid float value"),
+        (["--mfu", "most"], "could not convert string to float: 'most'"),
         (["--gpu", "h100"], "--gpu h100 is unknown; nearest: h100-80gb"),
         (["--stage", "1c"], "has no stage '1c'"),
         (["--stages.1b.training.mixed_precision_param=float32"], "all stages in one precision"),

@@ -178,7 +178,9 @@ def test_the_flag_for_a_parent_forks_a_stage(source, tmp_path, monkeypatch):
     half.stages[0].config.training.steps = 2
     run_recipe(half, only="1a")
     parent = checkpoint(tmp_path, "1a", 2)
-    monkeypatch.setattr("titan_loop.cli.train.load_recipe", lambda name: chain(source, tmp_path))
+    monkeypatch.setattr(
+        "titan_loop.cli.stage_flags.load_recipe", lambda name: chain(source, tmp_path)
+    )
     flags = ["--dump-folder", str(tmp_path), "--checkpoint.carry.parent", str(parent)]
     assert main.main(["train", "chain", "--stage", "1b", *flags]) == 0
     manifest = read_manifest(checkpoint(tmp_path, "1b", 2))

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline
+from titan_loop.tables import columns
 
 
 def depth_table(report: DepthReport) -> str:
@@ -51,14 +52,7 @@ def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -
         rows: Of equal lengths, the header first.
         left: Columns aligned to the left; the others are to the right.
     """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = columns(rows, left=left)
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 

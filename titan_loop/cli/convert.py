@@ -1,83 +1,67 @@
 """`titan-loop convert import|export`: Ouro and Hugging Face folders, both ways."""
 
-import argparse
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
-from titan_loop.cli.parser import Parser
-from titan_loop.cli.verbs import Verb, run_verb
+from tyro.conf import Positional
+
+from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
-DTYPES = ("float32", "bfloat16")
-SHARD_GIGABYTES = 5.0
+Dtype = Literal["float32", "bfloat16"]
 
 logger = logging.getLogger(__name__)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one of the two directions."""
-    return run_verb("convert", VERBS, arguments)
+def import_(folder: Positional[Path], *, output: Path, dtype: Dtype = "float32") -> None:
+    """Read a folder of the Ouro format, released or exported, into a new run directory.
 
-
-def import_(arguments: Sequence[str]) -> None:
-    """Turn a released Ouro folder, or an export, into a run with one checkpoint."""
-    parser = Parser("convert import", "Read a folder of the Ouro format into a new run directory.")
-    parser.add_argument("folder", help="holds config.json and safetensors")
-    parser.add_argument("--output", required=True, help="the new run directory")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of the checkpoint; training needs float32, which holds bfloat16 weights exactly",
-    )
-    given = parser.parse(arguments)
-
+    Args:
+        folder: Folder with config.json and safetensors.
+        output: New run directory.
+        dtype: Type of the checkpoint's weights; training needs float32, which holds bfloat16
+            weights exactly.
+    """
     import torch
 
     from titan_loop.checkpoint.hugging_face.importing import OuroFolder
     from titan_loop.runs.conversion import import_run
 
-    folder = OuroFolder(Path(given.folder))
-    dtype = getattr(torch, given.dtype)
-    print(import_run(folder, Path(given.output), sys.argv, dtype=dtype))
+    print(import_run(OuroFolder(folder), output, sys.argv, dtype=getattr(torch, dtype)))
 
 
-def export(arguments: Sequence[str]) -> None:
-    """Turn a checkpoint into a folder that transformers loads."""
-    parser = Parser(
-        "convert export",
-        "Write a checkpoint as a folder of the Ouro format, with code of its own for transformers.",
-    )
-    parser.add_argument(
-        "checkpoint", help="a run, whose newest checkpoint is taken, or a step-N folder"
-    )
-    parser.add_argument("--output", required=True, help="the new folder")
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="float32",
-        help="of the weights; float32 loses nothing, bfloat16 is what the released models have",
-    )
-    parser.add_argument(
-        "--chatml",
-        action=argparse.BooleanOptionalAction,
-        help="write a ChatML template and stop after a turn; default if the run's data is prepared "
-        "conversations; an imported run keeps what its folder had",
-    )
-    parser.add_argument("--tokenizer", help="a tokenizer.json; default that of the run's data")
-    parser.add_argument("--eos-token", help="ends every document; default that of the run's data")
-    parser.add_argument(
-        "--max-shard-gigabytes",
-        type=float,
-        default=SHARD_GIGABYTES,
-        help="most weights in one safetensors file",
-    )
-    given = parser.parse(arguments)
-    if given.max_shard_gigabytes <= 0:
-        raise UserError(f"--max-shard-gigabytes={given.max_shard_gigabytes} must be above 0")
+def export(
+    checkpoint: Positional[Path],
+    *,
+    output: Path,
+    dtype: Dtype = "float32",
+    chatml: bool = False,
+    no_chatml: bool = False,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    max_shard_gigabytes: float = 5.0,
+) -> None:
+    """Write a checkpoint as a folder of the Ouro format, with its own code for transformers.
+
+    Args:
+        checkpoint: Run, for its newest checkpoint, or a step-N folder.
+        output: New folder.
+        dtype: Type of the weights; float32 loses nothing, bfloat16 is what the released models
+            have.
+        chatml: Write a ChatML template and stop after a turn; the default if the run's data is
+            prepared conversations. An imported run keeps what its folder had.
+        no_chatml: Write no ChatML template.
+        tokenizer: A tokenizer.json; by default that of the run's data.
+        eos_token: Token that ends every document; by default that of the run's data.
+        max_shard_gigabytes: Most weights in one safetensors file.
+    """
+    if max_shard_gigabytes <= 0:
+        raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be above 0")
+    if chatml and no_chatml:
+        raise UserError("--chatml and --no-chatml contradict each other; leave one of them out")
 
     import torch
 
@@ -87,33 +71,32 @@ def export(arguments: Sequence[str]) -> None:
     from titan_loop.runs.saved_run import SavedRun
     from titan_loop.text.tokenizer import load_tokenizer
 
-    run = SavedRun.open(given.checkpoint)
+    run = SavedRun.open(checkpoint)
     reader = CheckpointReader(run.checkpoint().path)
     shape = checkpoint_shape(reader, max_positions=run.seq_len)
-    known = run.tokenizer(given.tokenizer)
+    known = run.tokenizer(tokenizer)
     text = run.text_format(load_tokenizer(known.path))
-    if given.chatml is not None:
-        text = text.with_chatml() if given.chatml else text.without_chat()
-    if given.eos_token is not None:
-        text = replace(text, end_of_text=given.eos_token)
-    tokenizer = open_tokenizer(
-        known.path, vocab_size=shape.vocab_size, text=text, is_known=known.is_known
-    )
+    if chatml or no_chatml:
+        text = text.with_chatml() if chatml else text.without_chat()
+    if eos_token is not None:
+        text = replace(text, end_of_text=eos_token)
     export_folder(
         reader,
-        Path(given.output),
+        output,
         shape=shape,
-        tokenizer=tokenizer,
-        dtype=getattr(torch, given.dtype),
-        max_shard_bytes=int(given.max_shard_gigabytes * 1e9),
+        tokenizer=open_tokenizer(
+            known.path, vocab_size=shape.vocab_size, text=text, is_known=known.is_known
+        ),
+        dtype=getattr(torch, dtype),
+        max_shard_bytes=int(max_shard_gigabytes * 1e9),
     )
-    if given.chatml is None and not known.is_known:
+    if not (chatml or no_chatml or known.is_known):
         logger.warning(
-            "%s has no chat template: whether the model was trained on conversations is not known "
-            "without its data; if it was, export again with --chatml",
-            given.output,
+            "%s has no chat template: without its data it is unknown whether the model was trained "
+            "on conversations; if it was, export again with --chatml",
+            output,
         )
-    print(given.output)
+    print(output)
 
 
-VERBS: dict[str, Verb] = {"import": import_, "export": export}
+run = group("convert", {"import": import_, "export": export})

@@ -1,214 +1,229 @@
 """`titan-loop data VERB`: from text to prepared sources; a thin layer over `titan_loop.data`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from titan_loop.cli.data_plan import plan
-from titan_loop.cli.parser import Parser
-from titan_loop.cli.verbs import Verb, run_verb
-from titan_loop.errors import UserError
+from tyro.conf import Positional
+
+from titan_loop.cli.arguments import group, recipe_first
+from titan_loop.cli.stage_flags import resolve_recipe
+from titan_loop.errors import UserError, raise_first
+from titan_loop.tables import columns
+
+if TYPE_CHECKING:
+    from titan_loop.training.trainer import LoopTrainer
+
+_PLAN_HEADER = ("source", "needed", "available", "epochs", "most", "GB on disk")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run one of the data verbs."""
-    return run_verb("data", VERBS, arguments)
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Documents to read.
+
+    Attributes:
+        inputs: JSONL (plain, gz, zst), Parquet or text files, or folders of one of these.
+        format: Format of the files; auto goes by their names.
+        pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
+        text_key: Field that holds a document's text.
+    """
+
+    inputs: Positional[tuple[str, ...]]
+    format: Literal["auto", "jsonl", "parquet", "text", "huggingface"] = "auto"
+    pattern: tuple[str, ...] = ()
+    text_key: str = "text"
 
 
-def local_python(arguments: Sequence[str]) -> None:
-    """Build a three-domain corpus from this Python installation, without a network."""
-    parser = Parser("data local-python", "Write OUTPUT/{code,prose,math}/{train,held_out}.jsonl.")
-    parser.add_argument("output", help="folder of the corpus")
-    for domain, megabytes in (("code", 12.0), ("prose", 8.0), ("math", 6.0)):
-        parser.add_argument(
-            f"--{domain}-megabytes", type=float, default=megabytes, help=f"most text of {domain}"
-        )
-    parser.add_argument(
-        "--held-out-fraction", type=float, default=0.05, help="share of documents held out"
-    )
-    parser.add_argument(
-        "--at-least-megabytes", type=float, default=0.0, help="fail with less text in all"
-    )
-    given = parser.parse(arguments)
+def local_python(
+    output: Positional[str],
+    *,
+    code_megabytes: float = 12.0,
+    prose_megabytes: float = 8.0,
+    math_megabytes: float = 6.0,
+    held_out_fraction: float = 0.05,
+    at_least_megabytes: float = 0.0,
+) -> None:
+    """Build a three-domain corpus from this Python installation, without a network.
 
+    Writes OUTPUT/{code,prose,math}/{train,held_out}.jsonl.
+
+    Args:
+        output: Folder of the corpus.
+        code_megabytes: Most text of code.
+        prose_megabytes: Most text of prose.
+        math_megabytes: Most text of mathematics.
+        held_out_fraction: Share of documents held out.
+        at_least_megabytes: Fail with less text than this in total.
+    """
     from titan_loop.demo.local_python import build_local_python_corpus
 
     build_local_python_corpus(
-        given.output,
-        code_megabytes=given.code_megabytes,
-        prose_megabytes=given.prose_megabytes,
-        math_megabytes=given.math_megabytes,
-        held_out_fraction=given.held_out_fraction,
-        at_least_megabytes=given.at_least_megabytes,
+        output,
+        code_megabytes=code_megabytes,
+        prose_megabytes=prose_megabytes,
+        math_megabytes=math_megabytes,
+        held_out_fraction=held_out_fraction,
+        at_least_megabytes=at_least_megabytes,
     )
 
 
-def local_chats(arguments: Sequence[str]) -> None:
-    """Build chats from the docstrings of this Python installation, without a network."""
-    parser = Parser(
-        "data local-chats",
-        "Write OUTPUT/{train,held_out}.jsonl of questions and answers, for tokenize --chat.",
-    )
-    parser.add_argument("output", help="folder of the chats")
-    parser.add_argument("--megabytes", type=float, default=1.0, help="most text")
-    parser.add_argument(
-        "--held-out-fraction", type=float, default=0.05, help="as given to local-python"
-    )
-    given = parser.parse(arguments)
+def local_chats(
+    output: Positional[str], *, megabytes: float = 1.0, held_out_fraction: float = 0.05
+) -> None:
+    """Build chats from the docstrings of this Python installation, without a network.
 
+    Writes OUTPUT/{train,held_out}.jsonl with questions and answers, for tokenize --chat.
+
+    Args:
+        output: Folder of the chats.
+        megabytes: Most text.
+        held_out_fraction: Share of documents held out; use the value given to local-python.
+    """
     from titan_loop.demo.local_chats import build_local_chats
 
-    build_local_chats(
-        given.output, megabytes=given.megabytes, held_out_fraction=given.held_out_fraction
-    )
+    build_local_chats(output, megabytes=megabytes, held_out_fraction=held_out_fraction)
 
 
-def train_tokenizer(arguments: Sequence[str]) -> None:
-    """Train a byte-level BPE on documents."""
-    parser = Parser("data train-tokenizer", "Train a byte-level BPE and write its tokenizer.json.")
-    _add_inputs(parser)
-    parser.add_argument("--vocab-size", type=int, required=True, help="tokens in all")
-    parser.add_argument("--output", required=True, help="where the tokenizer.json goes")
-    given = parser.parse(arguments)
+def train_tokenizer(documents: Documents, *, vocab_size: int, output: str) -> None:
+    """Train a byte-level BPE on documents and write its tokenizer.json.
 
+    Args:
+        documents: Documents to read.
+        vocab_size: Number of tokens, special ones included.
+        output: Path of the new tokenizer.json.
+    """
     from titan_loop.data.prepare import make_tokenizer
 
     path = make_tokenizer.train_tokenizer(
-        given.inputs,
-        vocab_size=given.vocab_size,
-        output=given.output,
-        text_key=given.text_key,
-        format=given.format,
-        patterns=given.pattern,
+        documents.inputs,
+        vocab_size=vocab_size,
+        output=output,
+        text_key=documents.text_key,
+        format=documents.format,
+        patterns=documents.pattern,
     )
     print(path)
 
 
-def import_tokenizer(arguments: Sequence[str]) -> None:
-    """Convert a tiktoken rank file to a tokenizer.json."""
-    parser = Parser("data import-tokenizer", "Convert a tiktoken rank file to a tokenizer.json.")
-    parser.add_argument("input", help="tiktoken rank file, or a tokenizer.json to copy")
-    parser.add_argument("--output", required=True, help="where the tokenizer.json goes")
-    parser.add_argument(
-        "--split-pattern", help="the rank file's pre-tokenisation pattern, as its publisher says"
-    )
-    given = parser.parse(arguments)
+def import_tokenizer(
+    input: Positional[str], *, output: str, split_pattern: str | None = None
+) -> None:
+    """Convert a tiktoken rank file to a tokenizer.json.
 
+    Args:
+        input: tiktoken rank file, or a tokenizer.json to copy.
+        output: Path of the new tokenizer.json.
+        split_pattern: Pre-tokenisation pattern of the rank file, from its publisher.
+    """
     from titan_loop.data.prepare import make_tokenizer
 
-    path = make_tokenizer.import_tokenizer(
-        given.input, output=given.output, split_pattern=given.split_pattern
-    )
-    print(path)
+    print(make_tokenizer.import_tokenizer(input, output=output, split_pattern=split_pattern))
 
 
-def tokenize(arguments: Sequence[str]) -> None:
-    """Prepare documents as a source: read, clean, tokenise, shuffle."""
-    parser = Parser(
-        "data tokenize",
-        "Prepare documents with datatrove as a source that --dataloader.mixture reads. Give the "
-        "same command again to go on with what was interrupted.",
-    )
-    _add_inputs(parser)
-    parser.add_argument("--output", required=True, help="folder of the source")
-    parser.add_argument("--tokenizer", required=True, help="a tokenizer.json")
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="records are conversations, 'messages' or 'question' and 'answer': ChatML with masks",
-    )
-    parser.add_argument("--held-out-inputs", nargs="+", help="documents never trained on")
-    parser.add_argument(
-        "--held-out-fraction",
-        type=float,
-        default=0.01,
-        help="share of documents held out, where neither --held-out-inputs nor held_out.jsonl is",
-    )
-    parser.add_argument("--dataset-config", help="configuration of a Hugging Face dataset")
-    parser.add_argument(
-        "--dataset-split", default="train", help="split of a Hugging Face dataset to read"
-    )
-    parser.add_argument("--eos-token", default="<|endoftext|>", help="ends every document")
-    parser.add_argument(
-        "--config", help="TOML file: deduplication, quality filters, decontamination, cluster"
-    )
-    parser.add_argument("--executor", default="local", help="local, slurm or ray")
-    parser.add_argument("--tasks", type=int, default=1, help="parts the work is cut into")
-    parser.add_argument("--workers", type=int, default=1, help="tasks that run at the same time")
-    parser.add_argument(
-        "--max-malformed",
-        type=float,
-        default=0.01,
-        help="largest share of records that may be malformed or lack their text",
-    )
-    parser.add_argument("--licence", default="not stated", help="noted in source.json")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a complete or unfinished source"
-    )
-    given = parser.parse(arguments)
+def tokenize(
+    documents: Documents,
+    *,
+    output: str,
+    tokenizer: str,
+    chat: bool = False,
+    held_out_inputs: tuple[str, ...] = (),
+    held_out_fraction: float = 0.01,
+    dataset_config: str | None = None,
+    dataset_split: str = "train",
+    eos_token: str = "<|endoftext|>",
+    config: str | None = None,
+    executor: Literal["local", "slurm", "ray"] = "local",
+    tasks: int = 1,
+    workers: int = 1,
+    max_malformed: float = 0.01,
+    licence: str = "not stated",
+    overwrite: bool = False,
+) -> None:
+    """Prepare documents as a source: read, clean, tokenise, shuffle.
 
+    The result is what --dataloader.mixture reads. Give the same command again to continue after an
+    interruption.
+
+    Args:
+        documents: Documents to read.
+        output: Folder of the source.
+        tokenizer: A tokenizer.json.
+        chat: Records are conversations ('messages', or 'question' and 'answer'): render them as
+            ChatML with a loss mask.
+        held_out_inputs: Documents that are never trained on.
+        held_out_fraction: Share of documents held out if there are neither --held-out-inputs nor a
+            held_out.jsonl.
+        dataset_config: Configuration of a Hugging Face dataset.
+        dataset_split: Split of a Hugging Face dataset.
+        eos_token: Token that ends every document.
+        config: TOML file with deduplication, quality filters, decontamination and cluster.
+        executor: datatrove's executor.
+        tasks: Number of parts the work is cut into.
+        workers: Number of tasks that run at the same time.
+        max_malformed: Largest share of records that may be malformed or lack their text.
+        licence: Licence to note in source.json.
+        overwrite: Replace a complete or unfinished source.
+    """
     from titan_loop.data.prepare.tokenize_source import tokenize_source
 
     tokenize_source(
-        given.inputs,
-        given.output,
-        tokenizer_path=given.tokenizer,
-        held_out_inputs=given.held_out_inputs,
-        held_out_fraction=given.held_out_fraction,
-        format=given.format,
-        patterns=given.pattern,
-        dataset_config=given.dataset_config,
-        dataset_split=given.dataset_split,
-        eos_token=given.eos_token,
-        text_key=given.text_key,
-        chat=given.chat,
-        config_path=given.config,
-        executor=given.executor,
-        tasks=given.tasks,
-        workers=given.workers,
-        max_malformed=given.max_malformed,
-        licence=given.licence,
-        overwrite=given.overwrite,
+        documents.inputs,
+        output,
+        tokenizer_path=tokenizer,
+        held_out_inputs=held_out_inputs or None,
+        held_out_fraction=held_out_fraction,
+        format=documents.format,
+        patterns=documents.pattern,
+        dataset_config=dataset_config,
+        dataset_split=dataset_split,
+        eos_token=eos_token,
+        text_key=documents.text_key,
+        chat=chat,
+        config_path=config,
+        executor=executor,
+        tasks=tasks,
+        workers=workers,
+        max_malformed=max_malformed,
+        licence=licence,
+        overwrite=overwrite,
     )
 
 
-def pack(arguments: Sequence[str]) -> None:
-    """Pack whole documents into windows, best fit first."""
-    parser = Parser(
-        "data pack",
-        "Put the whole documents of a prepared source into windows, best fit first, and store "
-        "which: for long contexts and chats, which should not be cut.",
-    )
-    parser.add_argument("source", help="folder of the source")
-    parser.add_argument("--seq-len", type=int, required=True, help="tokens predicted per window")
-    parser.add_argument(
-        "--long-documents",
-        choices=("refuse", "split"),
-        default="refuse",
-        help="what to do with documents longer than a window",
-    )
-    given = parser.parse(arguments)
+def pack(
+    source: Positional[str],
+    *,
+    seq_len: int,
+    long_documents: Literal["refuse", "split"] = "refuse",
+) -> None:
+    """Pack whole documents into windows, best fit first.
 
+    Stores the packing beside the source: for long contexts and chats, which should not be cut.
+
+    Args:
+        source: Folder of the source.
+        seq_len: Number of predicted tokens per window.
+        long_documents: What to do with documents longer than a window.
+    """
     from titan_loop.data.prepare.packing import pack_source
 
-    pack_source(given.source, given.seq_len, long_documents=given.long_documents)
+    pack_source(source, seq_len, long_documents=long_documents)
 
 
-def show(arguments: Sequence[str]) -> None:
-    """Print documents of a prepared source as the model reads them."""
-    parser = Parser(
-        "data show",
-        "Print documents of a prepared source, special tokens written out; where there is a loss "
-        "mask, targets stand in ⟦ ⟧.",
-    )
-    parser.add_argument("source", help="folder of the source")
-    parser.add_argument("--count", type=int, default=3, help="documents to print")
-    parser.add_argument(
-        "--split", default="train", choices=("train", "held_out"), help="of the source"
-    )
-    given = parser.parse(arguments)
+def show(
+    source: Positional[str], *, count: int = 3, split: Literal["train", "held_out"] = "train"
+) -> None:
+    """Print documents of a prepared source as the model reads them.
 
+    Special tokens are written out; if there is a loss mask, targets stand in ⟦ ⟧.
+
+    Args:
+        source: Folder of the source.
+        count: Number of documents to print.
+        split: Split of the source.
+    """
     from titan_loop.data.prepare.show import show_source
 
-    for document in show_source(given.source, given.count, given.split):
+    for document in show_source(source, count, split):
         targets = "" if document.targets is None else f", {document.targets} targets"
         print(
             f"--- document {document.number}: {document.tokens} tokens from token "
@@ -217,44 +232,90 @@ def show(arguments: Sequence[str]) -> None:
         print(document.text)
 
 
-def verify(arguments: Sequence[str]) -> None:
-    """Check a prepared source's files and ids against its card."""
-    parser = Parser(
-        "data verify",
-        "Read all of a prepared source and name every file that is not what source.json says.",
-    )
-    parser.add_argument("source", help="folder of the source")
-    given = parser.parse(arguments)
+def verify(source: Positional[str]) -> None:
+    """Check a prepared source's files and ids against its card.
 
+    Reads everything and names every file that differs from source.json.
+
+    Args:
+        source: Folder of the source.
+    """
     from titan_loop.data.prepare.verify import verify_source
 
     faults = 0
-    for fault in verify_source(given.source):
+    for fault in verify_source(source):
         faults += 1
         print(fault)
     if faults:
         raise UserError(
-            f"source {given.source} has {faults} faults: restore these files or prepare it again"
+            f"source {source} has {faults} faults: restore these files or prepare it again"
         )
-    print(f"{given.source}: sound")
+    print(f"{source}: sound")
 
 
-def _add_inputs(parser: Parser) -> None:
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        help="JSONL (plain, gz, zst), Parquet or text files, or folders of one of these",
-    )
-    parser.add_argument(
-        "--format", default="auto", help="auto (by name), jsonl, parquet, text or huggingface"
-    )
-    parser.add_argument(
-        "--pattern", nargs="+", default=(), help="of files in folders, e.g. '*.py' '*.md'"
-    )
-    parser.add_argument("--text-key", default="text", help="field that holds a document's text")
+@recipe_first
+def plan(recipe: Positional[str], flags: Sequence[str]) -> None:
+    """Compare the tokens a recipe needs with those prepared.
+
+    Prints for every stage the tokens needed and available, epochs and disk size of each source.
+    Ends with code 2 if repetition caps leave a stage without data. All flags are those of
+    titan-loop train.
+
+    Args:
+        recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
+        flags: Flags of the recipe.
+    """
+    shortages: list[str] = []
+    for stage in resolve_recipe(recipe, flags, verb="data plan").stages:
+        try:
+            shortage = _plan_stage(stage.name, stage.config)
+        except UserError as error:
+            shortage = str(error)
+        if shortage:
+            shortages.append(f"{stage.name}: {shortage}")
+    if shortages:  # after the tables of the other stages
+        raise UserError("; ".join(shortages))
 
 
-VERBS: dict[str, Verb] = {
+def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
+    """Print one stage's table; return why it cannot be filled, empty if it can."""
+    from titan_loop.data.load.loader import WindowLoader
+    from titan_loop.training.preflight import value_refusals
+
+    raise_first(value_refusals(config))
+    windows = config.windows_of_the_run()
+    seq_len = config.training.seq_len
+    print(f"{name}: {windows * seq_len:,} tokens in {windows:,} windows of {seq_len}")
+    loader = config.open_data()
+    if not isinstance(loader, WindowLoader):
+        print("  generated or streamed: nothing to compare with")
+        return ""
+    try:
+        loader.require_windows(windows)
+        shortage = ""
+    except UserError as error:
+        shortage = str(error)
+    rows: list[tuple[str, ...]] = [_PLAN_HEADER]
+    size_bytes = 0
+    for row in loader.demand(windows):
+        size_bytes += row.disk_bytes
+        rows.append(
+            (
+                row.name,
+                f"{row.needed_tokens:,}",
+                f"{row.available_tokens:,}",
+                f"{row.epochs:.3f}",
+                "-" if row.max_epochs is None else str(row.max_epochs),
+                f"{row.disk_bytes / 1e9:.3f}",
+            )
+        )
+    rows.append(("all", "", "", "", "", f"{size_bytes / 1e9:.3f}"))
+    for line in columns(rows):
+        print(f"  {line}")
+    return shortage
+
+
+VERBS = {
     "local-python": local_python,
     "local-chats": local_chats,
     "train-tokenizer": train_tokenizer,
@@ -265,3 +326,4 @@ VERBS: dict[str, Verb] = {
     "verify": verify,
     "plan": plan,
 }
+run = group("data", VERBS)

@@ -10,12 +10,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_loop.cli.parser import Parser
+from titan_loop.cli.arguments import command
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, UserError
+from titan_loop.tables import columns
 
 _PACKAGES = (
     "titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"
@@ -41,21 +42,22 @@ class Finding:
     blocks_training: bool = False
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print all findings, then what is wrong."""
-    parser = Parser("doctor", "Check this machine, and say how to fix what is wrong.")
-    parser.add_argument("--run-directory", default="runs", help="where runs will be written")
-    given = parser.parse(arguments)
+def doctor(*, run_directory: Path = Path("runs")) -> int:
+    """Check this machine, and say how to fix what is wrong.
+
+    Args:
+        run_directory: Folder that runs will be written to.
+    """
     findings = [
         *check_versions(),
         *check_devices(),
         *check_launcher(os.environ),
         *check_compiler(),
-        *check_folders(Path(given.run_directory)),
-        *check_room(Path(given.run_directory)),
+        *check_folders(run_directory),
+        *check_room(run_directory),
     ]
-    for finding in findings:
-        print(f"{finding.section:14} {finding.text}")
+    for line in columns([(finding.section, finding.text) for finding in findings], left=(0, 1)):
+        print(line)
     wrong = [finding for finding in findings if finding.fix is not None]
     print(f"\n{len(wrong)} problem{'' if len(wrong) == 1 else 's'} found")
     for finding in wrong:
@@ -248,3 +250,6 @@ def check_room(run_directory: Path) -> Iterator[Finding]:
 
 def _gigabytes(count: int) -> str:
     return f"{count / 10**9:.1f} GB"
+
+
+run = command("doctor", doctor)

@@ -1,34 +1,133 @@
 """`titan-loop eval`: bits per byte by depth, tasks under every reading, the checkpoint watcher."""
 
-import argparse
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from titan_loop.cli.parser import Parser
-from titan_loop.errors import EXIT_OK, RunFailedError, UserError
+from tyro.conf import Positional, UseAppendAction
+
+from titan_loop.cli.arguments import command
+from titan_loop.errors import RunFailedError, UserError
 
 if TYPE_CHECKING:
     from titan_loop.evaluation.evaluate_tasks import TaskOptions
 
 DEPTHS = (1, 2, 3, 4, 5, 6)
-DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What to score, and how.
+
+    Attributes:
+        depths: Recurrent steps to score, all in one pass.
+        windows: Held-out windows per source, always the same ones.
+        tasks: Tasks of lm-evaluation-harness, or suites (ouro_base, depth, offline), separated by
+            commas.
+        num_fewshot: Number of examples, instead of each task's own.
+        limit: Documents per task, for a first look.
+        recurrent_steps: Number of recurrent steps R; by default that of training.
+        exit: Exit policy: full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS.
+        kv_cache: Key-value cache of generated tokens.
+        batch_size: Rows at a time.
+        max_length: Context in tokens; by default the trained window.
+        dtype: Type of the weights.
+        tokenizer: A tokenizer.json; by default that of the source.
+        include_path: Folder of your own harness tasks.
+        confirm_run_unsafe_code: Run, without a sandbox, the programs that the model writes in code
+            tasks.
+        no_cache: Score every request again.
+    """
+
+    depths: tuple[int, ...] = ()
+    windows: int = 64
+    tasks: UseAppendAction[tuple[str, ...]] = ()
+    num_fewshot: int | None = None
+    limit: int | None = None
+    recurrent_steps: int | None = None
+    exit: str = "full"
+    kv_cache: str = "full"
+    batch_size: int = 8
+    max_length: int | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    tokenizer: str | None = None
+    include_path: Path | None = None
+    confirm_run_unsafe_code: bool = False
+    no_cache: bool = False
+
+    def options(self, *, frontier: bool = False) -> "TaskOptions":
+        """Return how to evaluate the tasks, held-out text if there are none."""
+        from titan_loop.evaluation.evaluate_tasks import TaskOptions
+        from titan_loop.evaluation.suites import DEPTH_SUITE_STEPS, expand_tasks
+
+        words = (word.strip() for text in self.tasks or ("held_out",) for word in text.split(","))
+        tasks = [word for word in words if word]
+        says_how = frontier or self.exit != "full" or self.recurrent_steps is not None
+        return TaskOptions(
+            tasks=expand_tasks(tasks, self.num_fewshot),
+            recurrent_steps=self.recurrent_steps,
+            exit=self.exit,
+            depths=self.depths or (DEPTH_SUITE_STEPS if "depth" in tasks and not says_how else ()),
+            frontier=frontier,
+            kv_cache=self.kv_cache,
+            windows=self.windows,
+            limit=self.limit,
+            batch_size=self.batch_size,
+            max_length=self.max_length,
+            dtype=self.dtype,
+            tokenizer=self.tokenizer,
+            include_path=self.include_path,
+            cache=not self.no_cache,
+            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
+        )
+
+    def refuse_flags_of_tasks(self) -> None:
+        """Raise `UserError` for flags that change nothing in held-out text by depth."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("depths", "windows") and value != field.default:
+                flag = f"--{field.name.replace('_', '-')}"
+                raise UserError(
+                    f"eval: {flag}{'' if value is True else f' {value}'} needs --tasks; without "
+                    "them, held-out text is scored at the --depths"
+                )
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Evaluate, print tables and say where the reports are."""
+    """Evaluate one checkpoint, or watch a run."""
     if arguments[:1] == ["watch"]:
-        return _watch(arguments[1:])
-    parser = _parser()
-    given = parser.parse(arguments)
-    if given.beats_unigram is not None and not 0 < given.beats_unigram < 1:
-        raise UserError(f"eval: --beats-unigram {given.beats_unigram} must lie between 0 and 1")
-    if given.tasks or given.frontier:
-        if given.beats_unigram is not None:
+        return command("eval watch", watch)(arguments[1:])
+    return command("eval", evaluate)(arguments)
+
+
+def evaluate(
+    run: Positional[str],
+    scoring: Scoring,
+    *,
+    frontier: bool = False,
+    beats_unigram: float | None = None,
+) -> None:
+    """Score a checkpoint.
+
+    Without --tasks: held-out text at several depths, beside a unigram and a bigram model fitted on
+    the tokens it has read. `eval watch RUN` evaluates every new checkpoint of a run.
+
+    Args:
+        run: Run directory; with --tasks also a checkpoint's folder.
+        scoring: What to score, and how.
+        frontier: Score every depth, and every exit policy at many settings.
+        beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
+    """
+    if beats_unigram is not None and not 0 < beats_unigram < 1:
+        raise UserError(f"eval: --beats-unigram {beats_unigram} must lie between 0 and 1")
+    if scoring.tasks or frontier:
+        if beats_unigram is not None:
             raise UserError("eval: --beats-unigram judges held-out text by depth, without --tasks")
-        return _tasks(given)
-    _refuse_flags_of_tasks(parser, given)
+        _tasks(run, scoring, frontier=frontier)
+        return
+    scoring.refuse_flags_of_tasks()
 
     from titan_loop.analysis.tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
@@ -36,114 +135,17 @@ def run(arguments: Sequence[str]) -> int:
     from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run_directory = RunDirectory(given.run)
-    depths = given.depths or list(DEPTHS)
-    report = evaluate_run(run_directory, depths=depths, windows=given.windows)
+    run_directory = RunDirectory(run)
+    report = evaluate_run(run_directory, depths=scoring.depths or DEPTHS, windows=scoring.windows)
     print(depth_table(report))
     print(f"The report is in {run_directory.evaluations}")
-    if given.beats_unigram is not None:
-        require_gain(report, given.beats_unigram)
-    return EXIT_OK
+    if beats_unigram is not None:
+        require_gain(report, beats_unigram)
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        "eval",
-        "Score a checkpoint. Without --tasks: held-out text at several depths, beside a unigram "
-        "and a bigram model fitted on the tokens it has read. `eval watch RUN` evaluates every "
-        "new checkpoint of a run.",
-    )
-    parser.add_argument("run", help="a run directory; with --tasks also a checkpoint's folder")
-    parser.add_argument(
-        "--frontier", action="store_true", help="every depth and every exit policy at many settings"
-    )
-    parser.add_argument(
-        "--beats-unigram",
-        type=float,
-        metavar="SHARE",
-        help="fail unless held-out bits per byte are this share below the unigram model's",
-    )
-    _add_task_flags(parser)
-    return parser
-
-
-def _refuse_flags_of_tasks(parser: Parser, given: argparse.Namespace) -> None:
-    """Raise for flags that change nothing in an evaluation of held-out text by depth."""
-    has_effect = ("run", "depths", "windows", "beats_unigram")
-    for name, value in vars(given).items():
-        if name not in has_effect and value != parser.get_default(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(
-                f"eval: {flag}{'' if value is True else f' {value}'} needs --tasks; without them, "
-                "held-out text is scored at the --depths"
-            )
-
-
-def _add_task_flags(parser: Parser) -> None:
-    parser.add_argument(
-        "--depths", type=int, nargs="+", help="recurrent steps to score, all in one pass"
-    )
-    parser.add_argument(
-        "--windows", type=int, default=64, help="held-out windows per source, always the same ones"
-    )
-    parser.add_argument(
-        "--tasks",
-        action="append",
-        help="tasks of lm-evaluation-harness, or suites (ouro_base, depth, offline), with commas",
-    )
-    parser.add_argument("--num-fewshot", type=int, help="replaces the examples each task has")
-    parser.add_argument("--limit", type=int, help="documents a task, for a first look")
-    parser.add_argument("--recurrent-steps", type=int, help="R; by default that of training")
-    parser.add_argument(
-        "--exit", default="full", help="full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS"
-    )
-    parser.add_argument("--kv-cache", default="full", help="of generated tokens")
-    parser.add_argument("--batch-size", type=int, default=8, help="rows at a time")
-    parser.add_argument("--max-length", type=int, help="context; by default the trained window")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--tokenizer", help="a tokenizer.json; by default that of the source")
-    parser.add_argument("--include-path", type=Path, help="a folder of harness tasks of your own")
-    parser.add_argument(
-        "--confirm-run-unsafe-code",
-        action="store_true",
-        help="run, without a sandbox, the programs that the model writes in code tasks",
-    )
-    parser.add_argument("--no-cache", action="store_true", help="score every request again")
-
-
-def _options(given: argparse.Namespace, tasks: list[str], *, frontier: bool) -> "TaskOptions":
-    from titan_loop.evaluation.evaluate_tasks import TaskOptions
-    from titan_loop.evaluation.suites import DEPTH_SUITE_STEPS, expand_tasks
-
-    says_how = frontier or given.exit != "full" or given.recurrent_steps is not None
-    sweeps = "depth" in tasks and not says_how
-    return TaskOptions(
-        tasks=expand_tasks(tasks, given.num_fewshot),
-        recurrent_steps=given.recurrent_steps,
-        exit=given.exit,
-        depths=given.depths or (DEPTH_SUITE_STEPS if sweeps else ()),
-        frontier=frontier,
-        kv_cache=given.kv_cache,
-        windows=given.windows,
-        limit=given.limit,
-        batch_size=given.batch_size,
-        max_length=given.max_length,
-        dtype=given.dtype,
-        tokenizer=given.tokenizer,
-        include_path=given.include_path,
-        cache=not given.no_cache,
-        confirm_run_unsafe_code=given.confirm_run_unsafe_code,
-    )
-
-
-def _names(given: argparse.Namespace) -> list[str]:
-    parts = [name.strip() for text in given.tasks or ["held_out"] for name in text.split(",")]
-    return [name for name in parts if name]
-
-
-def _tasks(given: argparse.Namespace) -> int:
+def _tasks(run: str, scoring: Scoring, *, frontier: bool) -> None:
     """Evaluate tasks of one checkpoint."""
-    options = _options(given, _names(given), frontier=given.frontier)
+    options = scoring.options(frontier=frontier)
 
     from titan_loop.analysis.frontier import frontier_table, write_frontier
     from titan_loop.analysis.tables import task_table
@@ -153,10 +155,10 @@ def _tasks(given: argparse.Namespace) -> int:
 
     _quiet_logs()
     rank, _ = join_ranks()
-    report = evaluate_tasks(given.run, options)
+    report = evaluate_tasks(run, options)
     if rank == 0:
-        run_directory = SavedRun.open(given.run).directory
-        if given.frontier:
+        run_directory = SavedRun.open(run).directory
+        if frontier:
             written = write_frontier(report, run_directory)
             if written:
                 print(frontier_table(written.points))
@@ -167,33 +169,37 @@ def _tasks(given: argparse.Namespace) -> int:
     if report.failures:
         names = ", ".join(report.failures)
         raise RunFailedError(f"{len(report.failures)} tasks have no result: {names} (why: above)")
-    return EXIT_OK
 
 
-def _watch(arguments: Sequence[str]) -> int:
-    """Evaluate each new checkpoint of a run."""
-    parser = Parser(
-        "eval watch",
-        "Evaluate every checkpoint of a run once, as it appears, until the run is complete. "
-        "Several watchers of one run share the work; any may be killed and started again.",
-    )
-    parser.add_argument("run", help="the run directory; it need not exist yet")
-    parser.add_argument("--once", action="store_true", help="end when nothing is left to evaluate")
-    parser.add_argument("--interval", type=float, default=60.0, help="seconds between two looks")
-    parser.add_argument("--wandb", action="store_true", help="log to the training run's W&B, too")
-    _add_task_flags(parser)
-    given = parser.parse(arguments)
-    options = _options(given, _names(given), frontier=False)
+def watch(
+    run: Positional[Path],
+    scoring: Scoring,
+    *,
+    once: bool = False,
+    interval: float = 60.0,
+    wandb: bool = False,
+) -> None:
+    """Evaluate every checkpoint of a run once, as it appears, until the run is complete.
+
+    Several watchers of one run share the work; any of them may be killed and started again.
+
+    Args:
+        run: Run directory; it need not exist yet.
+        scoring: What to score, and how.
+        once: Stop when nothing is left to evaluate.
+        interval: Seconds between two looks.
+        wandb: Log to the training run's W&B, too.
+    """
+    options = scoring.options()
 
     from titan_loop.evaluation.watch import Watcher
 
     _quiet_logs()
-    watcher = Watcher(Path(given.run), options, wandb=given.wandb)
-    watcher.run(once=given.once, interval_seconds=given.interval)
+    watcher = Watcher(run, options, wandb=wandb)
+    watcher.run(once=once, interval_seconds=interval)
     if watcher.incomplete:
         steps = ", ".join(str(step) for step in watcher.incomplete)
-        raise RunFailedError(f"{given.run}: steps {steps} lack results (why: above)")
-    return EXIT_OK
+        raise RunFailedError(f"{run}: steps {steps} lack results (why: above)")
 
 
 def _quiet_logs() -> None:

@@ -2,30 +2,96 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
 
-from titan_loop.cli.parser import Parser
-from titan_loop.errors import EXIT_OK, UserError
+from tyro.conf import Positional, UseAppendAction
+
+from titan_loop.cli.arguments import command
+from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
-    import argparse
-
     from tokenizers import Tokenizer
 
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.rows import Completion, GeneratedToken
 
-DTYPES = ("float32", "bfloat16", "float64")
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Generate what is asked for, streaming to the terminal."""
-    parser = _parser()
-    given = parser.parse(arguments)
-    _check(parser, given)
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What to generate, and how.
+
+    Attributes:
+        prompt: Text to complete; repeat the flag for a batch.
+        chat: Treat lines as turns of a ChatML chat.
+        max_new_tokens: Most tokens per completion.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Sample from the k most likely tokens only.
+        top_p: Sample from the most likely tokens that make up the share p.
+        seed: Seed of everything that is sampled.
+        stop: String that ends the text; may be repeated.
+        recurrent_steps: Number of recurrent steps R; by default that of training.
+        exit: Exit policy: full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS.
+        kv_cache: Key-value cache: full, last, first or averaged.
+        draft_step: Draft at this recurrent step, verify at R.
+        draft_tokens: Number of tokens drafted at a time.
+        show_steps: Write each token's exit step.
+        tokenizer: A tokenizer.json; by default that of the source.
+        context: Context in tokens; by default the trained window.
+        dtype: Type of the weights.
+    """
+
+    prompt: UseAppendAction[tuple[str, ...]] = ()
+    chat: bool = False
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+    stop: UseAppendAction[tuple[str, ...]] = ()
+    recurrent_steps: int | None = None
+    exit: str = "full"
+    kv_cache: str = "full"
+    draft_step: int | None = None
+    draft_tokens: int = 3
+    show_steps: bool = False
+    tokenizer: str | None = None
+    context: int | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+
+    def check(self) -> None:
+        """Raise `UserError` for what cannot work or has no effect, before anything is loaded."""
+        for name in ("max_new_tokens", "recurrent_steps"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if not 0 <= self.seed <= _LARGEST_SEED:
+            raise UserError(f"seed={self.seed} must be between 0 and {_LARGEST_SEED}")
+        if self.chat and len(self.prompt) > 1:
+            raise UserError("--chat takes one --prompt, or lines of standard input")
+        without = {"draft_tokens": "--draft-step"} if self.draft_step is None else {}
+        if self.temperature == 0:
+            without |= dict.fromkeys(("top_k", "top_p"), "a --temperature above 0")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in without and value != field.default:
+                raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
+
+
+def generate(checkpoint: Positional[str], given: Generation) -> None:
+    """Complete prompts, or chat, with a checkpoint.
+
+    Without --prompt, every line of standard input is a prompt.
+
+    Args:
+        checkpoint: Folder of a checkpoint, or of a run for its newest one.
+        given: What to generate, and how.
+    """
+    given.check()
 
     import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
     import torch
@@ -42,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
     cache_strategy(given.kv_cache)
     loaded = load_checkpoint(
-        given.checkpoint,
+        checkpoint,
         context_tokens=given.context,
         device=compat.device_type(),
         dtype=getattr(torch, given.dtype),
@@ -72,60 +138,11 @@ def run(arguments: Sequence[str]) -> int:
         return engine.stream(requests, sampling=sampling, generator=generator)
 
     session = _Session(engine, tokenizer, stream, given)
-    if given.prompt and len(given.prompt) > 1:
-        session.complete_all(given.prompt)
+    if len(given.prompt) > 1:
+        session.complete_all(list(given.prompt))
     else:
         for prompt in given.prompt or _lines():
             session.answer(prompt)
-    return EXIT_OK
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "generate",
-        "Complete prompts, or chat, with a checkpoint. Without --prompt every line of standard "
-        "input is one.",
-    )
-    parser.add_argument("checkpoint", help="a checkpoint's folder, or a run's for its newest one")
-    parser.add_argument("--prompt", action="append", help="repeat it for a batch")
-    parser.add_argument("--chat", action="store_true", help="lines are turns of a ChatML chat")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-k", type=int, help="sample from the k most likely tokens only")
-    parser.add_argument("--top-p", type=float, default=1.0, help="and from their first share p")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is sampled")
-    parser.add_argument("--stop", action="append", default=[], help="a string that ends the text")
-    parser.add_argument("--recurrent-steps", type=int, help="R; by default that of training")
-    parser.add_argument(
-        "--exit", default="full", help="full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS"
-    )
-    parser.add_argument("--kv-cache", default="full", help="full, last, first or averaged")
-    parser.add_argument("--draft-step", type=int, help="draft at this step, verify at R")
-    parser.add_argument("--draft-tokens", type=int, default=3, help="tokens drafted at a time")
-    parser.add_argument("--show-steps", action="store_true", help="write each token's exit step")
-    parser.add_argument("--tokenizer", help="a tokenizer.json; by default that of the source")
-    parser.add_argument("--context", type=int, help="tokens; by default the trained window")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    return parser
-
-
-def _check(parser: Parser, given: "argparse.Namespace") -> None:
-    """Raise `UserError` for what cannot work or has no effect, before anything is loaded."""
-    for name in ("max_new_tokens", "recurrent_steps"):
-        value = getattr(given, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
-    if not 0 <= given.seed <= _LARGEST_SEED:
-        raise UserError(f"seed={given.seed} must be between 0 and {_LARGEST_SEED}")
-    if given.chat and given.prompt and len(given.prompt) > 1:
-        raise UserError("--chat takes one --prompt, or lines of standard input")
-    without = [("draft_tokens", "--draft-step")] if given.draft_step is None else []
-    if given.temperature == 0:
-        without += [("top_k", "a --temperature above 0"), ("top_p", "a --temperature above 0")]
-    for name, needed in without:
-        value = getattr(given, name)
-        if value != parser.get_default(name):
-            raise UserError(f"{name}={value} has no effect without {needed}")
 
 
 class _Session:
@@ -136,7 +153,7 @@ class _Session:
         engine: "Engine",
         tokenizer: "Tokenizer",
         stream: "Callable[[list[str] | list[list[int]]], Iterator[GeneratedToken]]",
-        given: "argparse.Namespace",
+        given: Generation,
     ) -> None:
         from titan_loop.text.chatml import Turn
 
@@ -206,3 +223,6 @@ def _lines() -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+run = command("generate", generate)

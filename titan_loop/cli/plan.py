@@ -1,133 +1,107 @@
 """`titan-loop plan RECIPE [--nodes N …]`: what every stage would need on GPUs that are not here."""
 
-import argparse
+import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from titan_loop.cli.parser import Parser
-from titan_loop.errors import EXIT_OK, UserError
-from titan_loop.recipes.registry import load_recipe
+import tyro
+from tyro.conf import Positional
+
+from titan_loop.cli.arguments import command, recipe_first
+from titan_loop.cli.stage_flags import resolve_recipe
+from titan_loop.errors import UserError
+from titan_loop.tables import columns
 
 if TYPE_CHECKING:
     from titan_loop.planning.stage_needs import Cluster, StageNeeds
-
-USAGE = """usage: titan-loop plan RECIPE [--nodes N] [--gpus-per-node N] [--gpu NAME] [--mfu SHARE]
-                       [--stage NAME] [--FLAG VALUE ...] [--stages.NAME.FLAG VALUE ...]
-                       [activation-checkpoint:KIND]
-
-Prints for every stage of RECIPE parameters, FLOPs, steps and batches, memory of a GPU by part,
-communication of a step and GPU-days, without a GPU and without the data. Ends with code 2 if a
-stage cannot run so, and says how it could. Flags after the cluster's are those of `train`.
-
-  --nodes N          hosts (1)
-  --gpus-per-node N  GPUs of a host (8)
-  --gpu NAME         {gpus} (h100-80gb)
-  --mfu SHARE        assumed model FLOPs over peak FLOPs, for the GPU-days (0.4)
-  --stage NAME       one stage alone
-
-examples:
-  titan-loop plan ouro_1_4b --nodes 64
-  titan-loop plan ouro_1_4b --stage 1b --nodes 8 --gpu h200-141gb --fsdp.policy per_visit"""
 
 _COLUMNS = 7  # stages beside each other
 _PRECISION_FLAG = "--training.mixed-precision-param"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the tables.
+def _known_gpus(default: str) -> str:
+    from titan_loop.distributed.devices import DEVICES
 
-    Raises:
-        UserError: If a stage cannot run on that cluster, after the table was printed.
+    return f"(one of {', '.join(DEVICES)}; default: {default})"
+
+
+@recipe_first
+def plan(
+    recipe: Positional[str],
+    flags: Sequence[str],
+    *,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    gpu: Annotated[str, tyro.conf.arg(help_behavior_hint=_known_gpus)] = "h100-80gb",
+    mfu: float = 0.4,
+    stage: str | None = None,
+) -> None:
+    """Print what every stage of a recipe needs on a cluster, without a GPU and without the data.
+
+    For every stage: parameters, FLOPs, steps and batches, memory of a GPU by part, communication of
+    a step and GPU-days. Ends with code 2 if a stage does not fit, and suggests a fix. All other
+    flags are those of titan-loop train.
+
+    For example:
+      titan-loop plan ouro_1_4b --nodes 64
+      titan-loop plan ouro_1_4b --stage 1b --nodes 8 --gpu h200-141gb --fsdp.policy per_visit
+
+    Args:
+        recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
+        flags: Flags of the recipe.
+        nodes: Number of hosts.
+        gpus_per_node: Number of GPUs per host.
+        gpu: GPU model.
+        mfu: Assumed model FLOPs over peak FLOPs, for the GPU-days.
+        stage: Plan this stage alone.
     """
-    if not arguments or arguments[0] in ("-h", "--help"):
-        from titan_loop.distributed.devices import DEVICES
+    resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
-        print(USAGE.format(gpus=", ".join(DEVICES)))
-        return EXIT_OK
-    name, *flags = arguments
-    if name.startswith("-"):
-        raise UserError(f"plan: the recipe comes first, before {name}")
-    recipe = load_recipe(name)
+    from titan_loop.distributed.devices import get_device
+    from titan_loop.planning.stage_needs import Cluster, stage_needs
 
-    from titan_loop.cli.overrides import take_flag
-    from titan_loop.cli.stage_flags import apply_to_stages
-    from titan_loop.planning.stage_needs import stage_needs
-
-    flags, given = _take_cluster_flags(flags)
-    flags, only = take_flag(flags, "--stage")
-    cluster = _cluster(given, full_precision=_asks_for_fp32(flags))
-    stages = recipe.stages if only is None else [recipe.stage(only)]
-    apply_to_stages(recipe, flags, f"titan-loop plan {name}", only=only)
+    cluster = Cluster(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu=get_device(gpu),
+        mfu=mfu,
+        compute_bytes=4 if _asks_for_fp32(flags) else 2,
+    )
+    cluster.check()
     needs = []
-    for stage in stages:
+    for planned in resolved.stages if stage is None else [resolved.stage(stage)]:
         try:
-            trained = stage.parent is not None
-            needs.append(stage_needs(stage.name, stage.config, cluster, starts_trained=trained))
+            trained = planned.parent is not None
+            needs.append(stage_needs(planned.name, planned.config, cluster, starts_trained=trained))
         except UserError as error:
-            raise UserError(f"stage {stage.name}: {error}") from error
-    _print(name, given, cluster, needs)
+            raise UserError(f"stage {planned.name}: {error}") from error
+    _print(recipe, gpu, cluster, needs)
     refused = [f"{need.name}: {refusal}" for need in needs for refusal in need.refusals]
     for line in refused:
         print(f"refused: {line}")
     if refused:
         stages_refused = sum(bool(need.refusals) for need in needs)
-        raise UserError(
-            f"plan: {stages_refused} of {len(needs)} stages cannot run so; {refused[0]}"
-        )
-    return EXIT_OK
-
-
-def _take_cluster_flags(flags: Sequence[str]) -> tuple[list[str], argparse.Namespace]:
-    from titan_loop.cli.overrides import take_flag
-
-    parser = Parser("plan", "The cluster.")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--gpu", default="h100-80gb")
-    parser.add_argument("--mfu", type=float, default=0.4)
-    rest, cluster = list(flags), []
-    for flag in ("--nodes", "--gpus-per-node", "--gpu", "--mfu"):
-        rest, value = take_flag(rest, flag)
-        if value is not None:
-            cluster += [flag, value]
-    return rest, parser.parse(cluster)
+        raise UserError(f"plan: {stages_refused} of {len(needs)} stages do not fit; {refused[0]}")
 
 
 def _asks_for_fp32(flags: Sequence[str]) -> bool:
     """Return whether all stages compute in fp32; the config here may have a CPU's default."""
-    from titan_loop.cli.overrides import take_flag
-
-    for name in (flag.partition("=")[0].replace("_", "-") for flag in flags):
-        if name.startswith("--stages.") and name.endswith(_PRECISION_FLAG.removeprefix("--")):
+    words = [word.replace("_", "-") for flag in flags for word in flag.split("=", 1)]
+    for word in words:
+        if word.startswith("--stages.") and word.endswith(_PRECISION_FLAG.removeprefix("--")):
             raise UserError(
-                f"{name}: plan counts all stages in one precision; use {_PRECISION_FLAG}, and "
+                f"{word}: plan counts all stages in one precision; use {_PRECISION_FLAG}, and "
                 "--stage NAME for one of them"
             )
-    return take_flag(flags, _PRECISION_FLAG)[1] == "float32"
+    values = [value for flag, value in itertools.pairwise(words) if flag == _PRECISION_FLAG]
+    return values[-1:] == ["float32"]
 
 
-def _cluster(given: argparse.Namespace, *, full_precision: bool) -> "Cluster":
-    from titan_loop.distributed.devices import get_device
-    from titan_loop.planning.stage_needs import Cluster
-
-    cluster = Cluster(
-        nodes=given.nodes,
-        gpus_per_node=given.gpus_per_node,
-        gpu=get_device(given.gpu),
-        mfu=given.mfu,
-        compute_bytes=4 if full_precision else 2,
-    )
-    cluster.check()
-    return cluster
-
-
-def _print(
-    recipe: str, given: argparse.Namespace, cluster: "Cluster", needs: Sequence["StageNeeds"]
-) -> None:
+def _print(recipe: str, gpu: str, cluster: "Cluster", needs: Sequence["StageNeeds"]) -> None:
     dtype = "bf16" if cluster.compute_bytes == 2 else "fp32"
     print(
         f"{recipe} on {cluster.ranks:,} GPUs ({cluster.nodes} nodes × {cluster.gpus_per_node} "
-        f"{given.gpu}), {dtype} compute, fp32 masters and AdamW, {cluster.mfu:.0%} MFU of "
+        f"{gpu}), {dtype} compute, fp32 masters and AdamW, {cluster.mfu:.0%} MFU of "
         f"{cluster.peak_flops / 1e12:g} TFLOP/s assumed"
     )
     for start in range(0, len(needs), _COLUMNS):
@@ -185,10 +159,7 @@ def _print_columns(needs: Sequence["StageNeeds"], cluster: "Cluster") -> None:
         row(f"  {what}", lambda n, what=what: _traffic(n, what))
     row("GPU-days", lambda n: f"{n.gpu_days:,.1f}")
     row("days", lambda n: f"{n.gpu_days / cluster.ranks:,.2f}")
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = (text.rjust(width) for text, width in zip(rest, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *cells]))
+    print("\n".join(columns(rows)))
 
 
 def _model_parallel(need: "StageNeeds") -> str:
@@ -214,3 +185,6 @@ def _activations(need: "StageNeeds", policy: str) -> str:
 def _traffic(need: "StageNeeds", what: str) -> str:
     received = sum(entry.received_bytes for entry in need.traffic if entry.what == what)
     return _gib(received) if received else "-"
+
+
+run = command("plan", plan)

@@ -1,23 +1,23 @@
 """`titan-loop report RUN`: one HTML page of a run that opens anywhere, without a network."""
 
-from collections.abc import Sequence
+from tyro.conf import Positional
 
-from titan_loop.cli.parser import Parser
-from titan_loop.errors import EXIT_OK
+from titan_loop.cli.arguments import command
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Write the page and print where it is."""
-    parser = Parser(
-        "report",
-        "Write report.html into a run directory: losses per recurrent step, exit distribution and "
-        "entropy, evaluations, mixture, throughput and lineage, with all images inside.",
-    )
-    parser.add_argument("run", help="the run directory")
-    given = parser.parse(arguments)
+def report(run: Positional[str]) -> None:
+    """Write report.html into a run directory.
 
+    The page shows losses per recurrent step, exit distribution and entropy, evaluations, mixture,
+    throughput and lineage, with all images inside.
+
+    Args:
+        run: Run directory.
+    """
     from titan_loop.analysis.report import write_report
     from titan_loop.runs.run_directory import RunDirectory
 
-    print(write_report(RunDirectory(given.run)))
-    return EXIT_OK
+    print(write_report(RunDirectory(run)))
+
+
+run = command("report", report)

@@ -1,16 +1,46 @@
-"""Flags for the stages of a recipe: `--FIELD` for all of them, `--stages.NAME.FIELD` for one."""
+"""A recipe with flags: `--FIELD` for all of its stages, `--stages.NAME.FIELD` for one.
+
+`train`, `plan`, `data plan` and `slurm submit` resolve a recipe here, so that all of them see the
+same stages.
+"""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError, nearest
-from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.registry import load_recipe
+
+if TYPE_CHECKING:
+    from titan_loop.recipes.recipe import Recipe
 
 PREFIX = "--stages."
 
 
+def resolve_recipe(
+    name: str, flags: Sequence[str], *, verb: str = "train", only: str | None = None
+) -> "Recipe":
+    """Return a recipe with the flags applied to its stages.
+
+    Args:
+        name: Recipe's name, or PACKAGE.MODULE:FUNCTION.
+        flags: As `apply_to_stages` takes them.
+        verb: Verb that `--help` names.
+        only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
+            a fork and no longer waits for its parent.
+
+    Raises:
+        UserError: For an unknown recipe, stage or field, or a value that does not fit.
+        SystemExit: With code 0, after `--help` was printed.
+    """
+    recipe = load_recipe(name)
+    apply_to_stages(recipe, flags, f"titan-loop {verb} {name}", only=only)
+    if only is not None and recipe.stage(only).config.checkpoint.carry.parent:
+        recipe.stage(only).parent = None
+    return recipe
+
+
 def apply_to_stages(
-    recipe: Recipe, flags: Sequence[str], program: str, *, only: str | None = None
+    recipe: "Recipe", flags: Sequence[str], program: str, *, only: str | None = None
 ) -> None:
     """Set fields of the stages' configs; what is said of one stage wins over what is said of all.
 
@@ -18,7 +48,7 @@ def apply_to_stages(
         recipe: Its configs are replaced.
         flags: As `apply_overrides` takes them. The words after a flag for one stage, up to the next
             flag, belong to it.
-        program: How `--help` calls the command.
+        program: Command that `--help` names.
         only: The one stage whose config is wanted; the others stay as they are.
 
     Raises:
@@ -26,8 +56,9 @@ def apply_to_stages(
             or a flag for a stage that is not wanted.
         SystemExit: With code 0, after `--help` was printed.
     """
-    names = [stage.name for stage in recipe.stages]
-    common, own = split_by_stage(flags, names)
+    from titan_loop.cli.overrides import apply_overrides  # imports torch
+
+    common, own = split_by_stage(flags, [stage.name for stage in recipe.stages])
     if only is not None:
         useless = next((name for name in own if name != only), None)
         if useless is not None:
@@ -50,7 +81,7 @@ def split_by_stage(
 
     Args:
         flags: Flags and values.
-        names: Of the stages. They may contain dots; `_` and `-` are alike, as in fields.
+        names: Names of the stages. They may contain dots; `_` and `-` are alike, as in fields.
 
     Raises:
         UserError: For a stage that does not exist, or a flag that names no field of it.

@@ -2,63 +2,53 @@
 
 import logging
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from titan_loop.cli.parser import Parser
-from titan_loop.errors import EXIT_OK
+from tyro.conf import Positional
+
+from titan_loop.cli.arguments import command
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Write the new run, and compare both models if asked."""
-    parser = Parser(
-        "upcycle",
-        "Duplicate the layers of a checkpoint into a new run directory, which train and eval take "
-        "like any other. See titan_loop/checkpoint/UPCYCLING.md.",
-    )
-    parser.add_argument(
-        "checkpoint", help="a run, whose newest checkpoint is taken, or its checkpoints/step-N"
-    )
-    parser.add_argument("--output", required=True, help="the new run directory")
-    parser.add_argument("--layers", type=int, required=True, help="a multiple of those there are")
-    parser.add_argument(
-        "--mode",
-        default="stacked",
-        help="stacked repeats the stack, interleaved puts every layer next to its copies",
-    )
-    parser.add_argument(
-        "--moments",
-        default="scale",
-        help="AdamW's moments of the copies: duplicate them, scale both by 1/copies, or reset",
-    )
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="score both models on held-out text at every recurrent step",
-    )
-    parser.add_argument(
-        "--windows", type=int, default=64, help="held-out windows per source in the report"
-    )
-    given = parser.parse(arguments)
+def upcycle(
+    checkpoint: Positional[Path],
+    *,
+    output: Path,
+    layers: int,
+    mode: Literal["stacked", "interleaved"] = "stacked",
+    moments: Literal["duplicate", "scale", "reset"] = "scale",
+    report: bool = False,
+    windows: int = 64,
+) -> None:
+    """Duplicate the layers of a checkpoint into a new run directory.
 
+    `train` and `eval` take the new run like any other. See titan_loop/checkpoint/UPCYCLING.md.
+
+    Args:
+        checkpoint: Run, for its newest checkpoint, or its checkpoints/step-N.
+        output: New run directory.
+        layers: Number of layers of the new model, a multiple of the old number.
+        mode: stacked repeats the stack; interleaved puts every layer next to its copies.
+        moments: AdamW moments of the copies: duplicate, scale (both by 1/copies) or reset.
+        report: Score both models on held-out text at every recurrent step.
+        windows: Held-out windows per source in the report.
+    """
     from titan_loop.checkpoint.upcycling import Upcycling
     from titan_loop.evaluation.upcycling_report import held_out_sources, report_upcycling
     from titan_loop.runs.conversion import upcycle_run
     from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    upcycling = Upcycling(given.layers, given.mode, given.moments)
-    source = Path(given.checkpoint)
-    # Read first: what is missing is said before the work.
-    held_out = held_out_sources(source, windows=given.windows) if given.report else None
-    parent, child = upcycle_run(source, Path(given.output), upcycling, sys.argv)
+    upcycling = Upcycling(layers, mode, moments)
+    # Read first, so that missing data is reported before the work.
+    held_out = held_out_sources(checkpoint, windows=windows) if report else None
+    parent, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)
     if held_out is not None:
-        report = report_upcycling(parent, child, held_out)
-        print(report.table())
-        print(f"The report is in {report.save(RunDirectory(given.output))}")
-    print(
-        f"To train it: the parent's recipe with --dump-folder {given.output} --model.n-layers "
-        f"{given.layers}"
-    )
-    return EXIT_OK
+        comparison = report_upcycling(parent, child, held_out)
+        print(comparison.table())
+        print(f"The report is in {comparison.save(RunDirectory(output))}")
+    print(f"To train it: the parent's recipe with --dump-folder {output} --model.n-layers {layers}")
+
+
+run = command("upcycle", upcycle)

@@ -14,6 +14,7 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_versioned_json, write_json
+from titan_loop.tables import columns
 
 RECIPE_JSON = "recipe.json"
 FORMAT_VERSION = 1
@@ -146,8 +147,7 @@ def read_status(folder: Path) -> list[StageStatus]:
 def status_lines(roots: list[StageStatus]) -> list[str]:
     """Return the tree as text, a stage a line, and what runs next."""
     rows = [row for root in roots for row in _rows(root, "", "")]
-    width = max(len(label) for label, _ in rows)
-    lines = [f"{label:{width}}  {_describe(status)}" for label, status in rows]
+    lines = columns([(label, _describe(status)) for label, status in rows], left=(0, 1))
     left = [status for _, status in rows if status.planned and not status.complete]
     waiting = min(left, key=lambda status: status.position, default=None)
     lines.append(f"next: {waiting.name}" if waiting else "everything is trained")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from titan_loop.slurm.commands import CommandFailedError, show, slurm
 from titan_loop.slurm.record import read_jobs
+from titan_loop.tables import columns
 
 ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
 
@@ -67,11 +68,7 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
     """Return the jobs as the lines of a table."""
     rows = [("stage", "job", "state", "restarts", "elapsed", "nodes", "reason")]
     rows += [(j.stage, j.job, j.state, j.restarts, j.elapsed, j.nodes, j.reason) for j in jobs]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return columns(rows, left=range(len(rows[0])))
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:

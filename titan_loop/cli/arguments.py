@@ -1,0 +1,251 @@
+"""Verbs as plain functions: tyro reads their flags, and a mistake becomes one line.
+
+    verb function (types, defaults, Google docstring)
+      ── command ──▶ run(words) ── tyro.cli ──▶ the function's arguments ──▶ exit code
+                                      └── on_parse_error ──▶ UserError
+
+Positional arguments are annotated `Positional[...]`, everything else is a flag; `Args:` becomes
+`--help`. tyro's hook for mistakes, `tyro._errors.on_parse_error`, is private, hence tyro's exact
+pin; `tests/test_upstream_contract.py` asserts what is used of it.
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin
+
+import tyro
+from tyro import _errors as tyro_errors
+from tyro.conf import (
+    FlagCreatePairsOff,
+    OmitArgPrefixes,
+    Positional,
+    PositionalMetavarFromFieldName,
+    UseAppendAction,
+)
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from titan_loop.errors import EXIT_OK, UserError, nearest
+from titan_loop.tables import columns
+
+Function = TypeVar("Function", bound=Callable[..., int | None])
+Run = Callable[[Sequence[str]], int]
+"""Takes the words after a verb and returns the exit code."""
+
+_HELP = ("-h", "--help")
+_FLAGS = "flags"
+_recipe_first: set[Callable[..., Any]] = set()
+_registry = ConstructorRegistry()
+
+
+def recipe_first(function: Function) -> Function:
+    """Mark a verb whose first word is a recipe; `--help` after it lists the recipe's fields."""
+    _recipe_first.add(function)
+    return function
+
+
+def command(name: str, function: Callable[..., int | None]) -> Run:
+    """Return the `run(words)` of a verb.
+
+    Args:
+        name: Verb as it follows `titan-loop`.
+        function: What the verb does; it returns an exit code, None for success. The text of its
+            docstring and its `Args:` are `--help`. A parameter `flags` receives the words that are
+            not its own, which are flags of a recipe.
+
+    Returns:
+        A function that raises `UserError` for an unknown flag, a wrong value or a missing one, and
+        `SystemExit` with code 0 after `--help` was printed.
+    """
+
+    def run(words: Sequence[str]) -> int:
+        code = bind(name, function, words)()
+        return EXIT_OK if code is None else code
+
+    return run
+
+
+def group(name: str, verbs: Mapping[str, Callable[..., int | None]]) -> Run:
+    """Return the `run(words)` of a command with verbs of its own, such as `checkpoint ls`.
+
+    Args:
+        name: Name of the command.
+        verbs: Verb → function as `command` takes it. Without a verb, or for `--help`, they are
+            listed with the first line of their docstrings.
+    """
+
+    def run(words: Sequence[str]) -> int:
+        verb, *rest = words or ["--help"]
+        if verb in _HELP:
+            print(f"usage: titan-loop {name} VERB [ARGUMENTS]\n\nverbs:")
+            summaries = [
+                (name, (verb.__doc__ or "").splitlines()[0]) for name, verb in verbs.items()
+            ]
+            for line in columns(summaries, left=(0, 1)):
+                print(f"  {line}")
+            print(f"\ntitan-loop {name} VERB --help says more.")
+            return EXIT_OK
+        if verb not in verbs:
+            raise UserError(f"unknown verb '{name} {verb}'{nearest(verb, verbs)}")
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        return command(f"{name} {verb}", verbs[verb])(rest)
+
+    return run
+
+
+def bind(
+    name: str, function: Callable[..., int | None], words: Sequence[str]
+) -> functools.partial[int | None]:
+    """Return `function` with the arguments that `words` give it; `command` says what it raises."""
+    signature = inspect.signature(function)
+    passes_on = _FLAGS in signature.parameters
+    add_help = True
+    if function in _recipe_first:
+        words = words or ["--help"]
+        add_help = words[0] in _HELP
+        if not add_help and words[0].startswith("-"):
+            raise UserError(f"{name}: the recipe comes first, before {words[0]}")
+    parameters = [p for p in signature.parameters.values() if p.name != _FLAGS]
+
+    def bound(*positional: Any, **named: Any) -> Callable[..., int | None]:
+        return functools.partial(function, *positional, **named)
+
+    vars(bound)["__signature__"] = signature.replace(parameters=parameters)
+    bound.__annotations__ = {p.name: p.annotation for p in parameters}
+    # tyro would keep the line breaks within an entry of `Args:`.
+    bound.__doc__ = re.sub(r"\n {8}(?=\S)", " ", inspect.getdoc(function) or "")
+    flags = list(_flags(parameters))
+    with one_line_errors(flags, name):
+        call, rest = tyro.cli(
+            bound,
+            args=list(words),
+            prog=f"titan-loop {name}",
+            config=(FlagCreatePairsOff, PositionalMetavarFromFieldName, OmitArgPrefixes),
+            registry=_registry,
+            add_help=add_help,
+            return_unknown_args=True,
+        )
+    if rest and not passes_on:
+        raise UserError(f"{name}: {unknown(rest, flags)}")
+    return functools.partial(call, **({_FLAGS: rest} if passes_on else {}))
+
+
+def one_line_errors(
+    flags: Iterable[str], name: str = ""
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which tyro's complaints are raised as `UserError`s of one line.
+
+    Args:
+        flags: Flags to suggest for an unknown one.
+        name: Verb to name, if any.
+    """
+
+    def complain(event: tyro_errors.ParseErrorEvent) -> None:
+        what = _describe(event, list(flags))
+        if what is None:  # tyro prints its own page and ends with the same exit code
+            return
+        raise UserError(f"{name}: {what}; see titan-loop {name} --help" if name else what)
+
+    return tyro_errors.on_parse_error(complain)
+
+
+def unknown(words: Sequence[str], flags: Iterable[str], choices: Iterable[str] = ()) -> str:
+    """Say what is wrong with words that belong to no flag or argument.
+
+    Args:
+        words: The words left over.
+        flags: All flags there are.
+        choices: All choices there are, such as `activation-checkpoint:full`.
+    """
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    if not word.startswith("-"):
+        return f"unknown argument {word}{nearest(word, choices)}"
+    known = set(flags)
+    if word.replace("_", "-") in known:
+        return f"{word} stands after a choice such as activation-checkpoint:full; put it before"
+    return f"unknown flag {word}{nearest(word.replace('_', '-'), known)}"
+
+
+def _describe(event: tyro_errors.ParseErrorEvent, flags: Sequence[str]) -> str | None:
+    """Return what is wrong in one line; None for an event without a wording here."""
+    match event:
+        case tyro_errors.MissingArgs():
+            if any(word.startswith("--") for word in event.unrecognized_tokens):
+                return unknown(event.unrecognized_tokens, flags)
+            missing = (_name(argument.arg) for argument in event.missing_arguments)
+            return f"required: {', '.join(missing)}"
+        case tyro_errors.BadValue():
+            return f"{_name(event.argument)} needs a value"
+        case tyro_errors.InvalidChoice():
+            choices = ", ".join(event.choices)
+            return f"{_name(event.argument)} {event.value} is not one of {choices}"
+        case tyro_errors.InstantiationFailure(message=message, argument=argument):
+            line = " ".join(message.split()).rstrip(".")
+            if argument is None:
+                return line
+            name, metavar = _name(argument), argument.lowered.metavar
+            expected = "" if argument.is_positional() else f"; expected {name} {metavar}"
+            return f"{name}: {line}{expected}"
+        case _:
+            return None
+
+
+def _name(argument: Any) -> str:
+    """Return the flag of an argument as tyro has it, or the name of a positional one."""
+    if argument.is_positional():
+        return str(argument.lowered.metavar).strip("[]")
+    return argument.lowered.name_or_flags[0]
+
+
+def _flags(parameters: Iterable[inspect.Parameter]) -> Iterator[str]:
+    """Yield the flags of a verb, including those of dataclasses among its parameters."""
+    for parameter in parameters:
+        kinds = {parameter.name: parameter.annotation}
+        if is_dataclass(parameter.annotation):
+            kinds = {field.name: field.type for field in fields(parameter.annotation)}
+        for name, kind in kinds.items():
+            if Positional not in getattr(kind, "__metadata__", ()):
+                yield f"--{name.replace('_', '-')}"
+
+
+@_registry.primitive_rule
+def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Read `int | None` as an int: None is what a flag is without being given."""
+    kinds = [kind for kind in get_args(info.type) if kind is not type(None)]
+    if len(kinds) != 1 or type(None) not in get_args(info.type):
+        return None
+    (kind,) = kinds
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda words: kind(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+@_registry.primitive_rule
+def _one_or_more(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Read `tuple[int, ...]` as one or more values; tyro would accept none, too."""
+    if get_origin(info.type) is not tuple or get_args(info.type)[1:] != (...,):
+        return None
+    if UseAppendAction in info.markers:
+        return None  # a value for each time the flag is given
+    kind = get_args(info.type)[0]
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        if not words:
+            raise ValueError("at least one value is needed")
+        return tuple(map(kind, words))
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"{kind.__name__.upper()} ...",
+        instance_from_str=read,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [str(entry) for entry in value] or ["none"],
+    )

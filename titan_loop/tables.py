@@ -1,0 +1,21 @@
+"""Aligned columns for the terminal: the one table printer."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+
+def columns(rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+    """Return one line per row, with two spaces between columns as wide as their widest cell.
+
+    Args:
+        rows: Cells, the same number in every row.
+        left: Indices of the columns aligned to the left; the others are aligned to the right.
+    """
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
