@@ -141,7 +141,7 @@ def test_everything_is_on_one_page_that_loads_nothing(family: tuple[Path, Path])
     assert "it <needs> the network" in shown
     assert {image.name for image in (child / "plots").iterdir()} == {
         "loss_per_step.png", "exit_pmf.png", "exit_entropy.png", "mixture.png", "throughput.png",
-        "bits_per_byte.png", "task_depths.png", "frontier.png", "stages.png",
+        "bits_per_byte.png", "task_depths.png", "frontier.png", "stages.png", "held_out.png",
     }  # fmt: skip
 
 
