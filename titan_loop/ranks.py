@@ -1,7 +1,12 @@
-"""One rank looks, all ranks know: what is read from disk once and told to the others."""
+"""Agreement between ranks: what one of them finds out, or fails at, all of them know.
+
+A rank that raises while its peers wait in a collective leaves them hanging. Everything here is
+collective over a group, whose ranks all call it, and every rank leaves it in the same way: with the
+answer, or with the exception of the rank that failed. A group of None is this process alone.
+"""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -10,29 +15,96 @@ from titan_loop.errors import UserError
 T = TypeVar("T")
 
 
+class Failure(NamedTuple):
+    """The exception of one rank.
+
+    On other ranks it is the same `UserError` or `OSError`, and a description of anything else,
+    which might not survive the journey.
+    """
+
+    rank: int
+    error: Exception
+
+
+def all_ranks() -> dist.ProcessGroup | None:
+    """Return the group of all ranks; None if this process has not joined one."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def from_rank_zero(group: dist.ProcessGroup | None, look: Callable[[], T]) -> T:
     """Let rank 0 look; every rank returns what it saw, or raises what it raised.
 
     Args:
-        group: All ranks of it call this; None looks alone.
-        look: Returns something picklable; what it raises reaches all ranks, `OSError` and
-            `UserError` as they are.
+        group: The ranks.
+        look: Returns something that can be pickled.
     """
     if group is None:
         return look()
     found: list[Any] = [None, None]
+    own: Exception | None = None
     if dist.get_rank(group) == 0:
         try:
             found[0] = look()
-        except Exception as error:
-            # Whatever it is: the others must not wait for a rank that has left.
-            found[1] = error if isinstance(error, (OSError, UserError)) else _described(error)
+        except Exception as error:  # whatever it is: the others must not wait for this rank
+            own, found[1] = error, _portable(error, 0)
     dist.broadcast_object_list(found, src=0, group=group)
     if found[1] is not None:
-        raise found[1]
+        raise own or found[1]
     return found[0]
 
 
-def _described(error: Exception) -> RuntimeError:
+def on_rank_zero(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T | None:
+    """Let rank 0 act; its result, such as a lock, stays there, and other ranks return None.
+
+    What it raises, every rank raises.
+    """
+    results: list[T] = []
+    from_rank_zero(group, lambda: results.append(act()))
+    return results[0] if results else None
+
+
+def try_on_all(
+    group: dist.ProcessGroup | None, work: Callable[[], T]
+) -> tuple[list[T], Failure | None]:
+    """Let every rank work; return all results in the order of ranks, or the first failure.
+
+    Args:
+        group: The ranks.
+        work: Returns something that can be pickled.
+
+    Returns:
+        The results and None, or an empty list and the failure of the lowest rank that failed.
+    """
+    rank = 0 if group is None else dist.get_rank(group)
+    mine: tuple[Any, Failure | None]
+    try:
+        mine = work(), None
+    except Exception as error:
+        mine = None, Failure(rank, error)
+    gathered = [mine]
+    if group is not None:
+        result, failed = mine
+        portable = (result, failed and Failure(rank, _portable(failed.error, rank)))
+        gathered = [portable] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, portable, group=group)
+        gathered[rank] = mine
+    failure = next((failure for _, failure in gathered if failure is not None), None)
+    results: list[Any] = [] if failure else [result for result, _ in gathered]
+    return results, failure
+
+
+def from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+    """Let every rank work; return all results in the order of ranks, or raise the first failure."""
+    if group is None:
+        return [work()]
+    results, failure = try_on_all(group, work)
+    if failure is not None:
+        raise failure.error
+    return results
+
+
+def _portable(error: Exception, rank: int) -> Exception:
     """Return an exception that can be pickled."""
-    return RuntimeError(f"on rank 0: {type(error).__name__}: {error}")
+    if isinstance(error, (OSError, UserError)):
+        return error
+    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")

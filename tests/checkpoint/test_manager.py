@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.checkpoint import manager, saving
-from titan_loop.checkpoint.lock import LOCK
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.retention import add_tag, committed_steps
 from titan_loop.errors import UserError
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
@@ -254,8 +253,8 @@ def test_the_manifest_carries_lineage(source, tmp_path):
 _HOLDER = """
 import sys
 from pathlib import Path
-from titan_loop.checkpoint.lock import lock_run
-lock = lock_run(Path(sys.argv[1]))
+from titan_loop.runs.run_directory import RunDirectory
+lock = RunDirectory(sys.argv[1]).lock()
 print("held", flush=True)
 sys.stdin.read()
 """

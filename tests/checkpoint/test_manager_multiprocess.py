@@ -11,7 +11,6 @@ from torch import nn
 from torchtitan.components.checkpointer.base import TRAIN_STATE
 
 from titan_loop.checkpoint import saving
-from titan_loop.checkpoint.lock import claim_run
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
@@ -174,29 +173,3 @@ def test_if_none_is_whole_every_rank_says_so(gloo_pool, tmp_path):
     for message in gloo_pool(2).run(refuse_everywhere, tmp_path, timeout=60):
         assert "is usable" in message
         assert "__0_0.distcp is missing" in message
-
-
-def claim(folder: Path) -> tuple[bool, bool]:
-    lock = claim_run(folder)
-    holds = lock is not None
-    if lock is not None:
-        lock.release()
-    return holds, (folder / "run.lock").exists()
-
-
-def test_rank_zero_holds_the_lock_for_all(gloo_pool, tmp_path):
-    assert gloo_pool(2).run(claim, tmp_path, timeout=60) == [(True, True), (False, True)]
-
-
-def claim_a_file(folder: Path) -> str:
-    try:
-        claim_run(folder)
-    except UserError as error:
-        return str(error)
-    return "claimed"
-
-
-def test_what_rank_zero_cannot_claim_every_rank_refuses(gloo_pool, tmp_path):
-    (tmp_path / "run").write_text("a file")
-    for message in gloo_pool(2).run(claim_a_file, tmp_path / "run", timeout=60):
-        assert "cannot be written" in message

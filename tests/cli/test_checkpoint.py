@@ -203,8 +203,8 @@ def test_rm_deletes_nothing_but_checkpoints(checkpoints, call, tmp_path):
 
 def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):
     program = (
-        "import sys; from pathlib import Path; from titan_loop.checkpoint.lock import lock_run\n"
-        "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        "import sys; from titan_loop.runs.run_directory import RunDirectory\n"
+        "lock = RunDirectory(sys.argv[1]).lock(); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(checkpoints.parent)],

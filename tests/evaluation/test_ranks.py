@@ -53,4 +53,4 @@ def work_and_fail(kind: str) -> str:
 def test_an_error_on_one_rank_reaches_all(gloo_pool):
     assert gloo_pool(2).run(work_and_fail, "user") == ["UserError: wrong"] * 2
     ours, theirs = gloo_pool(2).run(work_and_fail, "defect")
-    assert (ours, theirs) == ("RuntimeError: rank 1: broken", "ValueError: broken")
+    assert (ours, theirs) == ("RuntimeError: rank 1: ValueError: broken", "ValueError: broken")

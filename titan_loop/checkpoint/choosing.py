@@ -11,7 +11,7 @@ from titan_loop.checkpoint.files import find_damage
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps, step_folder, unfinished_steps
 from titan_loop.errors import UserError
-from titan_loop.ranks import from_rank_zero
+from titan_loop.ranks import from_all_ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +72,10 @@ def inspect(
         return manifest, reason
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     share = dict(sorted(manifest["files"].items())[rank::world])
-    damage: list[str] = []
-    unreadable: UserError | None = None
-    try:
-        damage = find_damage(checkpoint, share, hashes=look_at == "hashes")
-    except UserError as error:
-        unreadable = error
-    if group is not None:
-        parts: list[Any] = [None] * world
-        dist.all_gather_object(parts, (damage, unreadable), group=group)
-        damage = [phrase for part, _ in parts for phrase in part]
-        unreadable = next((error for _, error in parts if error is not None), None)
-    if unreadable is not None:
-        raise unreadable
+    parts = from_all_ranks(
+        group, lambda: find_damage(checkpoint, share, hashes=look_at == "hashes")
+    )
+    damage = [phrase for part in parts for phrase in part]
     return (None, "; ".join(damage)) if damage else (manifest, "")
 
 

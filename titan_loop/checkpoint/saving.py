@@ -24,6 +24,7 @@ from titan_loop.checkpoint.dcp_errors import root_cause
 from titan_loop.checkpoint.files import FileRecord, file_records, rank_files
 from titan_loop.checkpoint.manifest import Reference, write_manifest
 from titan_loop.checkpoint.retention import discard
+from titan_loop.ranks import try_on_all
 
 logger = logging.getLogger(__name__)
 
@@ -99,55 +100,38 @@ def _attempt(
 ) -> tuple[Reference | None, str | None]:
     """Try once; return rank 0's reference, and on every rank what went wrong on one of them."""
     rank = dist.get_rank(group)
-    records: dict[str, FileRecord] = {}
-    gathered: list[dict[str, FileRecord]] = [{} for _ in range(dist.get_world_size(group))]
     tensors: dict[str, Any] = {}
-    committed: list[Reference] = []
 
-    def write() -> None:
-        save(tensors, checkpoint_id=str(checkpoint), process_group=group)
-        records.update(file_records(checkpoint, rank_files(checkpoint, rank)))
+    def write() -> dict[str, FileRecord]:
+        try:
+            save(tensors, checkpoint_id=str(checkpoint), process_group=group)
+        except CheckpointException as error:
+            raise root_cause(error) from error
+        return file_records(checkpoint, rank_files(checkpoint, rank))
 
-    def commit() -> None:
-        files = {name: record for part in gathered for name, record in part.items()}
-        committed.append(write_manifest(checkpoint, {**content, "files": files}))
+    def commit(records: list[dict[str, FileRecord]]) -> Reference | None:
+        if rank != 0:
+            return None
+        files = {name: record for part in records for name, record in part.items()}
+        return write_manifest(checkpoint, {**content, "files": files})
 
+    committed: list[Reference | None] = [None]
     # A killed save, or an older attempt at this step, may have left files of another world size.
-    reason = _agree(group, lambda: discard(checkpoint), on_rank_zero_only=True)
-    if reason is None:
+    _, failure = try_on_all(group, lambda: discard(checkpoint) if rank == 0 else None)
+    if failure is None:
         # Before DCP's own collectives: a rank that fails here must not leave the others in them.
-        reason = _agree(group, lambda: tensors.update(state_dict()))
-    if reason is None:
-        reason = _agree(group, write)
-    if reason is None:
-        dist.all_gather_object(gathered, records, group=group)
-        reason = _agree(group, commit, on_rank_zero_only=True)
-    if reason is not None and rank == 0:
+        _, failure = try_on_all(group, lambda: tensors.update(state_dict()))
+    if failure is None:
+        records, failure = try_on_all(group, write)
+        if failure is None:
+            committed, failure = try_on_all(group, lambda: commit(records))
+    if failure is None:
+        return committed[rank], None
+    logger.debug("Saving failed", exc_info=failure.error)
+    if rank == 0:
         try:
             discard(checkpoint)  # half a checkpoint only takes up the space the next one needs
         except OSError as error:
             logger.warning("%s could not be cleaned up: %s", checkpoint, error)
-    return (committed[0] if committed else None), reason
-
-
-def _agree(
-    group: dist.ProcessGroup, action: Callable[[], None], *, on_rank_zero_only: bool = False
-) -> str | None:
-    """Run `action`; return on every rank the first failure of any of them, or None.
-
-    Any exception counts: whatever keeps a checkpoint from being written, training is worth more.
-    """
-    rank = dist.get_rank(group)
-    failure = None
-    try:
-        if rank == 0 or not on_rank_zero_only:
-            action()
-    except (Exception, CheckpointException) as error:  # DCP's is not an Exception
-        cause = root_cause(error)
-        if not isinstance(cause, Exception):
-            raise cause from error  # someone pressed Ctrl-C
-        logger.debug("A step of saving failed", exc_info=True)
-        failure = f"{type(cause).__name__}: {cause} (rank {rank})".replace("\n", " ")
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    return next((reason for reason in failures if reason is not None), None)
+    cause = f"{type(failure.error).__name__}: {failure.error} (rank {failure.rank})"
+    return None, cause.replace("\n", " ")

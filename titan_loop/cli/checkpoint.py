@@ -113,8 +113,8 @@ def rm(checkpoints: Positional[tuple[Path, ...]], *, force: bool = False) -> Non
         force: Delete these, too.
     """
     from titan_loop.checkpoint.listing import look_at, why_not_delete
-    from titan_loop.checkpoint.lock import LOCK, lock_run
     from titan_loop.checkpoint.retention import discard
+    from titan_loop.runs.run_directory import LOCK, RunDirectory
 
     with contextlib.ExitStack() as locks:
         locked: set[Path] = set()
@@ -122,7 +122,7 @@ def rm(checkpoints: Positional[tuple[Path, ...]], *, force: bool = False) -> Non
             run = path.absolute().parent.parent
             if not look_at(path).committed and run not in locked and (run / LOCK).exists():
                 # Refuses if a job may be writing this one now, and keeps one from beginning to.
-                locks.enter_context(lock_run(run))
+                locks.enter_context(RunDirectory(run).lock())
                 locked.add(run)
             reasons = [] if force else why_not_delete(path, keep_every=_keep_every(run))
             if reasons:

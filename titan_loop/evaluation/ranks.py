@@ -12,7 +12,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
 
-from titan_loop.errors import UserError
+from titan_loop.ranks import all_ranks, from_all_ranks
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -51,24 +51,8 @@ def share_work(
             it is.
     """
     rank, world_size = join_ranks()
-    if world_size == 1:
-        return work(items)
-    mine: list[Result] = []
-    failure: Exception | None = None
-    try:
-        mine = work(items[rank::world_size])
-    except Exception as error:
-        failure = error
-    said = None if failure is None else (isinstance(failure, UserError), str(failure))
-    gathered: list = [None] * world_size
-    dist.all_gather_object(gathered, (mine, said))
-    if failure is not None:
-        raise failure
-    for other, (_, problem) in enumerate(gathered):
-        if problem is not None:
-            is_users, text = problem
-            raise UserError(text) if is_users else RuntimeError(f"rank {other}: {text}")
+    parts = from_all_ranks(all_ranks(), lambda: work(items[rank::world_size]))
     results: list = [None] * len(items)
-    for other, (part, _) in enumerate(gathered):
+    for other, part in enumerate(parts):
         results[other::world_size] = part
     return results

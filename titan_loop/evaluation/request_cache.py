@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from titan_loop.evaluation.ranks import join_ranks
-from titan_loop.ranks import from_rank_zero
+from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 
@@ -34,11 +32,11 @@ class RequestCache:
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        rank, world_size = join_ranks()
+        rank, _ = join_ranks()
         self._writes = rank == 0
         self._path = folder / f"{digest(identity)}.jsonl"
         self._known: dict[str, Any] = from_rank_zero(
-            dist.group.WORLD if world_size > 1 else None,
+            all_ranks(),
             lambda: {record["key"]: record["value"] for record in read_jsonl(self._path)},
         )
 

@@ -16,12 +16,10 @@
 import fcntl
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, NamedTuple
-
-import torch.distributed as dist
+from typing import IO, Any, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.errors import UserError
@@ -31,12 +29,14 @@ from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
-from titan_loop.ranks import from_rank_zero
+from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class _Waiting(NamedTuple):
@@ -99,9 +99,10 @@ class Watcher:
         logger.info("%s: nothing left to evaluate (%d now)", self._run.path, evaluated)
         return evaluated
 
-    def _agreed(self, look: Any) -> Any:
+    def _agreed(self, look: Callable[[], T]) -> T:
         """Let rank 0 look for all."""
-        return from_rank_zero(dist.group.WORLD if join_ranks()[1] > 1 else None, look)
+        join_ranks()
+        return from_rank_zero(all_ranks(), look)
 
     def _choose(self) -> _Waiting | None:
         """Claim the oldest checkpoint that waits and that no other watcher is at; on rank 0."""

@@ -8,7 +8,7 @@ Format version 1:
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
     held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
-    run.lock         held by the job that trains here (`titan_loop.checkpoint.lock`)
+    run.lock         held by rank 0 of the job that trains here
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
     compile_cache/   what was compiled, for the next start; of a recipe with stages, beside them
@@ -31,6 +31,7 @@ from typing import Any
 import titan_loop
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.errors import UserError
+from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
     finite_or_null,
     read_jsonl,
@@ -40,6 +41,7 @@ from titan_loop.storage.json_files import (
 
 FORMAT_VERSION = 1
 COMPILE_CACHE = "compile_cache"
+LOCK = "run.lock"
 
 
 class RunDirectory:
@@ -154,6 +156,14 @@ class RunDirectory:
                 "you can write to"
             ) from error
         return record
+
+    def lock(self) -> FolderLock:
+        """Keep other jobs from training here; the folder is created if it is missing.
+
+        Raises:
+            UserError: Another process holds it, or the folder cannot be written.
+        """
+        return FolderLock(self.path, LOCK, called=f"dump_folder={self.path}", user="run")
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
         """Add `startup_seconds` to this start in `run.json`; on rank 0, after `create_or_open`.

@@ -5,7 +5,6 @@ Everything a user can get wrong is checked before a process group or a device is
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_OK, UserError, raise_first
-from titan_loop.ranks import from_rank_zero
+from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import RunConfig
@@ -27,8 +26,6 @@ from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
-
-T = TypeVar("T")
 
 
 def run_training(
@@ -71,7 +68,7 @@ def run_training(
     run_directory = RunDirectory(config.dump_folder)
     raise_first(folder_refusals(run_directory.path))
     _require_readable(run_directory)
-    if not _agreed(lambda: check_resumable(run)):
+    if not from_rank_zero(all_ranks(), lambda: check_resumable(run)):
         logger.info("Nothing left to train in %s", config.dump_folder)
         return EXIT_OK
     structured_logger.init_structured_logger(
@@ -87,7 +84,10 @@ def run_training(
     trainer.callbacks += callbacks
     try:
         started_by = sys.argv if command is None else command
-        _agreed(lambda: run_directory.create_or_open(started_by, config=run.config.to_dict()))
+        recorded = run.config.to_dict()
+        from_rank_zero(
+            all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
+        )
         startup.mark("build")
         trainer.train()
     finally:
@@ -110,11 +110,6 @@ def _callbacks(
                 "titan_loop.evaluation.while_training.evaluations, or set it to 0"
             )
     return ()
-
-
-def _agreed(look: Callable[[], T]) -> T:
-    """Let rank 0 answer for all where ranks can already talk; before that each one asks."""
-    return from_rank_zero(dist.group.WORLD if dist.is_initialized() else None, look)
 
 
 def shutdown() -> None:

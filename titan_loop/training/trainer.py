@@ -31,14 +31,14 @@ from torchtitan.trainer import Trainer
 
 from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.carry import check_parent
-from titan_loop.checkpoint.lock import claim_run
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.runs.run_directory import library_versions
+from titan_loop.ranks import all_ranks, on_rank_zero
+from titan_loop.runs.run_directory import RunDirectory, library_versions
 from titan_loop.training.batch_schedule import plan_steps
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
@@ -378,7 +378,7 @@ class LoopTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """Join the process group, then claim the run directory for this job."""
         parallel_dims = super().init_distributed()
-        self.run_lock = claim_run(Path(self.config.dump_folder))
+        self.run_lock = on_rank_zero(all_ranks(), RunDirectory(self.config.dump_folder).lock)
         return parallel_dims
 
     def close(self) -> None:

@@ -1,0 +1,99 @@
+"""Every rank leaves an agreement in the same way: with the answer, or with what one rank raised."""
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_loop.errors import UserError
+from titan_loop.ranks import (
+    all_ranks,
+    from_all_ranks,
+    from_rank_zero,
+    on_rank_zero,
+    try_on_all,
+)
+from titan_loop.runs.run_directory import RunDirectory
+
+
+def test_alone_nothing_is_asked_of_others():
+    assert all_ranks() is None
+    assert from_rank_zero(None, lambda: 3) == 3
+    assert on_rank_zero(None, lambda: 3) == 3
+    assert from_all_ranks(None, lambda: 3) == [3]
+    results, failure = try_on_all(None, lambda: 1 / 0)
+    assert results == []
+    assert failure is not None
+    assert isinstance(failure.error, ZeroDivisionError)
+
+
+def said(call) -> str:
+    try:
+        return repr(call())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fail_on(rank: int, error: Exception) -> int:
+    if dist.get_rank() == rank:
+        raise error
+    return dist.get_rank()
+
+
+def answers() -> list[str]:
+    group = all_ranks()
+    return [
+        said(lambda: from_rank_zero(group, dist.get_rank)),
+        said(lambda: on_rank_zero(group, lambda: "kept")),
+        said(lambda: from_all_ranks(group, dist.get_rank)),
+        said(lambda: from_rank_zero(group, lambda: fail_on(0, UserError("wrong")))),
+        said(lambda: from_rank_zero(group, lambda: fail_on(0, ValueError("broken")))),
+        said(lambda: from_all_ranks(group, lambda: fail_on(1, OSError("full")))),
+        said(lambda: from_all_ranks(group, lambda: fail_on(1, ValueError("broken")))),
+        said(lambda: from_all_ranks(group, dist.get_rank)),  # nobody is left behind
+    ]
+
+
+@pytest.mark.multiprocess
+def test_ranks_agree(gloo_pool):
+    first, second = gloo_pool(2).run(answers, timeout=60)
+    assert first == [
+        "0",
+        "'kept'",
+        "[0, 1]",
+        "UserError: wrong",
+        "ValueError: broken",
+        "OSError: full",
+        "RuntimeError: rank 1: ValueError: broken",
+        "[0, 1]",
+    ]
+    assert second == [
+        "0",
+        "None",
+        "[0, 1]",
+        "UserError: wrong",
+        "RuntimeError: rank 0: ValueError: broken",
+        "OSError: full",
+        "ValueError: broken",
+        "[0, 1]",
+    ]
+
+
+def claim(folder: Path) -> tuple[bool, bool]:
+    lock = on_rank_zero(all_ranks(), RunDirectory(folder).lock)
+    holds = lock is not None
+    if lock is not None:
+        lock.release()
+    return holds, (folder / "run.lock").exists()
+
+
+@pytest.mark.multiprocess
+def test_rank_zero_holds_the_lock_of_a_run_for_all(gloo_pool, tmp_path):
+    assert gloo_pool(2).run(claim, tmp_path, timeout=60) == [(True, True), (False, True)]
+    (tmp_path / "run").write_text("a file")
+    for message in gloo_pool(2).run(refusal_to_claim, tmp_path / "run", timeout=60):
+        assert "cannot be written" in message
+
+
+def refusal_to_claim(folder: Path) -> str:
+    return said(lambda: on_rank_zero(all_ranks(), RunDirectory(folder).lock))
