@@ -60,7 +60,7 @@ def definition(
     entropy_weight: float,
     eta: float | None = None,
 ) -> Tensor:
-    """Σ_r p_r CE_r − β H(p), or + β KL(p ‖ π), token by token with all logits."""
+    """Σ_r p_r CE_r − β H(p), or + β (KL(p ‖ π) − log R), token by token with all logits."""
     steps = len(pred.hidden_RBLD)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for b in range(labels.shape[0]):
@@ -76,11 +76,11 @@ def definition(
                 survival = survival * (1 - rate)
                 logits = head_weight @ pred.hidden_RBLD[r][b, position]
                 ce = -F.log_softmax(logits, dim=0)[label]
-                prior = 1.0
+                prior = 1 / steps
                 if eta is not None:
                     masses = [(1 - eta) ** j for j in range(steps)]
                     prior = masses[r] / sum(masses)
-                total = total + p * ce + entropy_weight * p * (p.log() - math.log(prior))
+                total = total + p * ce + entropy_weight * p * (p.log() - math.log(steps * prior))
     return total / count
 
 
@@ -114,15 +114,14 @@ def test_loss_and_every_gradient_equal_the_definition(eta: float | None, steps: 
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_entropy_form_is_the_uniform_kl_form_less_beta_log_r():
+def test_losses_of_all_priors_are_logged_in_one_form():
     head = build_head()
     pred, labels = draw_batch()
     entropy_form, _ = build_loss(head)(pred, labels, valid_tokens(labels))
     # η → 0 makes the geometric prior uniform.
     nearly_uniform = ExpectedExitLoss.Config(prior="geometric", geometric_eta=1e-9)
     kl_form, _ = build_loss(head, nearly_uniform)(pred, labels, valid_tokens(labels))
-    shift = ENTROPY_WEIGHT * math.log(STEPS)
-    torch.testing.assert_close(entropy_form, kl_form - shift, rtol=0, atol=1e-7)
+    torch.testing.assert_close(entropy_form, kl_form, rtol=0, atol=1e-7)
     inputs = parameters(pred, head)
     for one, other in zip(
         torch.autograd.grad(entropy_form, inputs), torch.autograd.grad(kl_form, inputs), strict=True
@@ -254,6 +253,7 @@ def test_compiling_the_loss_warns_that_it_has_no_effect(caplog: pytest.LogCaptur
         ([0.25, 0.25, 0.25, 0.25], 1.386, None),
         ([0.0004, 0.0855, 0.3793, 0.5348], 0.916, None),  # Ouro's own mean distribution
         ([0.0, 0.004, 0.0, 0.996], 0.02, "recurrent step 4 of 4 takes 99.60%"),
+        ([0.995, 0.005], 0.0315, "recurrent step 1 of 2 takes 99.50%"),
         ([0.5, 0.0, 0.0, 0.5], 0.001, "entropy is 0.07% of log 4"),  # per token all or nothing
         ([1.0], 0.0, None),
         ([], None, None),

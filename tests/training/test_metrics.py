@@ -65,7 +65,6 @@ RECORD = StepRecord(
         "exit/entropy_nats": 0.69,
         "exit/mean_step": 1.5,
     },
-    flops_per_token=1_000_000,
 )
 
 
@@ -113,15 +112,19 @@ def test_rates_count_global_tokens_and_not_paused_time(
     processor = build(tmp_path, device_peak_flops=1e10)
     processor.start(step=5, tokens=10_000, total_steps=200)
     clock.now += 4
+    for flops in (1e9, 2e9, 0.5e9, 0.5e9):  # R falls
+        processor.count_flops(flops)
     with processor.paused():
         clock.now += 50
     with caplog.at_level(logging.INFO):
         written = processor.log_step(replace(RECORD, step=9, tokens=14_000))
     assert written["tokens_per_second"] == pytest.approx(1000)
-    assert written["mfu"] == pytest.approx(1000 * 1e6 / 1e10)
+    assert written["mfu"] == pytest.approx(4e9 / 4 / 1e10)
     assert "ETA 3m11s" in caplog.text  # 191 steps at one second each
     clock.now += 2
-    assert processor.log_step(replace(RECORD, step=10, tokens=15_000))["tokens_per_second"] == 500
+    processor.count_flops(1e9)
+    written = processor.log_step(replace(RECORD, step=10, tokens=15_000))
+    assert (written["tokens_per_second"], written["mfu"]) == (500, 1e9 / 2 / 1e10)
 
 
 def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -222,6 +225,12 @@ def test_peak_flops_only_for_known_devices(monkeypatch: pytest.MonkeyPatch):
     assert metrics.known_peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert metrics.known_peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     assert metrics.known_peak_flops("NVIDIA GeForce RTX 4090") is None
+    for name, fp32 in {
+        "NVIDIA H100 80GB HBM3": 67e12,
+        "NVIDIA A100-SXM4-80GB": 19.5e12,
+        "NVIDIA GeForce RTX 4090": None,
+    }.items():
+        assert metrics.known_peak_flops(name, "float32") == fp32
     monkeypatch.setattr(titan_utils, "get_peak_flops", lambda device_name: float("nan"))
     assert metrics.known_peak_flops("CPU") is None
 

@@ -15,6 +15,7 @@ import pytest
 import titan_loop.compat as compat
 import torch
 
+from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import NonFiniteError, UserError
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
@@ -64,6 +65,48 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
 
 
+def test_mfu_counts_every_step_at_its_own_r(source, tmp_path):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.metrics.log_freq = STEPS
+    config.metrics.device_peak_flops = 1e12
+    run_training(config, command=["test"])
+    _, record = RunDirectory(tmp_path / "run").read_metrics()  # steps 1 and 6
+    model = resolve(config, 1).model
+    flops = [model.training_flops(config.training.seq_len, r).total for r in (4, 4, 2, 2, 2)]
+    seconds = 5 * BATCH_TOKENS / record["tokens_per_second"]
+    assert record["mfu"] == pytest.approx(sum(flops) * BATCH_TOKENS / seconds / 1e12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "drawn"),
+    [
+        ({}, 4, {"mean_steps": 4.0, "min_steps": 1, "max_steps": None}),  # step 3 has R = 2
+        ({"max_steps": 3}, 3, {"mean_steps": 4.0, "min_steps": 1, "max_steps": 3}),
+        ({"min_steps": 5}, 5, {"mean_steps": 4.0, "min_steps": 5, "max_steps": None}),
+        (
+            {"poisson": True, "max_steps": 9},
+            4,
+            {"mean_steps": 4.0, "min_steps": 1, "max_steps": 9},
+        ),
+    ],
+)
+def test_a_checkpoint_records_the_r_that_was_trained(source, tmp_path, changes, depth, drawn):
+    config = tiny_config(source, tmp_path / "run", steps=4)
+    config.training.steps = 2
+    for name, value in changes.items():
+        setattr(config.recurrence, name, value)
+    run_training(config, command=["test"])
+    state = read_manifest(RunDirectory(tmp_path / "run").checkpoint(2))["trainer"]
+    assert state["recurrent_steps"] == depth
+    last = RunDirectory(tmp_path / "run").read_metrics()[-1]["recurrent_steps"]
+    assert state["recurrence"] == {"last_steps": last, **drawn}
+
+
+def test_a_folder_that_lets_nobody_write_is_one_line(source):
+    with pytest.raises(UserError, match=r"dump_folder=/proc/x cannot be written \(No such file"):
+        run_training(tiny_config(source, Path("/proc/x")), command=["test"])
+
+
 def test_the_local_batch_does_not_change_the_loss(source, tmp_path):
     """Accumulating 4 micro-batches of 2 windows equals one micro-batch of 8, and 8 of 1."""
     results = []
@@ -100,20 +143,23 @@ def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
 
 
 def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
-    def config(steps: int) -> LoopTrainer.Config:
-        result = tiny_config(source, tmp_path / "run", steps=STEPS)
+    def config(run: str, steps: int) -> LoopTrainer.Config:
+        result = tiny_config(source, tmp_path / run, steps=STEPS + 2)
         result.recurrence.poisson = True
         result.recurrence.max_steps = 5
         result.training.steps = steps
         return result
 
-    run_training(config(4), command=["test"])
-    first = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
-    run_training(config(0), command=["test"])
-    again = [r["recurrent_steps"] for r in RunDirectory(tmp_path / "run").read_metrics()]
-    assert again[:4] == first
-    assert len(set(again)) > 1
-    assert max(again) <= 5
+    for run, limits in (("whole", [0]), ("broken", [4, 0])):
+        for limit in limits:
+            run_training(config(run, limit), command=["test"])
+    whole, broken = (
+        [r["recurrent_steps"] for r in RunDirectory(tmp_path / run).read_metrics()]
+        for run in ("whole", "broken")
+    )
+    assert broken == whole
+    assert len(set(whole[4:])) > 1  # steps after the restart, whose draws differ
+    assert max(whole) <= 5
 
 
 def _train_alone(source: Path, run: Path, async_mode: str) -> None:

@@ -63,11 +63,11 @@ def expected_loss(
 ) -> ExpectedLoss:
     """Return the entropy-regularised loss expected over exit steps.
 
-        L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]               uniform prior (geometric_eta is None)
-        L = 1/N Σ_i [ Σ_r p_r CE_r + β KL(p ‖ π) ]          geometric prior
+        L = 1/N Σ_i [ Σ_r p_r CE_r − β H(p) ]                   uniform prior (no geometric_eta)
+        L = 1/N Σ_i [ Σ_r p_r CE_r + β (KL(p ‖ π) − log R) ]    geometric prior
 
-    over the valid tokens i. With π uniform, KL(p ‖ π) = log R − H(p): both lines then have the same
-    gradients and differ by the constant β log R (times this call's share of the N tokens).
+    over the valid tokens i. With π uniform, KL(p ‖ π) = log R − H(p): the second line is the first,
+    so losses of different priors compare.
 
     | symbol | code |
     |---|---|
@@ -97,7 +97,7 @@ def expected_loss(
         geometric prior: Appendix A.
     Deviations: Eq. 2 sums CE over positions while p in Eq. 4 is per input; p, CE and H are taken
         per token and averaged, which puts β H at the few percent of the loss that the paper reports
-        (Appendix D).
+        (Appendix D). The constant −β log R of the second line is ours; no gradient sees it.
     """
     valid_BL = labels_BL != IGNORE_INDEX
     expected_ce, ce_RBL = head(
@@ -110,7 +110,7 @@ def expected_loss(
         penalty_BL = -exit_entropy_nats(exit_logit_RBL)
     else:
         prior_R = geometric_prior(len(hidden_RBLD), geometric_eta, device=exit_logit_RBL.device)
-        penalty_BL = kl_to_prior(exit_logit_RBL, prior_R)
+        penalty_BL = kl_to_prior(exit_logit_RBL, prior_R) - math.log(len(hidden_RBLD))
     penalty = torch.where(valid_BL, penalty_BL, 0.0).sum() / valid_tokens
     return ExpectedLoss(expected_ce + entropy_weight * penalty, ce_RBL)
 

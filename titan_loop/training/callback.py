@@ -34,7 +34,6 @@ class TrainingState(Protocol):
     Attributes:
         step: Training steps done.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        recurrent_steps: R of the newest training step; before the first, of the next.
         device: Where the model computes.
         parallel_dims: Meshes.
         window_share: The part of every window this rank computes; None for all of it.
@@ -45,7 +44,6 @@ class TrainingState(Protocol):
 
     step: int
     tokens: int
-    recurrent_steps: int
     device: torch.device
     parallel_dims: ParallelDims
     window_share: WindowShare | None
@@ -56,6 +54,11 @@ class TrainingState(Protocol):
     @property
     def config(self) -> RunSettings:
         """The run's settings; not to be changed."""
+        ...
+
+    @property
+    def recurrent_steps(self) -> int:
+        """R of the newest training step; before the first, that of the next."""
         ...
 
     @property

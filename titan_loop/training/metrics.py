@@ -4,7 +4,8 @@ Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, wh
 reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
 `improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr`,
 `recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
-last record), `mfu` (fraction of the devices' bf16 peak; null if that is not known),
+last record), `mfu` (model FLOPs since the last record, each step's at its own R, as a fraction of
+the devices' peak in the precision they compute in; null if that is not known),
 `peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`,
 `windows_consumed`, `data_wait` (rank 0: share of the time since the last record in which training
 waited for data), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks
@@ -34,6 +35,7 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.load.batches import SourceProgress
+from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl, finite_or_null
@@ -60,7 +62,6 @@ class StepRecord:
         windows_consumed: Global windows consumed after this step.
         sources: How far each source was read; none for generated data.
         objective: The objective's metrics: cross entropies, exit pmf and so on.
-        flops_per_token: Model FLOPs per token at this R.
     """
 
     step: int
@@ -76,14 +77,14 @@ class StepRecord:
     windows_consumed: int
     sources: Sequence[SourceProgress]
     objective: Mapping[str, float]
-    flops_per_token: int
 
 
 class LoopMetricsProcessor(MetricsProcessor):
     """torchtitan's metrics processor with loop metrics, global token rates and a tested JSONL file.
 
-    Call `start` once before the first step, `log_step` on every step for which `should_log` is
-    true, and wrap evaluation and the like in `paused`, so that it does not count as training time.
+    Call `start` once before the first step, `count_flops` after every step, `log_step` after those
+    for which `should_log` is true, and wrap evaluation and the like in `paused`, so that it does
+    not count as training time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -91,7 +92,8 @@ class LoopMetricsProcessor(MetricsProcessor):
         """Where metrics go besides `metrics.jsonl`, and how often."""
 
         device_peak_flops: float | None = None
-        """Peak bf16 FLOP/s of one device; None takes torchtitan's table, if listed."""
+        """Peak FLOP/s of one device in the precision that layers compute in; None takes the known
+        one of bf16 or fp32."""
 
         progress: bool = True
         """Print one line per logged step."""
@@ -108,13 +110,11 @@ class LoopMetricsProcessor(MetricsProcessor):
         super().__init__(config, dump_folder=dump_folder, **upstream)
         if not sys.stdout.isatty():  # escape codes make a log file hard to read and to search
             self.color = titan_utils.NoColor()
-        self.device_peak_flops = config.device_peak_flops or known_peak_flops(
-            self.device_memory_monitor.device_name
-        )
+        self.device_peak_flops = config.device_peak_flops
         self._writes = not dist.is_initialized() or dist.get_rank() == 0
         self._total_steps: int | None = None
         self._last_step = self._last_tokens = 0
-        self._paused_seconds = 0.0
+        self._paused_seconds = self._flops = 0.0
 
     def _build_metric_logger(
         self,
@@ -141,14 +141,20 @@ class LoopMetricsProcessor(MetricsProcessor):
             loggers.add_logger(TensorBoardLogger(folder, tag))
         return loggers
 
-    def start(self, *, step: int, tokens: int, total_steps: int) -> None:
+    def start(
+        self, *, step: int, tokens: int, total_steps: int, compute_dtype: str = "bfloat16"
+    ) -> None:
         """Start the clock and say where everything is written.
 
         Args:
             step: Training steps already done (0, or the checkpoint's).
             tokens: Global tokens already consumed.
             total_steps: Steps planned for the whole run; the last one is always logged.
+            compute_dtype: Precision of the layers' products, bfloat16 or float32.
         """
+        if self.device_peak_flops is None:
+            device = self.device_memory_monitor.device_name
+            self.device_peak_flops = known_peak_flops(device, compute_dtype)
         self._total_steps = total_steps
         self._restart_clock(step, tokens)
         if self._writes:
@@ -162,6 +168,10 @@ class LoopMetricsProcessor(MetricsProcessor):
     def should_log(self, step: int) -> bool:
         """Return whether to log `step`: the first, the last, and every `log_freq`-th."""
         return super().should_log(step) or step == self._total_steps
+
+    def count_flops(self, flops: float) -> None:
+        """Add the model FLOPs of a step, of all ranks together, to the measuring interval."""
+        self._flops += flops
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -196,7 +206,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 **record.schedules,
                 "global_batch_tokens": record.global_batch_tokens,
                 "tokens_per_second": tokens_per_second,
-                "mfu": self._mfu(record.flops_per_token, tokens_per_second),
+                "mfu": self._mfu(elapsed),
                 "peak_memory_bytes": self._peak_memory_bytes(),
                 "data_hash": record.data_hash,
                 "windows_consumed": record.windows_consumed,
@@ -219,13 +229,12 @@ class LoopMetricsProcessor(MetricsProcessor):
                         color=self.color,
                     )
                 )
-        self.num_flops_per_token = record.flops_per_token
         self._restart_clock(record.step, record.tokens)
         return metrics
 
     def _restart_clock(self, step: int, tokens: int) -> None:
         self._last_step, self._last_tokens = step, tokens
-        self._paused_seconds = 0.0
+        self._paused_seconds = self._flops = 0.0
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.device_memory_monitor.reset_peak_stats()
@@ -249,12 +258,12 @@ class LoopMetricsProcessor(MetricsProcessor):
             logger.warning("TensorBoard and W&B are off from step %d on (%s)", step, error)
             self.logger = BaseLogger()
 
-    def _mfu(self, flops_per_token: int, tokens_per_second: float) -> float | None:
+    def _mfu(self, seconds: float) -> float | None:
         # Quantised products run at another peak than bf16's, so the fraction would mislead.
         if self.device_peak_flops is None or self.has_quantization:
             return None
         world_peak = self.device_peak_flops * self.parallel_dims.world_size
-        return flops_per_token * tokens_per_second / world_peak
+        return self._flops / seconds / world_peak
 
     def _peak_memory_bytes(self) -> int:
         stats = titan_utils.device_module.memory_stats(self.device_memory_monitor.device)
@@ -285,14 +294,29 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
             del os.environ["WANDB_RESUME"]
 
 
-def known_peak_flops(device_name: str) -> float | None:
-    """Return a device's bf16 peak in FLOP/s from torchtitan's table, None if it is not in it.
+def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
+    """Return a device's peak in FLOP/s, None if it is not known.
 
-    Upstream answers an A100's figure for devices it does not know; that is not passed on.
+    The bf16 peak is from torchtitan's table, which answers an A100's figure for devices it does not
+    know; that is not passed on. The fp32 peak is that of the plan's GPU of the same name and bf16
+    peak.
+
+    Args:
+        device_name: As its driver reports it.
+        compute_dtype: Precision of the products, bfloat16 or float32.
     """
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
-    return None if is_fallback or not math.isfinite(peak) else peak
+    if is_fallback or not math.isfinite(peak):
+        return None
+    if compute_dtype == "bfloat16":
+        return peak
+    same = (
+        device.fp32_peak_flops
+        for name, device in DEVICES.items()
+        if name.split("-")[0].upper() in device_name and device.peak_flops == peak
+    )
+    return next(same, None)
 
 
 def progress_line(

@@ -89,11 +89,15 @@ def recurrent_steps_at(config: RecurrenceConfig, *, tokens: int, step: int, seed
     Returns:
         min_steps ≤ R ≤ max_steps.
     """
-    scheduled = config.steps(tokens)
     if not config.poisson:
-        return _clip(round(scheduled), config)
+        return typical_recurrent_steps(config, tokens)
     bits = np.random.Philox(np.random.SeedSequence((seed, step)))
-    return _clip(int(np.random.Generator(bits).poisson(scheduled)), config)
+    return _clip(int(np.random.Generator(bits).poisson(config.steps(tokens))), config)
+
+
+def typical_recurrent_steps(config: RecurrenceConfig, tokens: int) -> int:
+    """Return R after `tokens` global tokens; its mean λ, rounded and within limits, if drawn."""
+    return _clip(round(config.steps(tokens)), config)
 
 
 def _clip(steps: int, config: RecurrenceConfig) -> int:

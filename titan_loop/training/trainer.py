@@ -44,6 +44,7 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
+from titan_loop.training.recurrence import typical_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability import (
     SkippedSteps,
@@ -67,7 +68,7 @@ class LoopTrainer(Trainer):
         run: As given.
         config: torchtitan's copy of its config: `training.steps` moves with the plan to the end.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        recurrent_steps: R of the newest training step; before the first, of the next.
+        plan: The newest training step's; before the first, that of the next.
         callbacks: Called around the loop and after every step, in this order.
         window_share: The part of every window this rank computes; None for all of it.
         startup: Measures this start up to its first step; `run_training` brings its own.
@@ -88,7 +89,7 @@ class LoopTrainer(Trainer):
         config = run.config
         self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
         self.tokens = 0
-        self.recurrent_steps = self._plan(step=1).recurrent_steps
+        self.plan = self._plan(step=1)
         self._plan_to_the_end()
         self.skipped = SkippedSteps(config.max_skipped_steps)
         self.callbacks: list[Callback] = [*config.callbacks]
@@ -115,6 +116,11 @@ class LoopTrainer(Trainer):
     def at_last_step(self) -> bool:
         """Whether this start trains no further step."""
         return self.step >= self.config.training.steps
+
+    @property
+    def recurrent_steps(self) -> int:
+        """R of the newest training step; before the first, that of the next."""
+        return self.plan.recurrent_steps
 
     def _plan(self, step: int) -> StepPlan:
         return plan_step(self.run.config, step=step, tokens=self.tokens, seed=self.seed)
@@ -163,7 +169,10 @@ class LoopTrainer(Trainer):
             callback.on_train_start(self)
         self.dataloader.log_sources(self.run.config.windows_of_the_run())
         self.metrics_processor.start(
-            step=self.step, tokens=self.tokens, total_steps=self.config.training.steps
+            step=self.step,
+            tokens=self.tokens,
+            total_steps=self.config.training.steps,
+            compute_dtype=self.config.training.mixed_precision_param,
         )
         self.startup.mark("callbacks")
         return iter(())
@@ -178,8 +187,7 @@ class LoopTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        plan = self._plan(self.step)
-        self.recurrent_steps = self.model.recurrent_steps = plan.recurrent_steps
+        self.plan = plan = self._plan(self.step)
         self.loss_fn.set_schedules(plan.schedules)
         self.lr_schedulers.set_tokens(plan.tokens)
         # A CUDA graph adds to the gradients it was captured with.
@@ -196,6 +204,7 @@ class LoopTrainer(Trainer):
         windows = range(first_window, first_window + plan.windows)
         self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
         self.tokens += plan.windows * self.config.training.seq_len
+        self.metrics_processor.count_flops(self._flops(plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)
         self._finish_step(plan, loss, grad_norm, metrics)
@@ -283,13 +292,22 @@ class LoopTrainer(Trainer):
     ) -> Tensor:
         """As upstream's, but keeps the metrics of the loss, which upstream drops."""
         with self.train_context():
-            output = self.model_parts[0](inputs, **extra_kwargs)
+            output = self.model(inputs, recurrent_steps=self.plan.recurrent_steps, **extra_kwargs)
             loss, metrics = self.loss_fn(output, labels, global_valid_tokens)
             del output
             with spmd.no_typecheck():  # as upstream: the forward pass suffices
                 loss.backward()
         self._objective = metrics
         return loss
+
+    def _flops(self, plan: StepPlan) -> float:
+        """Return the model FLOPs of one step; recomputation does not count."""
+        config = self.run.config
+        seq_len, reached = config.training.seq_len, config.recurrence.backward_steps
+        flops = self.run.model.training_flops(
+            seq_len, plan.recurrent_steps, config.trainable, reached
+        )
+        return flops.total * plan.windows * seq_len
 
     def _finish_step(
         self,
@@ -323,14 +341,6 @@ class LoopTrainer(Trainer):
                     windows_consumed=self.dataloader.windows_consumed,
                     sources=self.dataloader.progress(),
                     objective=objective,
-                    flops_per_token=int(
-                        self.model_config.training_flops(
-                            seq_len,
-                            plan.recurrent_steps,
-                            self.config.trainable,
-                            self.config.recurrence.backward_steps,
-                        ).total
-                    ),
                 )
             )
             self._warn(objective)
@@ -404,11 +414,22 @@ class LoopTrainer(Trainer):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the run, as JSON that means the same on any number of ranks."""
+        """Return what continues the run, as JSON that means the same on any number of ranks.
+
+        `recurrent_steps` is the depth at which to use the model: R as it was trained last, or where
+        R is drawn its rounded mean, not the last draw. `recurrence` is what it was drawn from.
+        """
+        recurrence, before = self.run.config.recurrence, self.plan.tokens
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "recurrent_steps": max(1, round(self.run.config.recurrence.steps(self.tokens))),
+            "recurrent_steps": typical_recurrent_steps(recurrence, before),
+            "recurrence": {
+                "last_steps": self.plan.recurrent_steps,
+                "mean_steps": recurrence.steps(before),
+                "min_steps": recurrence.min_steps,
+                "max_steps": recurrence.max_steps,
+            },
             "architecture": self.run.architecture,
         }
 
@@ -429,3 +450,4 @@ class LoopTrainer(Trainer):
         check_architecture(state_dict["architecture"], self.run.architecture)
         self.step = state_dict["step"]
         self.tokens = state_dict["tokens"]
+        self.plan = self._plan(self.step + 1)
