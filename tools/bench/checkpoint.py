@@ -13,20 +13,21 @@ before they are read. One process, on a GPU if there is one. Refuses to run besi
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
+import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
+from timing import spread
 from torchtitan.components.checkpointer.base import OPTIMIZER, TRAIN_STATE
 from torchtitan.config import CompileConfig
 from torchtitan.tools import utils as titan_utils
+from training_step import device, start
 
 from titan_loop.checkpoint.files import file_records, find_damage
 from titan_loop.checkpoint.manager import LoopCheckpointManager
@@ -42,7 +43,7 @@ MODES = ("disabled", "async", "async_with_pinned_mem")
 
 def main() -> int:
     """Measure and print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--size", default="quickstart")
     parser.add_argument("--recurrent-steps", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=256)
@@ -50,18 +51,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="training steps a block")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="where checkpoints are written; default: a temporary one")
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    compat.start_runtime()
-    device = titan_utils.get_local_device()
-    titan_utils.device_module.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    options = begin(parser, start=start)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        training = _Training(options, device)
+        training = _Training(options)
         state = training.state()
         size_bytes = sum(tensor.nbytes for tensor in _tensors(state))
-        print(" ".join(sys.argv), "|", machine(device))
         print(f"{size_bytes / 1e9:.3f} GB of model and optimiser, written to {folder}\n")
         _measure_saves_while_training(training, Path(folder), options)
         _measure_bandwidth(training, Path(folder), options.rounds, size_bytes)
@@ -72,12 +66,12 @@ def main() -> int:
 class _Training:
     """A model in training on one device, and nothing else of a trainer."""
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         gate = options.recurrent_steps > 1
         size = ModelOptions(
             size=options.size, recurrent_steps=options.recurrent_steps, exit_gate=gate
         )
-        self.model: LoopDecoder = build_decoder(size, max_seq_len=options.seq_len).to(device)
+        self.model: LoopDecoder = build_decoder(size, max_seq_len=options.seq_len).to(device())
         self.optimizers = (
             AdamWConfig().optimizer_config(exit_gate=gate).build(model_parts=[self.model])
         )
@@ -86,8 +80,8 @@ class _Training:
         self.loss_fn.entropy_weight = 0.05
         shape = (options.batch, options.seq_len)
         vocabulary = self.model.config.vocab_size
-        self.tokens, self.labels = torch.randint(vocabulary, (2, *shape), device=device)
-        self.positions = torch.arange(options.seq_len, device=device).expand(shape).contiguous()
+        self.tokens, self.labels = torch.randint(vocabulary, (2, *shape), device=device())
+        self.positions = torch.arange(options.seq_len, device=device()).expand(shape).contiguous()
         self.masks = self.model.get_attention_masks(self.positions)
         self.saved_steps = 0
         self.step(lambda: None)  # the optimiser's state exists after its first step
@@ -108,14 +102,14 @@ class _Training:
 
     def manager(self, folder: Path, mode: str) -> LoopCheckpointManager:
         """Return a manager of this state that saves whenever it is told to."""
-        config = LoopCheckpointManager.Config(async_mode=mode, folder=mode, interval=1)
+        config = LoopCheckpointManager.Config(async_mode=mode, interval=1)
         return LoopCheckpointManager(
             config,
             dataloader=_NothingElse(),
             model_parts=[self.model],
             optimizers=self.optimizers,
             states={TRAIN_STATE: _NothingElse()},
-            base_folder=str(folder),
+            base_folder=str(folder / mode),
         )
 
     def save(self, manager: LoopCheckpointManager) -> Path:
@@ -176,7 +170,7 @@ def _measure_saves_while_training(
     for mode in MODES:
         median = statistics.median(lost[mode])
         print(
-            f"{mode} | {_with_range(lost[mode])} | {median / step_seconds:.2f} | "
+            f"{mode} | {spread(lost[mode])} | {median / step_seconds:.2f} | "
             f"{statistics.median(left[mode]):.2f}"
         )
     print()
@@ -229,7 +223,7 @@ def _measure_bandwidth(training: _Training, folder: Path, rounds: int, size_byte
         median = statistics.median(values)
         counterpart = "torch.load" if "load" in name else "torch.save, fsync"
         ratio = median / statistics.median(seconds[counterpart])
-        print(f"{name} | {size_bytes / median / 1e9:.2f} | {_with_range(values)} | {ratio:.2f}")
+        print(f"{name} | {size_bytes / median / 1e9:.2f} | {spread(values)} | {ratio:.2f}")
     manager.close()
 
 
@@ -245,10 +239,6 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
         elif isinstance(value, torch.Tensor):
             yield value
-
-
-def _with_range(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""Under which conditions a benchmark runs: alone on its machine, and on which one."""
+"""How every benchmark begins: its flags, a quiet machine, and the heading that names both.
+
+options = begin(parser_of(__doc__))
+"""
 
 import argparse
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
 import torch
+from torchtitan.tools import utils as titan_utils
 
 BUSY_PROCESSORS = 0.3
 """Processors that others keep busy above which a benchmark would measure them, too."""
@@ -16,19 +22,38 @@ BUSY_GPU_BYTES = 2 * 2**30
 SAMPLE_SECONDS = 2.0
 
 
-def add_load_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--beside-load`."""
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser described by the first line of a program's docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--beside-load", action="store_true", help="measure on a busy machine")
+    return parser
 
 
-def require_quiet_machine(options: argparse.Namespace) -> None:
-    """Exit with code 2 beside another load, unless `--beside-load` was given.
+def begin(
+    parser: argparse.ArgumentParser,
+    *,
+    start: Callable[[], object] = lambda: None,
+    device: torch.device | None = None,
+) -> argparse.Namespace:
+    """Parse the flags, refuse to run beside another load, and print the command and the machine.
 
-    To be called before the benchmark starts anything: whatever computes during the next two seconds
-    belongs to others.
+    Call it before the benchmark starts anything: whatever computes during the two seconds in which
+    it looks belongs to others. It then exits with code 2, unless `--beside-load` was given.
+
+    Args:
+        parser: From `parser_of`, with the program's own flags.
+        start: Sets threads and device, before they are printed.
+        device: The device that computes; None for this process's.
     """
-    if options.beside_load:
-        return
+    options = parser.parse_args()
+    if not options.beside_load:
+        _require_quiet_machine()
+    start()
+    print(" ".join(sys.argv), "|", _machine(device or titan_utils.get_local_device()))
+    return options
+
+
+def _require_quiet_machine() -> None:
     found: list[str] = []
     busy = _processors_of_others()
     if busy > BUSY_PROCESSORS:
@@ -48,8 +73,8 @@ def _busy_seconds(stat: str) -> float:
     """Return the processor time of all processes since the machine started.
 
     Args:
-        stat: Text of `/proc/stat`; time waited for a disk or for another virtual machine is no
-            process'.
+        stat: Text of `/proc/stat`. Time spent waiting for a disk or for another virtual machine is
+            not counted.
     """
     _, user, nice, system, _, _, interrupt, soft_interrupt, *_ = stat.split()
     ticks = sum(map(int, (user, nice, system, interrupt, soft_interrupt)))
@@ -69,9 +94,9 @@ def _processors_of_others() -> float:
     return (_busy_seconds(stat.read_text()) - before - own) / (time.monotonic() - began)
 
 
-def machine(device: torch.device | None = None) -> str:
-    """Return the processor, its threads and torch's version, for the table's heading."""
-    if device is not None and device.type == "cuda":
+def _machine(device: torch.device) -> str:
+    """Return the processor, its threads and torch's version."""
+    if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
         lines = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout

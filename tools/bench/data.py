@@ -21,7 +21,7 @@ reported as the median ratio over repetitions with its range:
   is not EOS here, so that every window is one document, for the loop as for the loader.
 
 A global batch has the same tokens at every window length. Loader and loop both keep every shard
-open: 5,000 files each at 1e12, for which the hard limit of open files must be 12,000 or more.
+open, 5,000 files each at 1e12; a hard limit of open files that is too low for the sizes is refused.
 Refuses to run beside another load.
 """
 
@@ -49,11 +49,13 @@ import logging
 
 import numpy as np
 import torch
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
+from timing import ratios, spread
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.text_stream import TextStreamLoader
 from titan_loop.data.load.windows import SourceWindows
+from titan_loop.data.open_files import open_file_limit
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 
@@ -66,25 +68,24 @@ WINDOWS_LENGTHS = (4096, 16384, 32768, 65536)
 WEIGHTS = (0.5, 0.3, 0.2)
 SHARD = 2 * 10**9  # tokens
 SIZE_STEPS = 8  # global batches a measurement
+SOURCES = 10  # of each size
+OTHER_FILES = 1024  # what else the process opens
+OPEN = "--open"
 
 
 def main() -> int:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--megatokens", type=float, default=20.0, help="tokens a source")
     parser.add_argument("--tokens-each", type=float, default=8e6, help="tokens read a measurement")
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e6, 1e9, 1e12])
-    add_load_flag(parser)
-    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)  # used by the benchmark itself
-    options = parser.parse_args()
-    if options.open is not None:
-        return _report_opening(options.open)
-    require_quiet_machine(options)
+    if sys.argv[1:2] == [OPEN]:  # the benchmark itself, in a process of its own
+        return _report_opening(Path(sys.argv[2]))
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    print("command:", "python", " ".join(sys.argv))
-    print("machine:", machine())
+    options = begin(parser, device=torch.device("cpu"))
+    _require_open_files(options.sizes)
     with tempfile.TemporaryDirectory() as folder:
         sources = [
             _dense_source(Path(folder) / name, int(options.megatokens * 1e6), seed)
@@ -95,6 +96,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         _sizes(Path(folder), options)
     return 0
+
+
+def _require_open_files(sizes: list[float]) -> None:
+    """Exit with code 2 if the system does not let this process hold all files open."""
+    shards = sum(SOURCES * -(-int(size) // SHARD) for size in sizes)
+    needed, allowed = 2 * shards + OTHER_FILES, open_file_limit()
+    if allowed < needed:
+        print(
+            f"--sizes {max(sizes):g} needs {needed} open files, the hard limit is {allowed}; raise "
+            f"it (ulimit -Hn {needed}) or leave that size out",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 def _compare(sources: list[Path], options: argparse.Namespace) -> None:
@@ -115,14 +129,12 @@ def _compare(sources: list[Path], options: argparse.Namespace) -> None:
             if repetition:  # the first touches the files
                 seconds[length].append((pair[0] / tokens, pair[1] / tokens))
     for length, pairs in seconds.items():
-        own = [pair[0] for pair in pairs]
+        own, bare = ([pair[which] for pair in pairs] for which in (0, 1))
         reference = reference or own
-        ratios = [bare / mine for mine, bare in pairs]
-        against = [mine / first for mine, first in zip(own, reference, strict=True)]
         print(
             f"{length:6} | {1e-6 / statistics.median(own):.0f} | "
-            f"{1e-6 / statistics.median(pair[1] for pair in pairs):.0f} | {_range(ratios)} | "
-            f"{_range(against)}"
+            f"{1e-6 / statistics.median(bare):.0f} | {spread(ratios(bare, own), 2)} | "
+            f"{spread(ratios(own, reference), 2)}"
         )
 
 
@@ -216,18 +228,19 @@ def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace)
     )
     streamed.read_step(_local_batch(4096))
     loader = _loader(sources, 4096)
-    ratios, rates = [], []
+    seconds: list[list[float]] = []
     for repetition in range(options.repetitions):
-        mine, theirs = _alternate(
+        pair = _alternate(
             lambda: loader.read_step(GLOBAL_BATCH // 4096),
             lambda: streamed.read_step(GLOBAL_BATCH // 4096),
             first=repetition % 2,
         )
-        ratios.append(theirs / mine)
-        rates.append(GLOBAL_BATCH / theirs)
+        seconds.append(pair)
+    mine, theirs = ([pair[which] for pair in seconds] for which in (0, 1))
+    rate = GLOBAL_BATCH / statistics.median(theirs) / 1e6
     print(
-        f"\ntorchtitan's text loader, 4096: {statistics.median(rates) / 1e6:.2f} Mtok/s; the "
-        f"loader reads prepared tokens {_range(ratios)} times as fast"
+        f"\ntorchtitan's text loader, 4096: {rate:.2f} Mtok/s; the loader reads prepared tokens "
+        f"{spread(ratios(theirs, mine), 2)} times as fast"
     )
 
 
@@ -249,7 +262,7 @@ def _sizes(folder: Path, options: argparse.Namespace) -> None:
                 times[size].append(measured)
     reference = next(iter(times.values()))
     for size, sources in sizes.items():
-        command = [sys.executable, __file__, "--open", str(sources[0].parent)]
+        command = [sys.executable, __file__, OPEN, str(sources[0].parent)]
         opened = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         rounds = list(zip(times[size], reference, strict=True))
         columns = (
@@ -262,7 +275,7 @@ def _sizes(folder: Path, options: argparse.Namespace) -> None:
         )
         print(
             f"{size:.0e} | {opened['seconds']:.2f} | {opened['before']} + {opened['added']} | "
-            f"{' | '.join(map(_range, columns))} | {first_windows[size]:.0f}"
+            f"{' | '.join(spread(column, 2) for column in columns)} | {first_windows[size]:.0f}"
         )
 
 
@@ -369,7 +382,7 @@ def _sparse_sources(folder: Path, tokens: int) -> list[Path]:
     """Describe ten sources of `tokens` tokens in shards of at most SHARD, all of them holes."""
     shard = min(tokens, SHARD)
     documents = shard // MEAN_DOCUMENT
-    sources = [folder / f"{tokens}" / f"source{number}" for number in range(10)]
+    sources = [folder / f"{tokens}" / f"source{number}" for number in range(SOURCES)]
     for number, source in enumerate(sources):
         (source / "train").mkdir(parents=True)
         cards = []
@@ -407,10 +420,6 @@ def _write_card(folder: Path, shards: list[ShardCard], eos: int) -> None:
         versions={},
         command="benchmark",
     ).write(folder)
-
-
-def _range(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 if __name__ == "__main__":

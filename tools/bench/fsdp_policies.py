@@ -9,17 +9,17 @@ overlap it with computing, so this is the worst case. Both policies train in tur
 processes; collectives and bytes are counted at the process group.
 """
 
-import argparse
-import sys
 import time
 from collections import Counter
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin
+from timing import in_turn, ratios, spread
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_step import Job, add_step_flags, build, in_turn, ratios, spread, trainer_step
+from training_step import Job, build, step_parser, trainer_step
 
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.testing.multiprocess import GlooPool
@@ -53,18 +53,14 @@ class SlowLink(TorchDispatchMode):
 
 def main() -> int:
     """Print a row per world and link."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__)
     parser.add_argument("--size", default="quickstart")
     parser.add_argument("--recurrent-steps", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--gigabytes-per-second", type=float, nargs="*", default=[0.2, 0.05])
-    add_step_flags(parser)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    print(" ".join(sys.argv), "|", machine())
+    options = begin(parser, device=torch.device("cpu"))
     print("ranks | GB/s | policy | collectives | MB received | step s | per_visit over it")
     for world in options.worlds:
         pool = GlooPool(world)

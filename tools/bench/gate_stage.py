@@ -12,22 +12,16 @@ import dataclasses
 import statistics
 
 import torch.distributed as dist
-from training_step import (
-    Job,
-    begin,
-    build,
-    in_turn,
-    ratios,
-    spread,
-    trainer_step,
-)
+from conditions import begin
+from timing import in_turn, ratios, spread
+from training_step import Job, build, start, step_parser, trainer_step
 
 from titan_loop.models.sizes import ModelOptions
 
 
 def main() -> int:
     """Measure every R asked for and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__, pairs=9)
     parser.add_argument("--size", default="quickstart")
     parser.add_argument("--recurrent-steps", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seq-len", type=int, default=256)
@@ -35,7 +29,7 @@ def main() -> int:
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--limit", type=float, default=0.45)
-    options = begin(parser, pairs=9)
+    options = begin(parser, start=start)
     print(" R | whole model, s | gate only, s | ratio (range)")
     worst = max(_measure(options, steps) for steps in options.recurrent_steps)
     dist.destroy_process_group()

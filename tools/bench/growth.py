@@ -21,19 +21,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from conditions import begin
+from timing import in_turn, ratios, seconds_of, spread
 from torch import nn
-from training_step import (
-    Job,
-    begin,
-    build,
-    device,
-    extra_bytes,
-    in_turn,
-    ratios,
-    seconds_of,
-    spread,
-    trainer_step,
-)
+from training_step import Job, build, device, extra_bytes, start, step_parser, trainer_step
 
 from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.testing.multiprocess import GlooPool
@@ -41,13 +32,13 @@ from titan_loop.testing.multiprocess import GlooPool
 
 def main() -> int:
     """Print the three tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__)
     parser.add_argument("--size", default="quickstart")
     parser.add_argument("--recurrent-steps", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--seq-lens", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batch", type=int, default=2)
-    options = begin(parser)
+    options = begin(parser, start=start)
     shortest = options.seq_lens[0]
     by_steps = [_job(options, steps, shortest) for steps in options.recurrent_steps]
     _table(options, f"R at L = {shortest}", options.recurrent_steps, by_steps)

@@ -13,15 +13,15 @@ the same rounds. Ends with code 1 if an aim is missed; refuses to run beside a l
 import argparse
 import itertools
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
+from timing import in_turn, now, ratios, results_in_turn, spread
 from torch import Tensor
 from torchtitan.tools import utils as titan_utils
 
@@ -100,9 +100,7 @@ class PlainDecoder:
 def main() -> int:
     """Run every comparison, print its line, and return 1 if one misses its aim."""
     options = _options()
-    require_quiet_machine(options)
     device = titan_utils.get_local_device()
-    print(" ".join(sys.argv), "|", machine(device))
     if "speculation" in options.parts:
         _compare_speculation(options, device)
     if set(options.parts) == {"speculation"}:
@@ -121,7 +119,7 @@ def main() -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--size", default="374m")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -134,8 +132,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a trained model, for speculation")
     parser.add_argument("--prompt", default="def test_", help="of the trained model")
-    add_load_flag(parser)
-    options = parser.parse_args()
+    options = begin(parser)
     if "speculation" in options.parts and options.checkpoint is None:
         parser.error("--parts speculation needs --checkpoint: random weights accept no draft")
     return options
@@ -145,7 +142,7 @@ def _compare_generation(model: LoopDecoder, rows: int, options: argparse.Namespa
     """Generate in every way that the options ask for, in turn; return whether all aims are met."""
     prompts = torch.randint(model.config.vocab_size, (rows, options.prompt_tokens)).tolist()
     requests = [Request(prompt=prompt, max_new_tokens=options.new_tokens) for prompt in prompts]
-    runs: dict[str, Callable[[], tuple[float, float]]] = {}
+    runs: dict[str, Callable[[], Times]] = {}
     full = Engine(model, recurrent_steps=RECURRENT_STEPS)
     if set(options.parts) & {"exits", "caches", "plain"}:
         print(f"batch {rows}, prompts of {options.prompt_tokens}, {options.new_tokens} new tokens")
@@ -161,25 +158,27 @@ def _compare_generation(model: LoopDecoder, rows: int, options: argparse.Namespa
     if "plain" in options.parts:
         tokens = torch.tensor(prompts, device=full.stack.device)
         runs["plain"] = lambda: _timed_plain(model, tokens, options.new_tokens)
-    times = dict(zip(runs, _alternate([*runs.values()], options.repeats), strict=True))
+    times = dict(zip(runs, results_in_turn([*runs.values()], pairs=options.repeats), strict=True))
+    prefill = {name: [time.prefill for time in taken] for name, taken in times.items()}
+    decode = {name: [time.decode for time in taken] for name, taken in times.items()}
     met = True
     if "early" in times:
         aim = EARLY_EXIT_AIM.get(rows) if model.config.dim >= EARLY_EXIT_DIM else None
         name = "early exit (.4 .3 .2 .1) over full depth, decode"
-        met &= _print_ratio(name, times["early"], times["full"], aim=aim)
+        met &= _print_ratio(name, decode["early"], decode["full"], aim=aim)
     if "last" in times:
         met &= _print_cache_bytes(model, rows, options)
-        _print_ratio("cache last over full, decode", times["last"], times["full"])
+        _print_ratio("cache last over full, decode", decode["last"], decode["full"])
     if "plain" in times:
         for name in ("plain", "full"):
-            prefill, decode = (statistics.median(t[part] for t in times[name]) for part in (0, 1))
+            read = rows * options.prompt_tokens / statistics.median(prefill[name])
+            written = rows * (options.new_tokens - 1) / statistics.median(decode[name])
             print(
-                f"  {'engine' if name == 'full' else name:6} "
-                f"prefill {rows * options.prompt_tokens / prefill:,.0f} tokens/s, "
-                f"decode {rows * (options.new_tokens - 1) / decode:,.1f} tokens/s"
+                f"  {'engine' if name == 'full' else name:6} prefill {read:,.0f} tokens/s, "
+                f"decode {written:,.1f} tokens/s"
             )
-        _print_ratio("engine over plain, decode", times["full"], times["plain"])
-        _print_ratio("engine over plain, prefill", times["full"], times["plain"], part=0)
+        _print_ratio("engine over plain, decode", decode["full"], decode["plain"])
+        _print_ratio("engine over plain, prefill", prefill["full"], prefill["plain"])
     return met
 
 
@@ -230,22 +229,14 @@ def _compare_sweep(model: LoopDecoder, options: argparse.Namespace) -> bool:
         score_states(model, [state_BLD.flatten(0, 1)], labels_T, read)
 
     works = [one_pass, eight_passes, loop, readout]
-    rounds = _alternate(
-        [lambda w=work: (0.0, _seconds(w, device)) for work in works], options.repeats
-    )
-    sweep, separate, c, k = ([seconds for _, seconds in times] for times in rounds)
+    sweep, separate, c, k = in_turn(works, pairs=options.repeats, warmup=1)
     c_s, k_s = statistics.median(c), statistics.median(k)
     predicted = (36 * c_s + 8 * k_s) / (8 * c_s + 8 * k_s)
     print(
         f"depth sweep, R = 1 … 8 over {windows} windows of {length} tokens: one loop {c_s:.3f} s, "
         f"one readout {k_s:.3f} s, predicted {predicted:.2f}x"
     )
-    return _print_ratio(
-        "one pass over eight",
-        [(0.0, seconds) for seconds in sweep],
-        [(0.0, seconds) for seconds in separate],
-        aim=SWEEP_SHARE * predicted,
-    )
+    return _print_ratio("one pass over eight", sweep, separate, aim=SWEEP_SHARE * predicted)
 
 
 def _compare_speculation(options: argparse.Namespace, device: torch.device) -> None:
@@ -257,74 +248,55 @@ def _compare_speculation(options: argparse.Namespace, device: torch.device) -> N
     for draft_step in range(1, RECURRENT_STEPS):
         speculation = SelfSpeculation(draft_step, 3)
         engine = Engine(loaded.model, recurrent_steps=RECURRENT_STEPS, speculation=speculation)
-        slow, fast = _alternate(
+        slow, fast = results_in_turn(
             [lambda: _timed(plain, requests), lambda engine=engine: _timed(engine, requests)],
-            options.repeats,
+            pairs=options.repeats,
         )
         name = f"draft step {draft_step}, 3 tokens, acceptance {speculation.acceptance:.2f}"
-        _print_ratio(name, fast, slow)
+        _print_ratio(name, [time.decode for time in fast], [time.decode for time in slow])
 
 
-def _timed(engine: Engine, requests: list[Request]) -> tuple[float, float]:
-    """Return the seconds to the first token and from there to the end."""
-    device = engine.stack.device
-    start = _now(device)
+class Times(NamedTuple):
+    """Seconds to the first token, and from there to the end."""
+
+    prefill: float
+    decode: float
+
+
+def _timed(engine: Engine, requests: list[Request]) -> Times:
+    start = now()
     stream = engine.stream(requests)
     next(stream)
-    middle = _now(device)
+    middle = now()
     for _ in stream:
         pass
-    return middle - start, _now(device) - middle
+    return Times(middle - start, now() - middle)
 
 
 @torch.no_grad()
-def _timed_plain(model: LoopDecoder, tokens: Tensor, count: int) -> tuple[float, float]:
-    """As `_timed`, of the plain decoder."""
+def _timed_plain(model: LoopDecoder, tokens: Tensor, count: int) -> Times:
     decoder = PlainDecoder(model)
-    start = _now(tokens.device)
+    start = now()
     token = decoder.forward(tokens, 0)
-    middle = _now(tokens.device)
+    middle = now()
     for offset in range(count - 1):
         token = decoder.forward(token, tokens.shape[1] + offset)
-    return middle - start, _now(tokens.device) - middle
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:
-    start = _now(device)
-    work()
-    return _now(device) - start
-
-
-def _alternate(
-    runs: list[Callable[[], tuple[float, float]]], repeats: int
-) -> list[list[tuple[float, float]]]:
-    """Run all in turn, once to warm up and then `repeats` times."""
-    for run in runs:
-        run()
-    rounds = [[run() for run in runs] for _ in range(repeats)]
-    return [list(times) for times in zip(*rounds, strict=True)]
+    return Times(middle - start, now() - middle)
 
 
 def _print_ratio(
     name: str,
-    fast: list[tuple[float, float]],
-    slow: list[tuple[float, float]],
+    fast: list[float],
+    slow: list[float],
     *,
-    part: int = 1,
     aim: float | None = None,
 ) -> bool:
     """Print the median ratio with its range, and the aim; return whether it is met."""
-    ratios = [s[part] / f[part] for f, s in zip(fast, slow, strict=True)]
-    median = statistics.median(ratios)
+    faster = ratios(slow, fast)
+    median = statistics.median(faster)
     said = "" if aim is None else f"; aim {aim:.2f}x{'' if median >= aim else ', MISSED'}"
-    print(f"  {name}: {median:.2f}x ({min(ratios):.2f}-{max(ratios):.2f}){said}", flush=True)
+    print(f"  {name}: {spread(faster, 2)}x{said}", flush=True)
     return aim is None or median >= aim
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

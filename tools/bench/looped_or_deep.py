@@ -13,23 +13,20 @@ test compares its predictions with what is counted.
 import argparse
 import dataclasses
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin
+from timing import in_turn, ratios, spread
 from training_step import (
     Job,
-    add_step_flags,
     batch,
     build,
     device,
     flops_per_step,
-    in_turn,
-    ratios,
-    spread,
     start,
+    step_parser,
     trainer_step,
 )
 
@@ -41,7 +38,7 @@ from titan_loop.models.sizes import ModelOptions, decoder_config
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--recurrent-steps", type=int, default=4)
     parser.add_argument("--dim", type=int, default=256)
@@ -51,11 +48,7 @@ def main() -> int:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--compile", action="store_true")
-    add_step_flags(parser)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
+    options = begin(parser, start=start)
     looped = _job(options, options.layers, options.recurrent_steps, exit_gate=False)
     deep = _job(options, options.layers * options.recurrent_steps, 1, exit_gate=False)
     gated = _job(options, options.layers, options.recurrent_steps, exit_gate=True)
@@ -65,7 +58,6 @@ def main() -> int:
     ]
     readout = _readouts(gated, models[2], options.recurrent_steps - 1)
     times = in_turn([*steps, readout], pairs=options.pairs, warmup=options.warmup)
-    print(" ".join(sys.argv), "|", machine(device()))
     names = (
         f"{options.recurrent_steps} × {options.layers} layers, one readout",
         f"{options.layers * options.recurrent_steps} layers, one readout",

@@ -20,23 +20,23 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conditions import begin
+from timing import in_turn, ratios, spread
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from training_step import (
     ENTROPY_WEIGHT,
     Job,
     batch,
-    begin,
     build,
     device,
     extra_bytes,
     flops_per_step,
-    in_turn,
     matmul_flops,
     mfu,
     optimizer_step,
-    ratios,
-    spread,
+    start,
+    step_parser,
     trainer_step,
 )
 
@@ -172,7 +172,7 @@ class PlainLoop(nn.Module):
 
 def main() -> int:
     """Compare every case and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__)
     parser.add_argument("--size", help="a named size instead of the two CPU shapes")
     parser.add_argument("--seq-len", type=int, default=4096, help="with --size")
     parser.add_argument("--batch", type=int, default=4, help="with --size")
@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument(
         "--compile-plain", action="store_true", help="compile the plain layers, too"
     )
-    options = begin(parser)
+    options = begin(parser, start=start)
     cases = CASES
     if options.size is not None:
         named = ModelOptions(size=options.size)

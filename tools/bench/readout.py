@@ -19,9 +19,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conditions import begin
 from roofline import print_operations
+from timing import in_turn, ratios, spread
 from torch import Tensor
-from training_step import begin, device, extra_bytes, in_turn, ratios, spread
+from training_step import device, extra_bytes, start, step_parser
 
 from titan_loop.models import readout
 from titan_loop.models.readout import LMHead
@@ -107,7 +109,7 @@ class Readout:
 
 def main() -> int:
     """Print one table a shape."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = step_parser(__doc__)
     parser.add_argument(
         "--shapes", nargs="+", default=["256x2048x4", "512x49152x1"], help="width × vocabulary × R"
     )
@@ -115,7 +117,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--operations", type=int, default=0, help="list the N longest at the best")
     parser.add_argument("--compiled", action="store_true", help="the passes compiled, too")
-    options = begin(parser)
+    options = begin(parser, start=start)
     for shape in options.shapes:
         _table(options, shape)
     dist.destroy_process_group()

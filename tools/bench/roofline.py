@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from timing import seconds_of
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torchtitan.tools import utils as titan_utils
-from training_step import device, matmul_flops, seconds_of
+from training_step import device, matmul_flops
 
 _LARGE = 4096  # of a product whose rate is the device's
 _COPIED_BYTES = 1 << 29

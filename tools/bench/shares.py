@@ -10,16 +10,14 @@ first, slow steps.
 """
 
 import argparse
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
 from small_run import add_run_flags, run_config
-from torchtitan.tools import utils as titan_utils
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.loader import WindowLoader
@@ -33,13 +31,11 @@ WARMUP_STEPS = 5
 
 def main() -> int:
     """Train and print the shares."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     add_run_flags(parser, size="quickstart")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--interval", type=int, default=20, help="steps between checkpoints")
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
+    options = begin(parser)
     seconds: dict[str, list[float]] = defaultdict(list)
     step = _timed(LoopTrainer, "train_step", seconds)
     _timed(WindowLoader, "read_step", seconds)
@@ -49,7 +45,6 @@ def main() -> int:
         began = time.perf_counter()
         run_training(_config(options, Path(folder)))
         whole = time.perf_counter() - began
-    print(" ".join(sys.argv), "|", machine(titan_utils.get_local_device()))
     loop = sum(seconds[step][WARMUP_STEPS:]) + sum(seconds["save"][WARMUP_STEPS:])
     print("part | calls | seconds | of the loop")
     for name in ("train_step", "read_step", "log_step", "save"):

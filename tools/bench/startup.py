@@ -13,15 +13,14 @@ that found something. Without a compiler, or with `--no-compile`, cold and warm 
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
 from small_run import add_run_flags, run_config
-from torchtitan.tools import utils as titan_utils
+from timing import spread
 
 from titan_loop.testing.tiny import tiny_source
 
@@ -31,16 +30,15 @@ COUNTERS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_
 
 def main() -> int:
     """Start in turn cold and warm, and print the parts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     add_run_flags(parser, size="debugmodel")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument(CHILD, nargs=2, metavar=("SOURCE", "RUN"), help=argparse.SUPPRESS)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    if options.child:
+    if CHILD in sys.argv:
+        options = parser.parse_args()
         return _train_one_step(options, *map(Path, options.child))
-    require_quiet_machine(options)
+    options = begin(parser)
     starts: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -49,10 +47,9 @@ def main() -> int:
             for kind in starts:
                 cache = folder / ("cache-0" if kind == "warm" else f"cache-{pair}")
                 starts[kind].append(_start(source, folder / f"run-{kind}-{pair}", cache))
-    print(" ".join(sys.argv), "|", machine(titan_utils.get_local_device()))
     print(f"seconds, median of {options.pairs} (range) | cold | warm")
     for part in starts["cold"][0]:
-        cells = [_median([start[part] for start in starts[kind]]) for kind in starts]
+        cells = [spread([start[part] for start in starts[kind]], 2) for kind in starts]
         print(" | ".join([part, *cells]))
     return 0
 
@@ -65,10 +62,6 @@ def _start(source: Path, run: Path, cache: Path) -> dict[str, float]:
     hits = json.loads(done.stdout.splitlines()[-1])
     parts = json.loads((run / "run.json").read_text())["startup_seconds"]
     return parts | {"all": sum(parts.values())} | hits
-
-
-def _median(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def _train_one_step(options: argparse.Namespace, source: Path, run: Path) -> int:

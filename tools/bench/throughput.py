@@ -13,20 +13,20 @@ where parameters are bf16 under FSDP.
 import argparse
 import gc
 import statistics
-import sys
 
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import begin, parser_of
 from roofline import print_operations
+from timing import in_turn
 from torchtitan.tools import utils as titan_utils
-from training_step import Job, build, device, flops_per_step, in_turn, mfu, start, trainer_step
+from training_step import Job, build, device, flops_per_step, mfu, start, trainer_step
 
 from titan_loop.models.sizes import ModelOptions
 
 
 def main() -> int:
     """Measure every R asked for and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--size", default="quickstart")
     parser.add_argument("--recurrent-steps", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--seq-len", type=int, default=256)
@@ -37,11 +37,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--operations", type=int, default=0, help="how many to list; 0 for none")
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
+    options = begin(parser, start=start)
     print(" R | tokens/s (range) | MFU | peak memory GiB | step s")
     for steps in options.recurrent_steps:
         _measure(options, steps)

@@ -6,15 +6,14 @@ ranks of the default process group.
 
 import argparse
 import statistics
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-from conditions import add_load_flag, machine, require_quiet_machine
+from conditions import parser_of
+from timing import seconds_of
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -152,35 +151,6 @@ def optimizer_step(
     return step
 
 
-def seconds_of(step: Callable[[], object]) -> float:
-    """Time one call, to the end of the device's work."""
-    titan_utils.device_module.synchronize()
-    began = time.perf_counter()
-    step()
-    titan_utils.device_module.synchronize()
-    return time.perf_counter() - began
-
-
-def in_turn(steps: Sequence[Callable[[], object]], *, pairs: int, warmup: int) -> list[list[float]]:
-    """Time the steps in turn, A B C A B C, so that all see the same machine."""
-    for _ in range(warmup):
-        for step in steps:
-            step()
-    rounds = [[seconds_of(step) for step in steps] for _ in range(pairs)]
-    return [list(column) for column in zip(*rounds, strict=True)]
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    """Return the median and the range."""
-    low, middle, high = min(values), statistics.median(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
-
-
-def ratios(numerator: Sequence[float], denominator: Sequence[float]) -> list[float]:
-    """Return the ratio of every round."""
-    return [a / b for a, b in zip(numerator, denominator, strict=True)]
-
-
 def extra_bytes(step: Callable[[], object], model: nn.Module) -> int:
     """Return the peak of one step beyond parameters, gradients and optimiser.
 
@@ -230,21 +200,12 @@ def mfu(flops: float, seconds: Sequence[float]) -> str:
     return "-" if peak is None else f"{flops / statistics.median(seconds) / peak:.1%}"
 
 
-def add_step_flags(parser: argparse.ArgumentParser, *, pairs: int = 7) -> None:
-    """Add `--pairs` and `--warmup`."""
+def step_parser(doc: str | None, *, pairs: int = 7) -> argparse.ArgumentParser:
+    """Return a parser with the flags of programs that time training steps in turn."""
+    parser = parser_of(doc)
     parser.add_argument("--pairs", type=int, default=pairs, help="timed rounds")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before them")
-
-
-def begin(parser: argparse.ArgumentParser, *, pairs: int = 7) -> argparse.Namespace:
-    """Parse the flags and those all programs share, refuse beside another load, print a heading."""
-    add_step_flags(parser, pairs=pairs)
-    add_load_flag(parser)
-    options = parser.parse_args()
-    require_quiet_machine(options)
-    start()
-    print(" ".join(sys.argv), "|", machine(device()))
-    return options
+    return parser
 
 
 def start() -> None:
