@@ -8,7 +8,7 @@ and the tokens it takes.
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
 """
 
-from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig

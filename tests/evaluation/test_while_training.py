@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from titan_loop.data.tasks.mano_loader import ManoLoader
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.models.sizes import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig

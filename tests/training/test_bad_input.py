@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.data.source_card import CARD_NAME
-from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.multiprocess import preloaded_context

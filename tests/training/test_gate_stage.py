@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage

@@ -11,9 +11,9 @@ import pytest
 
 from titan_loop.data.load.batches import data_changes, match_sources
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.source_card import SourceCard
-from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.errors import UserError
 
 L = 12

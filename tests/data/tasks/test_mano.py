@@ -6,6 +6,7 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.data.tasks.mano import (
     HELD_OUT_ONE_IN,
     Mano,
@@ -15,7 +16,6 @@ from titan_loop.data.tasks.mano import (
     mano_text,
     training_questions,
 )
-from titan_loop.data.tasks.mano_loader import ManoLoader
 from titan_loop.data.tasks.task import recorded_task
 from titan_loop.errors import UserError
 
