@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
-from titan_loop.data.prepare.show import show_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 from titan_loop.text.chatml import Turn, chat_prompt, encode_chats, parse_turns, render

@@ -221,7 +221,7 @@ def show(
         count: Number of documents to print.
         split: Split of the source.
     """
-    from titan_loop.data.prepare.show import show_source
+    from titan_loop.data.inspect_source import show_source
 
     for document in show_source(source, count, split):
         targets = "" if document.targets is None else f", {document.targets} targets"
@@ -240,7 +240,7 @@ def verify(source: Positional[str]) -> None:
     Args:
         source: Folder of the source.
     """
-    from titan_loop.data.prepare.verify import verify_source
+    from titan_loop.data.inspect_source import verify_source
 
     faults = 0
     for fault in verify_source(source):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.config import PrepareConfig, read_prepare_config
-from titan_loop.data.prepare.show import show_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from titan_loop.data.inspect_source import show_source
 from titan_loop.data.prepare.documents import find_documents
 from titan_loop.data.prepare.make_tokenizer import import_tokenizer, train_tokenizer
 from titan_loop.data.prepare.pipeline_steps import zstd
-from titan_loop.data.prepare.show import show_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.demo.local_chats import build_local_chats

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.data.prepare.executors import Stage, run_stages, slurm_chain
+from titan_loop.data.prepare.executors import Pipeline, run_pipelines, slurm_chain
 from titan_loop.data.prepare.pipeline_steps import PlainTextTokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.source_card import CARD_NAME, SourceCard
@@ -33,10 +33,10 @@ def prepare(files: list[Path], out: Path, tokenizer: Path, **options: Any) -> So
     )
 
 
-def stages(tmp_path: Path) -> list[Stage]:
+def pipelines(tmp_path: Path) -> list[Pipeline]:
     step = PlainTextTokenizer(str(tmp_path / "x"), "tokenizer.json", eos_token="<|endoftext|>")
     return [
-        Stage(name=name, steps=[step], tasks=tasks, logs=tmp_path / name)
+        Pipeline(name=name, steps={"tokenize": step}, tasks=tasks, logs=tmp_path / name)
         for name, tasks in {"train": 7, "held_out": 3}.items()
     ]
 
@@ -44,7 +44,7 @@ def stages(tmp_path: Path) -> list[Stage]:
 def test_slurm_scripts(tmp_path: Path) -> None:
     options = {"partition": "cpu", "time": "02:00:00", "mem_per_cpu_gb": 4, "qos": "low"}
     chain: list[Any] = slurm_chain(
-        stages(tmp_path), 2, options | {"env_command": "source /opt/activate"}
+        pipelines(tmp_path), 2, options | {"env_command": "source /opt/activate"}
     )
     train, held_out = chain
     assert held_out.depends is train
@@ -64,9 +64,9 @@ def test_slurm_scripts(tmp_path: Path) -> None:
     ):
         assert line in lines
     with pytest.raises(UserError, match=r"needs slurm\.time in the config"):
-        slurm_chain(stages(tmp_path), 1, {"partition": "cpu"})
+        slurm_chain(pipelines(tmp_path), 1, {"partition": "cpu"})
     with pytest.raises(UserError, match="'slurm' has no option 'partitio'; nearest: partition"):
-        slurm_chain(stages(tmp_path), 1, options | {"partitio": "cpu"})
+        slurm_chain(pipelines(tmp_path), 1, options | {"partitio": "cpu"})
 
 
 def test_slurm_submits_a_chain_that_ends_in_the_card(
@@ -153,9 +153,9 @@ def test_an_unknown_executor(files: list[Path], small_tokenizer: Path, tmp_path:
 
 
 def test_finished_stages_are_not_run(tmp_path: Path) -> None:
-    stage = stages(tmp_path)[1]
+    stage = pipelines(tmp_path)[1]
     (stage.logs / "completions").mkdir(parents=True)
     assert stage.unfinished() == [0, 1, 2]
     for task in range(3):
         (stage.logs / "completions" / f"{task:05d}").touch()
-    assert run_stages([stage], "local", 1, {})  # the tokenizer does not even exist
+    assert run_pipelines([stage], "local", 1, {})  # the tokenizer does not even exist

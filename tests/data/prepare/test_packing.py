@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.packed_index import PackedIndex, index_paths
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
-from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.data.prepare.executors import Stage
+from titan_loop.data.inspect_source import verify_source
+from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.prepare.pipelines import build_pipelines
 from titan_loop.data.prepare.preparation import Preparation
-from titan_loop.data.prepare.stages import build_stages
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.source_card import CARD_NAME, LOCK_NAME
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 
@@ -65,11 +65,11 @@ def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_p
 def test_an_input_that_disappears(
     files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build_after_removal(preparation: Preparation) -> list[Stage]:
+    def build_after_removal(preparation: Preparation) -> list[Pipeline]:
         files[1].unlink()
-        return build_stages(preparation)
+        return build_pipelines(preparation)
 
-    monkeypatch.setattr("titan_loop.data.prepare.stages.build_stages", build_after_removal)
+    monkeypatch.setattr("titan_loop.data.prepare.pipelines.build_pipelines", build_after_removal)
     with pytest.raises(UserError, match=r"input .*1\.jsonl cannot be read to its end \(No such"):
         tokenize_source(files, tmp_path / "out", tokenizer_path=small_tokenizer)
 
@@ -200,13 +200,15 @@ def test_one_process_at_a_time_prepares_a_source(
         holder.kill()
     refused: list[str] = []
 
-    def build_stages_and_compete(preparation: Preparation) -> list[Stage]:
+    def build_pipelines_and_compete(preparation: Preparation) -> list[Pipeline]:
         with hold(out) as second:
             refused.append(second.communicate()[0])
-        return build_stages(preparation)
+        return build_pipelines(preparation)
 
     # What the killed process left means nothing, nor is it read where outputs lie among inputs.
-    monkeypatch.setattr("titan_loop.data.prepare.stages.build_stages", build_stages_and_compete)
+    monkeypatch.setattr(
+        "titan_loop.data.prepare.pipelines.build_pipelines", build_pipelines_and_compete
+    )
     card = tokenize_source(tmp_path, out, format="jsonl", **options)
     assert card is not None
     assert sum(split.documents for split in card.splits.values()) == 805

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from titan_loop.data.prepare.show import show_source
+from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.data.prepare.verify import verify_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError

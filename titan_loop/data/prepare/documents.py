@@ -1,6 +1,6 @@
 """Which documents to prepare: files, folders or a Hugging Face dataset, and their format.
 
-`find_documents` turns what a user wrote into an explicit list, so that every later stage, task and
+`find_documents` turns what a user wrote into an explicit list, so that every later step, task and
 restart reads the same files in the same order.
 """
 

@@ -1,7 +1,7 @@
-"""Running stages one after another on this machine, under SLURM or on Ray: datatrove's executors.
+"""Runs pipelines one after another on this machine, under SLURM or on Ray: datatrove's executors.
 
-A stage is one datatrove pipeline of so many tasks. datatrove marks every finished task in the
-stage's log folder, so that running the same stages again does only what is missing.
+datatrove marks every finished task in a pipeline's log folder, so that running the same pipelines
+again does only what is missing.
 """
 
 import inspect
@@ -26,11 +26,18 @@ EXECUTORS: tuple[str, ...] = get_args(Executor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """One datatrove pipeline: its steps, how many tasks share the work, and its log folder."""
+class Pipeline:
+    """One datatrove pipeline.
+
+    Attributes:
+        name: What logs and jobs call it.
+        steps: datatrove's steps by our names, in the order in which they run.
+        tasks: How many tasks share the work.
+        logs: datatrove's folder for it.
+    """
 
     name: str
-    steps: Sequence[Any]
+    steps: Mapping[str, Any]
     tasks: int
     logs: Path
 
@@ -40,19 +47,19 @@ class Stage:
         return [task for task in range(self.tasks) if not (done / f"{task:05d}").exists()]
 
 
-def run_stages(
-    stages: Sequence[Stage], executor: Executor, workers: int, options: Mapping[str, Any]
+def run_pipelines(
+    pipelines: Sequence[Pipeline], executor: Executor, workers: int, options: Mapping[str, Any]
 ) -> bool:
-    """Run every stage to its end, or submit them all.
+    """Run every pipeline to its end, or submit them all.
 
     Args:
-        stages: In the order of their dependence.
+        pipelines: In the order of their dependence.
         executor: Where.
-        workers: Tasks of a stage that run at the same time.
+        workers: Number of a pipeline's tasks that run at the same time.
         options: For datatrove's executor, from the config's table of the same name.
 
     Returns:
-        Whether the stages are done; False if they were only submitted, as under SLURM.
+        Whether the pipelines are done; False if they were only submitted, as under SLURM.
 
     Raises:
         UserError: If the executor cannot be used here or does not know an option, or if tasks did
@@ -61,27 +68,28 @@ def run_stages(
     if executor == "slurm":
         if shutil.which("sbatch") is None:
             raise UserError("executor 'slurm' needs sbatch on the PATH: run it on a login node")
-        slurm_chain(stages, workers, options)[-1].run()
+        slurm_chain(pipelines, workers, options)[-1].run()
         return False
-    for stage in stages:
-        if not stage.unfinished():
-            logger.info("%s: finished before, %d tasks skipped", stage.name, stage.tasks)
+    for pipeline in pipelines:
+        if not pipeline.unfinished():
+            logger.info("%s: finished before, %d tasks skipped", pipeline.name, pipeline.tasks)
             continue
         build = _ray if executor == "ray" else _local
-        build(stage, workers, options).run()
-        unfinished = stage.unfinished()
+        build(pipeline, workers, options).run()
+        unfinished = pipeline.unfinished()
         if unfinished:  # Ray does not raise what its tasks raised
             raise UserError(
-                f"{stage.name}: {len(unfinished)} of {stage.tasks} tasks failed, the first is "
-                f"{unfinished[0]}: see {stage.logs / 'logs'}; the same command goes on from there"
+                f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
+                f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command goes on from "
+                "there"
             )
     return True
 
 
 def slurm_chain(
-    stages: Sequence[Stage], workers: int, options: Mapping[str, Any]
+    pipelines: Sequence[Pipeline], workers: int, options: Mapping[str, Any]
 ) -> list[PipelineExecutor]:
-    """Return one executor a stage, each depending on the one before.
+    """Return one executor a pipeline, each depending on the one before.
 
     Jobs start in this Python's virtual environment, unless the options say otherwise.
 
@@ -97,15 +105,15 @@ def slurm_chain(
     if sys.prefix != sys.base_prefix and not {"env_command", "condaenv"} & set(options):
         environment["venv_path"] = f"{sys.prefix}/bin/activate"
     chain: list[Any] = []
-    for stage in stages:
+    for pipeline in pipelines:
         chain.append(
             _build(
                 SlurmPipelineExecutor,
                 "slurm",
-                stage,
+                pipeline,
                 {
                     "workers": workers,
-                    "job_name": f"titan-loop-{stage.name}",
+                    "job_name": f"titan-loop-{pipeline.name}",
                     "qos": None,
                     "depends": chain[-1] if chain else None,
                     **environment,
@@ -116,14 +124,16 @@ def slurm_chain(
     return chain
 
 
-def _local(stage: Stage, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
+def _local(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
     from datatrove.executor.local import LocalPipelineExecutor
 
     assert not options
-    return _build(LocalPipelineExecutor, "local", stage, {"workers": min(workers, stage.tasks)})
+    return _build(
+        LocalPipelineExecutor, "local", pipeline, {"workers": min(workers, pipeline.tasks)}
+    )
 
 
-def _ray(stage: Stage, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
+def _ray(pipeline: Pipeline, workers: int, options: Mapping[str, Any]) -> PipelineExecutor:
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
@@ -132,11 +142,11 @@ def _ray(stage: Stage, workers: int, options: Mapping[str, Any]) -> PipelineExec
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    return _build(RayPipelineExecutor, "ray", stage, {"workers": workers, **options})
+    return _build(RayPipelineExecutor, "ray", pipeline, {"workers": workers, **options})
 
 
 def _build(
-    cls: type[PipelineExecutor], name: str, stage: Stage, options: Mapping[str, Any]
+    cls: type[PipelineExecutor], name: str, pipeline: Pipeline, options: Mapping[str, Any]
 ) -> PipelineExecutor:
     known = [key for key in inspect.signature(cls.__init__).parameters if key != "self"]
     ours = ("pipeline", "tasks", "logging_dir")
@@ -146,20 +156,24 @@ def _build(
                 f"executor {name!r} has no option {key!r}{nearest(key, set(known) - set(ours))}"
             )
     return cls(
-        pipeline=list(stage.steps),
-        tasks=stage.tasks,  # pyright: ignore[reportCallIssue]
-        logging_dir=str(stage.logs),
+        pipeline=list(pipeline.steps.values()),
+        tasks=pipeline.tasks,  # pyright: ignore[reportCallIssue]
+        logging_dir=str(pipeline.logs),
         **options,
     )
 
 
-def statistics(logs: Path) -> list[Counter[str]]:
-    """Return the statistics of each step of a stage, summed over its finished tasks."""
-    totals: list[Counter[str]] = []
+def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
+    """Return what each step of a pipeline counted, summed over its finished tasks.
+
+    Args:
+        logs: The pipeline's log folder.
+        steps: The names of its steps, in their order.
+    """
+    totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
-        steps = json.loads(path.read_text())
-        totals = totals or [Counter() for _ in steps]
-        for total, step in zip(totals, steps, strict=True):
-            for name, value in step["stats"].items():
-                total[name] += int(value["total"] if isinstance(value, dict) else value)
+        for name, step in zip(steps, json.loads(path.read_text()), strict=True):
+            for statistic, value in step["stats"].items():
+                total = value["total"] if isinstance(value, dict) else value
+                totals[name][statistic] += int(total)
     return totals

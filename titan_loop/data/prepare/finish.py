@@ -1,16 +1,17 @@
-"""Finish a preparation: check what its stages left, count what they dropped, commit the card."""
+"""Finish a preparation: check what its pipelines left, count what they dropped, commit the card."""
 
 import json
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from titan_loop.data.prepare.executors import statistics
 from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, SHOWN_EXAMPLES
+from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path, misplaced_eos
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard, file_sha256
@@ -22,17 +23,22 @@ logger = logging.getLogger(__name__)
 _SHARDS = "*_doc_shuffled.ds"
 
 
-def write_card(preparation: Preparation) -> SourceCard:
-    """Check what the stages left and commit it as a source."""
+def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
+    """Check what the pipelines left and commit it as a source.
+
+    Args:
+        preparation: What was prepared.
+        steps: Names of every pipeline's steps, in their order.
+    """
     output = preparation.output
     names = SPLITS if preparation.holds_out else SPLITS[:1]
-    stages = {name: statistics(preparation.logs(name)) for name in names}
-    dropped = _dropped(preparation, stages["train"])
+    counted = {name: statistics(preparation.logs(name), steps[name]) for name in names}
+    dropped = _dropped(preparation, counted["train"])
     tokenizer = load_tokenizer(output / TOKENIZER_NAME)
     eos_id = tokenizer.token_to_id(preparation.eos_token)
     assert eos_id is not None
     splits = {
-        name: _split_card(output / name, token_bytes(tokenizer), eos_id, stages[name][-1])
+        name: _split_card(output / name, token_bytes(tokenizer), eos_id, counted[name][TOKENIZE])
         for name in names
     }
     for name, split in splits.items():
@@ -47,7 +53,7 @@ def write_card(preparation: Preparation) -> SourceCard:
     if not splits["train"].tokens:
         raise UserError(
             f"source {output}: no document is left to train on (records read: "
-            f"{stages['train'][0]['records']}, dropped: {dropped})"
+            f"{counted['train'][READ]['records']}, dropped: {dropped})"
         )
     if preparation.holds_out and not splits["held_out"].tokens:
         logger.warning("%s: no document is held out: raise the held-out fraction", output)
@@ -70,15 +76,13 @@ def write_card(preparation: Preparation) -> SourceCard:
     return card
 
 
-def _dropped(preparation: Preparation, train: Sequence[Counter[str]]) -> dict[str, int]:
+def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
     """Return what was dropped by reason, warn about it, and refuse too much malformed input."""
-    reader, *filters = train[: -2 if preparation.holds_out else -1]
-    config = preparation.config
-    names = [*config.quality]
-    names += ["near_duplicate"] if config.minhash is not None else []
-    names += ["contaminated"] if config.decontaminate is not None else []
+    reader = counted[READ]
     dropped = {kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]}
-    for name, counts in zip(names, filters, strict=True):
+    for name, counts in counted.items():
+        if name in (READ, HOLD_OUT, TOKENIZE):
+            continue
         reasons = {
             key.removeprefix("dropped_"): count
             for key, count in counts.items()
@@ -94,8 +98,8 @@ def _dropped(preparation: Preparation, train: Sequence[Counter[str]]) -> dict[st
             f"inputs: {bad} of {reader['records']} records are malformed or lack their text, more "
             f"than --max-malformed {preparation.max_malformed:g} allows; {'; '.join(examples)}"
         )
-    counted = ", ".join(f"{count} {name}" for name, count in dropped.items())
-    logger.warning("%s: dropped %s of %d records", preparation.output, counted, reader["records"])
+    summary = ", ".join(f"{count} {name}" for name, count in dropped.items())
+    logger.warning("%s: dropped %s of %d records", preparation.output, summary, reader["records"])
     for example in examples:
         logger.warning("dropped %s", example)
     return dropped

@@ -1,20 +1,28 @@
-"""What one preparation is: its inputs, settings and folders, the same in every stage."""
+"""One preparation: its inputs and settings, and the folder it begins in or goes on in."""
 
-from dataclasses import dataclass
+import json
+import shutil
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from titan_loop import __version__
 from titan_loop.data.prepare.config import PrepareConfig
 from titan_loop.data.prepare.documents import Documents
+from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, file_sha256
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import write_json
+from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 SPLITS = ("train", "held_out")
+SETTINGS_NAME = "preparation.json"
+_FOLDERS = (*SPLITS, "logs", "work")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """Everything the stages and the card need; it is pickled into SLURM jobs.
+    """Everything the pipelines and the card need; it is pickled into SLURM jobs.
 
     The fields are the arguments of `titan_loop.data.prepare.tokenize_source.tokenize_source`,
     resolved: `output` is absolute, and `tasks` at most the number of files.
@@ -34,7 +42,7 @@ class Preparation:
 
     @property
     def work(self) -> Path:
-        """The folder of what stages hand to each other, removed at the end."""
+        """The folder of what pipelines hand to each other, removed at the end."""
         return self.output / "work"
 
     @property
@@ -42,9 +50,9 @@ class Preparation:
         """The folder of the first records each task dropped."""
         return self.output / "logs" / "dropped"
 
-    def logs(self, stage: str) -> Path:
-        """Return datatrove's folder for one stage."""
-        return self.output / "logs" / stage
+    def logs(self, pipeline: str) -> Path:
+        """Return datatrove's folder for one pipeline."""
+        return self.output / "logs" / pipeline
 
     @property
     def holds_out(self) -> bool:
@@ -67,3 +75,68 @@ class Preparation:
                 f"cleaning needs {error.name}, which is not installed: "
                 "pip install 'titan-loop[clean]'"
             ) from error
+
+
+def _is_source(output: Path) -> bool:
+    """Return whether a preparation was started in this folder, or finished."""
+    return (output / CARD_NAME).exists() or (output / SETTINGS_NAME).exists()
+
+
+def written_by_us(output: Path) -> list[Path]:
+    """Return what a preparation writes: no documents, should it lie in an input folder."""
+    names = [LOCK_NAME]
+    if _is_source(output):
+        names += [*_FOLDERS, CARD_NAME, SETTINGS_NAME, TOKENIZER_NAME]
+    return [output / name for name in names]
+
+
+def refuse_output(output: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds a complete source, or what no preparation wrote."""
+    foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
+    if (output / CARD_NAME).exists() and not overwrite:
+        raise UserError(f"source {output} exists already: give another output or pass overwrite")
+    if foreign is not None and not _is_source(output):
+        raise UserError(
+            f"output {output} holds a {foreign!r} that is not a source's: give another output"
+        )
+
+
+def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
+    """Make the output ready: new, or with what the same settings finished before."""
+    output = preparation.output
+    settings = _settings(preparation, tokenizer_path)
+    tokenizer = tokenizer_path.read_bytes()  # it may lie in what is removed below
+    refuse_output(output, overwrite)  # it may have been finished meanwhile
+    unfinished = output / SETTINGS_NAME
+    if overwrite and _is_source(output):
+        # First what makes the source count, then the rest.
+        (output / CARD_NAME).unlink(missing_ok=True)
+        for name in _FOLDERS:
+            shutil.rmtree(output / name, ignore_errors=True)
+        unfinished.unlink(missing_ok=True)
+    elif unfinished.exists():
+        known = json.loads(unfinished.read_text())
+        changed = [name for name in settings if settings[name] != known.get(name)]
+        if changed:
+            raise UserError(
+                f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
+                "those again to go on from there, or pass overwrite to begin anew"
+            )
+    (output / TOKENIZER_NAME).write_bytes(tokenizer)
+    write_json(unfinished, settings)
+
+
+def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
+    """Return what decides which tokens are stored, as JSON gives it back."""
+    settings = {
+        "documents": asdict(preparation.documents),
+        "bytes": [Path(path).stat().st_size for path in preparation.documents.all_files()],
+        "tokenizer": file_sha256(tokenizer_path),
+        "cleaning": preparation.config.cleaning(),
+        **{
+            name: getattr(preparation, name)
+            for name in ("held_out_fraction", "eos_token", "text_key", "chat", "tasks")
+        },
+        "versions": preparation.versions(),
+    }
+    return json.loads(json.dumps(settings))

@@ -3,33 +3,33 @@
     reader ─► quality ─► MinHash ─► decontamination ─┬─► tokenizer ─► train/*.ds ───┬─► source.json
               filters    filter     filter           └─► held-out text ─► tokenizer ┘
 
-With MinHash three stages come first: signatures (of what passes the quality filters), buckets and
-clusters. Documents are shuffled here, once, within each task's output; later only windows are
+With MinHash three pipelines come first: signatures (of what passes the quality filters), buckets
+and clusters. Documents are shuffled here, once, within each task's output; later only windows are
 permuted. Finished tasks are skipped when an interrupted preparation is started again.
 """
 
-import json
 import logging
 import shlex
-import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_loop.data.prepare.config import read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, find_documents
-from titan_loop.data.prepare.preparation import SPLITS, Preparation
-from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, SourceCard, file_sha256, lock_source
+from titan_loop.data.prepare.preparation import (
+    Preparation,
+    refuse_output,
+    start,
+    written_by_us,
+)
+from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, nearest
-from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
 from titan_loop.text.chatml import control_tokens
 from titan_loop.text.tokenizer import (
     END_OF_TEXT,
-    TOKENIZER_NAME,
     load_tokenizer,
     require_token,
     token_bytes,
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from titan_loop.data.prepare.executors import Executor
 
 logger = logging.getLogger(__name__)
-
-SETTINGS_NAME = "preparation.json"
-_FOLDERS = (*SPLITS, "logs", "work")
 
 
 def tokenize_source(
@@ -105,9 +102,9 @@ def tokenize_source(
             process prepares or packs, too many malformed records, or a source without a token to
             train on.
     """
-    from titan_loop.data.prepare.executors import EXECUTORS, Stage, run_stages
+    from titan_loop.data.prepare.executors import EXECUTORS, Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card
-    from titan_loop.data.prepare.stages import build_stages
+    from titan_loop.data.prepare.pipelines import build_pipelines
 
     require_local(output, "output")
     output = Path(output).absolute()
@@ -131,7 +128,7 @@ def tokenize_source(
         patterns=patterns,
         dataset_config=dataset_config,
         dataset_split=dataset_split,
-        ours=[output / LOCK_NAME, *(_written(output) if _is_source(output) else ())],
+        ours=written_by_us(output),
     )
     preparation = Preparation(
         output=output,
@@ -155,21 +152,22 @@ def tokenize_source(
         control_tokens(tokenizer, eos_token)
     if documents.format == "huggingface":
         _require_dataset(documents)
-    _refuse_output(output, overwrite)  # before a lock file is left in it
+    refuse_output(output, overwrite)  # before a lock file is left in it
     try:
         with lock_source(output, "output"):
-            _start(preparation, Path(tokenizer_path), overwrite)
-            stages = build_stages(preparation)
+            start(preparation, Path(tokenizer_path), overwrite)
+            pipelines = build_pipelines(preparation)
+            steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # nobody waits there, so a last job finishes
-                finish = partial(_finish, preparation)
-                stages.append(
-                    Stage(name="card", steps=[finish], tasks=1, logs=preparation.logs("card"))
+                card = {"card": partial(_finish, preparation, steps)}
+                pipelines.append(
+                    Pipeline(name="card", steps=card, tasks=1, logs=preparation.logs("card"))
                 )
             options = {"slurm": config.slurm, "ray": config.ray}.get(executor, {})
-            if not run_stages(stages, executor, workers, options):
+            if not run_pipelines(pipelines, executor, workers, options):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
                 return None
-            return write_card(preparation)
+            return write_card(preparation, steps)
     except OSError as error:
         raise UserError(
             f"output {output} cannot be written ({error.strerror or error}): free space or mend "
@@ -177,11 +175,17 @@ def tokenize_source(
         ) from error
 
 
-def _finish(preparation: Preparation, data: object, rank: int, world_size: int) -> None:
+def _finish(
+    preparation: Preparation,
+    steps: Mapping[str, Sequence[str]],
+    data: object,
+    rank: int,
+    world_size: int,
+) -> None:
     """Write the card as a step of datatrove's."""
     from titan_loop.data.prepare.finish import write_card
 
-    write_card(preparation)
+    write_card(preparation, steps)
 
 
 def _require_dataset(documents: Documents) -> None:
@@ -201,65 +205,3 @@ def _require_dataset(documents: Documents) -> None:
             f"dataset {documents.dataset!r} has no split {documents.dataset_split!r}: give "
             f"--dataset-split one of {', '.join(splits)}"
         )
-
-
-def _is_source(output: Path) -> bool:
-    """Return whether a preparation was started in this folder, or finished."""
-    return (output / CARD_NAME).exists() or (output / SETTINGS_NAME).exists()
-
-
-def _written(output: Path) -> list[Path]:
-    """Return all that a preparation writes: no documents, should they lie in an input folder."""
-    return [output / name for name in (*_FOLDERS, CARD_NAME, SETTINGS_NAME, TOKENIZER_NAME)]
-
-
-def _refuse_output(output: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds a complete source, or what no preparation wrote."""
-    foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
-    if (output / CARD_NAME).exists() and not overwrite:
-        raise UserError(f"source {output} exists already: give another output or pass overwrite")
-    if foreign is not None and not _is_source(output):
-        raise UserError(
-            f"output {output} holds a {foreign!r} that is not a source's: give another output"
-        )
-
-
-def _start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
-    """Make the output ready: new, or with what the same settings finished before."""
-    output = preparation.output
-    settings = _settings(preparation, tokenizer_path)
-    tokenizer = tokenizer_path.read_bytes()  # it may lie in what is removed below
-    _refuse_output(output, overwrite)  # it may have been finished meanwhile
-    unfinished = output / SETTINGS_NAME
-    if overwrite and _is_source(output):
-        # First what makes the source count, then the rest.
-        (output / CARD_NAME).unlink(missing_ok=True)
-        for name in _FOLDERS:
-            shutil.rmtree(output / name, ignore_errors=True)
-        unfinished.unlink(missing_ok=True)
-    elif unfinished.exists():
-        known = json.loads(unfinished.read_text())
-        changed = [name for name in settings if settings[name] != known.get(name)]
-        if changed:
-            raise UserError(
-                f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
-                "those again to go on from there, or pass overwrite to begin anew"
-            )
-    (output / TOKENIZER_NAME).write_bytes(tokenizer)
-    write_json(unfinished, settings)
-
-
-def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
-    """Return what decides which tokens are stored, as JSON gives it back."""
-    settings = {
-        "documents": asdict(preparation.documents),
-        "bytes": [Path(path).stat().st_size for path in preparation.documents.all_files()],
-        "tokenizer": file_sha256(tokenizer_path),
-        "cleaning": preparation.config.cleaning(),
-        **{
-            name: getattr(preparation, name)
-            for name in ("held_out_fraction", "eos_token", "text_key", "chat", "tasks")
-        },
-        "versions": preparation.versions(),
-    }
-    return json.loads(json.dumps(settings))

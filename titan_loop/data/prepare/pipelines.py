@@ -8,7 +8,7 @@ Quality filters come before MinHash, so that a bad document never stands for its
 therefore documents are read and filtered twice where both are switched on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from datatrove.pipeline.dedup.minhash import (
 
 from titan_loop.data.prepare.config import PrepareConfig, hash_config, quality_filter
 from titan_loop.data.prepare.decontamination import build_ngram_index, ngram_config
-from titan_loop.data.prepare.executors import Stage
+from titan_loop.data.prepare.executors import Pipeline
 from titan_loop.data.prepare.pipeline_steps import (
     ChatTokenizer,
     HeldOutFilter,
@@ -34,11 +34,15 @@ from titan_loop.data.prepare.pipeline_steps import (
 from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
+READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
+"""Names of the steps that every preparation has, or may have; filters are named for what they drop.
+"""
+
 _SHUFFLE_SEED = 0
 
 
-def build_stages(preparation: Preparation) -> list[Stage]:
-    """Return the datatrove stages in their order, building the n-gram index on the way."""
+def build_pipelines(preparation: Preparation) -> list[Pipeline]:
+    """Return the pipelines in their order, building the n-gram index on the way."""
     output, config = preparation.output, preparation.config
     work = preparation.work
     tokenizer = ChatTokenizer if preparation.chat else PlainTextTokenizer
@@ -52,38 +56,34 @@ def build_stages(preparation: Preparation) -> list[Stage]:
             save_loss_metadata=preparation.chat,
         )
 
-    stages: list[Stage] = []
-    steps = [_reader(preparation, preparation.dropped_examples), *_quality(config)]
+    pipelines: list[Pipeline] = []
+    steps = {READ: _reader(preparation, preparation.dropped_examples), **_quality(config)}
     if config.minhash is not None:
-        stages += _minhash_stages(preparation)
-        steps.append(MinhashDedupFilter(str(work / "duplicates")))
+        pipelines += _minhash_pipelines(preparation)
+        steps["near_duplicate"] = MinhashDedupFilter(str(work / "duplicates"))
     if config.decontaminate is not None:
         index = work / "ngrams"
         if not index.exists():
             build_ngram_index(config.decontaminate, index, config.language)
-        steps.append(
-            NGramsDecontFilter(
-                str(index), config=ngram_config(config.decontaminate), language=config.language
-            )
+        steps["contaminated"] = NGramsDecontFilter(
+            str(index), config=ngram_config(config.decontaminate), language=config.language
         )
     if preparation.holds_out:
-        steps.append(
-            HeldOutFilter(
-                preparation.documents.held_out_files,
-                preparation.held_out_fraction,
-                work / "held_out",
-            )
+        steps[HOLD_OUT] = HeldOutFilter(
+            preparation.documents.held_out_files, preparation.held_out_fraction, work / "held_out"
         )
-    steps.append(tokenize("train"))
-    stages.append(_stage(preparation, "train", steps, preparation.tasks))
+    steps[TOKENIZE] = tokenize("train")
+    pipelines.append(_pipeline(preparation, "train", steps, preparation.tasks))
     if preparation.holds_out:
-        held_out = [HeldOutReader(str(work / "held_out")), tokenize("held_out")]
-        stages.append(_stage(preparation, "held_out", held_out, preparation.tasks))
-    return stages
+        held_out = {READ: HeldOutReader(str(work / "held_out")), TOKENIZE: tokenize("held_out")}
+        pipelines.append(_pipeline(preparation, "held_out", held_out, preparation.tasks))
+    return pipelines
 
 
-def _stage(preparation: Preparation, name: str, steps: Sequence[Any], tasks: int) -> Stage:
-    return Stage(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
+def _pipeline(
+    preparation: Preparation, name: str, steps: Mapping[str, Any], tasks: int
+) -> Pipeline:
+    return Pipeline(name=name, steps=steps, tasks=tasks, logs=preparation.logs(name))
 
 
 def _reader(preparation: Preparation, examples: Path | None) -> Any:
@@ -96,34 +96,27 @@ def _reader(preparation: Preparation, examples: Path | None) -> Any:
     )
 
 
-def _quality(config: PrepareConfig) -> list[Any]:
-    return [
-        quality_filter(name)(language=config.language, **options)
+def _quality(config: PrepareConfig) -> dict[str, Any]:
+    return {
+        name: quality_filter(name)(language=config.language, **options)
         for name, options in config.quality.items()
-    ]
+    }
 
 
-def _minhash_stages(preparation: Preparation) -> list[Stage]:
-    """Return the stages that find near-duplicates; every one but a cluster's root is removed."""
+def _minhash_pipelines(preparation: Preparation) -> list[Pipeline]:
+    """Return the pipelines that find near-duplicates; all but a cluster's root are removed."""
     work = preparation.work
     signatures, pairs, duplicates = (
         str(work / name) for name in ("signatures", "pairs", "duplicates")
     )
     assert preparation.config.minhash is not None
     config = MinhashConfig(**preparation.config.minhash, hash_config=hash_config())
-    language = preparation.config.language
-    first = [
-        _reader(preparation, None),
-        *_quality(preparation.config),
-        MinhashDedupSignature(signatures, config, language=language),
-    ]
+    sign = MinhashDedupSignature(signatures, config, language=preparation.config.language)
+    read = {READ: _reader(preparation, None), **_quality(preparation.config), "signatures": sign}
+    match = {"buckets": MinhashDedupBuckets(signatures, pairs, config=config)}
+    cluster = {"clusters": MinhashDedupCluster(pairs, duplicates, config=config)}
     return [
-        _stage(preparation, "signatures", first, preparation.tasks),
-        _stage(
-            preparation,
-            "buckets",
-            [MinhashDedupBuckets(signatures, pairs, config=config)],
-            config.num_buckets,
-        ),
-        _stage(preparation, "clusters", [MinhashDedupCluster(pairs, duplicates, config=config)], 1),
+        _pipeline(preparation, "signatures", read, preparation.tasks),
+        _pipeline(preparation, "buckets", match, config.num_buckets),
+        _pipeline(preparation, "clusters", cluster, 1),
     ]

@@ -1,24 +1,78 @@
-"""Check a prepared source against its card: sizes, checksums, ids, document ends, masks.
-
-Every byte is read, in pieces, and every fault reported, so that one run says which files to
-restore.
-"""
+"""Look at a prepared source: its documents as the model reads them, its files against its card."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from titan_loop.data.packed_index import PIECE, index_paths
-from titan_loop.data.shards import INDEX_SUFFIX, LOSS_SUFFIX, file_chunks, misplaced_eos
+from titan_loop.data.shards import (
+    INDEX_SUFFIX,
+    LOSS_SUFFIX,
+    TokenShards,
+    file_chunks,
+    misplaced_eos,
+)
 from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
-from titan_loop.text.tokenizer import TOKENIZER_NAME
+from titan_loop.errors import UserError
+from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
+TARGET_START, TARGET_END = "⟦", "⟧"
 _INDEX_BYTES = 8
+
+
+class StoredDocument(NamedTuple):
+    """One document of a source.
+
+    It takes the split's tokens from `first_token` on, `tokens` of them. `targets` of those are
+    targets of the loss; None without a mask, when all but the document's first are. `text` has
+    special tokens written out, and targets in ⟦ ⟧ where there is a mask.
+    """
+
+    number: int
+    first_token: int
+    tokens: int
+    targets: int | None
+    text: str
+
+
+def show_source(
+    source: str | Path, count: int = 3, split: str = "train"
+) -> Iterator[StoredDocument]:
+    """Yield the first `count` stored documents of a prepared source.
+
+    Raises:
+        UserError: If the source or its tokenizer is unusable, or `count` is below 1.
+    """
+    if count < 1:
+        raise UserError(f"count {count} must be at least 1")
+    shards = TokenShards(source, split)
+    tokenizer = load_tokenizer(Path(source) / TOKENIZER_NAME)
+    first_token = 0
+    for number in range(min(count, shards.split.documents)):
+        ids = shards.document(number)
+        mask = shards.read_mask(first_token, len(ids))
+        text = ""
+        for start, end in pairwise([0, *_changes(mask), len(ids)]):
+            part = tokenizer.decode(ids[start:end].tolist(), skip_special_tokens=False)
+            is_target = mask is not None and mask[start]
+            text += f"{TARGET_START}{part}{TARGET_END}" if is_target else part
+        targets = None if mask is None else int(mask.sum())
+        yield StoredDocument(number, first_token, len(ids), targets, text)
+        first_token += len(ids)
+
+
+def _changes(mask: np.ndarray | None) -> list[int]:
+    return [] if mask is None else (np.flatnonzero(np.diff(mask)) + 1).tolist()
 
 
 def verify_source(source: str | Path) -> Iterator[str]:
     """Yield one line for each fault of a prepared source; nothing if it is sound.
+
+    Sizes, checksums, ids, document ends and masks are compared with the card. Every byte is read, a
+    piece at a time, and every fault reported, so that one run says which files to restore.
 
     Args:
         source: The source's folder.
