@@ -56,6 +56,29 @@ def test_the_command_is_accepted(command: list[str], capsys: pytest.CaptureFixtu
             assert apply_overrides(stage.config, given, "titan-loop train") != stage.config
 
 
+def test_the_file_map_names_every_module_and_folder():
+    named = re.findall(r"^    (\S+) +\S", README.read_text(encoding="utf-8"), re.MULTILINE)
+    there: list[str] = []
+    for path in (ROOT / "titan_loop").iterdir():
+        if (path / "__init__.py").exists():
+            there.append(f"titan_loop/{path.name}/")
+        elif path.suffix == ".py" and not path.name.startswith("__"):
+            there.append(f"titan_loop/{path.name}")
+    assert [path for path in there if path not in named] == []
+
+
+@pytest.mark.parametrize("readme", [README, ROOT / "titan_loop" / "README.md"], ids=str)
+def test_files_that_a_readme_names_exist(readme: Path):
+    text = readme.read_text(encoding="utf-8")
+    paths = re.findall(r"(?:^    |`)([\w./]+(?:\.py|\.md|\.sh|/))(?=`| )", text, re.MULTILINE)
+    written_by_a_run = r"(runs|tb|checkpoints|compile_cache)/.*"
+    named = [path for path in paths if not re.fullmatch(written_by_a_run, path)]
+    assert len(named) > 10
+    assert [
+        path for path in named if not any((at / path).exists() for at in (ROOT, readme.parent))
+    ] == []
+
+
 def other_commands() -> list[list[str]]:
     """Return what follows `titan-loop` on every line of a README that is such a command."""
     commands = []
