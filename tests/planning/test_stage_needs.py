@@ -1,5 +1,6 @@
 """`titan-loop plan`: the arithmetic of a stage against formulas written out here, and refusals."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from titan_loop.distributed.devices import DEVICES
 from titan_loop.distributed.memory import USABLE_SHARE
 from titan_loop.models.sizes import decoder_config
 from titan_loop.planning.stage_needs import Cluster, StageNeeds, stage_needs
+from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.schedule import Schedule
@@ -210,6 +212,13 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
         (["--stage", "1a", "--entropy-weight", "0:0.1 linear 1e9:0.05", *GRAPHS], "1a: training.d"),
         (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
+        (["--stages.1b.model.n-layers", "36"], "1b: the parent"),
+        (["--stages.1b.checkpoint.carry.upcycle", "stacked"], "1b: layers=24 is not a multiple"),
+        (
+            ["--stages.gate.checkpoint.carry.optimizer"],
+            "gate: checkpoint.carry.optimizer=True, but",
+        ),
+        (["--stage", "1b", "--suite.interval", "-1"], "1b: suite.interval=-1 is negative"),
         (["--stage", "1b", "--held-out.windows", "0"], "1b: held_out.windows=0 must be at least"),
         (["--stage", "1b", "--training.global-batch-size", "8"], "1b: training.global_batch_size"),
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
@@ -251,6 +260,16 @@ def test_too_little_data_is_refused_where_the_data_is_here(source, tmp_path):
     needs = stage_needs("x", config, one)
     assert needs.data == "too little"
     assert "raise max_epochs" in needs.refusals[0]
+
+
+def test_data_read_too_often_is_refused_as_before_training(source, tmp_path):
+    one = Cluster(nodes=1, gpus_per_node=1, gpu=H100, mfu=0.4)
+    stages = [Stage(name=name, config=tiny_config(source, tmp_path)) for name in ("a", "b")]
+    recipe = Recipe(name="two", stages=stages)
+    config = stages[1].config
+    config.total_tokens = 10**9
+    (refusal,) = stage_needs("b", config, one, recipe=recipe).refusals
+    assert re.search(r"=1000000000 reads source \d+\.\d times; .*--stages\.b\.dataloader", refusal)
 
 
 def test_memory_is_that_of_the_config_s_policy():

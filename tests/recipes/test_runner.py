@@ -226,7 +226,7 @@ MISTAKES: dict[str, tuple[int, Callable[[Recipe], Any], str]] = {
         1,
         lambda recipe: setattr(recipe.stages[1].config, "total_tokens", 10**9),
         r"stage 1b: total_tokens=1000000000 reads source \d+\.\d times; lower it, add documents, "
-        r"or say that it is meant: --stages\.1b\.dataloader\.max-epochs \d+",
+        r"or allow that many epochs: --stages\.1b\.dataloader\.max-epochs \d+",
     ),
     "window by TP": (
         2,

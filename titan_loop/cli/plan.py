@@ -71,8 +71,7 @@ def plan(
     needs = []
     for planned in resolved.stages if stage is None else [resolved.stage(stage)]:
         try:
-            trained = planned.parent is not None
-            needs.append(stage_needs(planned.name, planned.config, cluster, starts_trained=trained))
+            needs.append(stage_needs(planned.name, planned.config, cluster, recipe=resolved))
         except UserError as error:
             raise UserError(f"stage {planned.name}: {error}") from error
     _print(recipe, gpu, cluster, needs)

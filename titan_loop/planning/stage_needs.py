@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from titan_loop.checkpoint.architecture import architecture
 from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.devices import Device
@@ -25,12 +26,16 @@ from titan_loop.distributed.memory import (
 )
 from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError, raise_first
+from titan_loop.evaluation.while_training import check_suite
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
 from titan_loop.models.sizes import decoder_config, get_size
+from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.preflight import (
     batch_refusals,
+    caught,
     layout_refusals,
     setting_refusals,
     value_refusals,
@@ -130,7 +135,7 @@ class StageNeeds:
 
 
 def stage_needs(
-    name: str, config: LoopTrainer.Config, cluster: Cluster, *, starts_trained: bool = False
+    name: str, config: LoopTrainer.Config, cluster: Cluster, *, recipe: Recipe | None = None
 ) -> StageNeeds:
     """Compute what one stage needs.
 
@@ -138,16 +143,26 @@ def stage_needs(
         name: Of the stage.
         config: Its run, not resolved: the data need not be there.
         cluster: What it is to run on.
-        starts_trained: Whether it starts from the weights of another stage.
+        recipe: The recipe of the stage, to ask what it can take over from its parent; None for a
+            run alone.
 
     Raises:
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
     """
     raise_first(value_refusals(config))
+    stage = None if recipe is None else recipe.stage(name)
+    parent = recipe.stage(stage.parent) if recipe and stage and stage.parent else None
     data, refusals = _data(config)
-    trained = starts_trained or bool(config.checkpoint.carry.parent)
+    if data == "enough" and recipe and stage and len(recipe.stages) > 1:
+        refusals += map(str, repetition_refusals(stage))
+    trained = parent is not None or bool(config.checkpoint.carry.parent)
     refusals += map(str, setting_refusals(config, starts_trained=trained))
+    refusals += map(str, caught("suite", lambda: check_suite(config)))
     model = _architecture(config)
+    if stage and parent:
+        before = architecture(_architecture(parent.config))
+        carried = carry_refusals(stage, parent, wanted=architecture(model), trained=before)
+        refusals += map(str, carried)
     unfit = _layout_refusals(config, model, cluster.ranks)
     refusals += unfit
     parallel = config.parallelism

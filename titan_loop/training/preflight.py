@@ -151,8 +151,8 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
             "from trained weights (checkpoint.carry.parent)",
         )
-    yield from _caught("checkpoint", config.checkpoint.check)
-    yield from _caught("held_out", config.held_out.check_settings)
+    yield from caught("checkpoint", config.checkpoint.check)
+    yield from caught("held_out", config.held_out.check_settings)
     if config.training.global_batch_size != -1:
         yield Refusal(
             "training.global_batch_size",
@@ -250,8 +250,8 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"model.vocab_size={rows} is too small: the data's largest token is {largest}",
             f"use {largest + 1} or more, or leave it unset",
         )
-    yield from _caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
-    yield from _caught(
+    yield from caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
+    yield from caught(
         "held_out",
         lambda: config.held_out.check(
             config.dataloader.source_paths(), rows, config.training.seq_len
@@ -270,7 +270,7 @@ def layout_refusals(
         world_size: Number of ranks that will train.
     """
     attention = model.layers[0].attention
-    yield from _caught(
+    yield from caught(
         "parallelism",
         lambda: check_parallelism(
             config.parallelism,
@@ -281,8 +281,8 @@ def layout_refusals(
             attention=config.model.attention,
         ),
     )
-    yield from _caught("fsdp", lambda: config.fsdp.check(config.parallelism))
-    yield from _caught(
+    yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
+    yield from caught(
         "activation_checkpoint",
         lambda: check_offloading(config.activation_checkpoint, config.parallelism),
     )
@@ -395,7 +395,7 @@ def _offloads_states(config: RunConfig) -> bool:
     return isinstance(config.activation_checkpoint, FullOffloadAC.Config)
 
 
-def _caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
+def caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
     """Yield what a check of a lower floor raises."""
     try:
         check()

@@ -1,0 +1,95 @@
+"""Every reason why a stage cannot follow its parent, besides those of `training/preflight.py`.
+
+    parent_refusals(recipe, stage)       a parent that lacks tokens
+    carry_refusals(stage, parent, …)     weights or moments that the stage cannot take over
+    repetition_refusals(stage)           a source that is read more often than anybody said
+
+`train` and `slurm submit` raise the first, `plan` prints those that hold without any checkpoint.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.errors import Refusal
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.config import RunConfig
+from titan_loop.training.preflight import caught
+
+MOST_SILENT_EPOCHS = 4
+"""Number of times that a stage may read a source without a cap that allows it. Up to four epochs
+are nearly as good as new tokens (Muennighoff et al. 2023, arXiv 2305.16264, §5)."""
+
+
+def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
+    """Yield why a stage cannot start yet; a stage that has a checkpoint can always continue."""
+    if stage.parent is None or saved_state(stage.config) is not None:
+        return
+    parent = recipe.stage(stage.parent).config
+    state = saved_state(parent)
+    tokens = 0 if state is None else state["tokens"]
+    if tokens < parent.total_tokens:
+        yield Refusal(
+            "checkpoint.carry.parent",
+            f"stage {stage.name} starts from {stage.parent}, which has {tokens} of "
+            f"{parent.total_tokens} tokens in {parent.dump_folder}",
+            "train it to its end (without --training.steps), or fork with "
+            f"--stage {stage.name} --checkpoint.carry.parent CHECKPOINT",
+        )
+
+
+def carry_refusals(
+    stage: Stage, parent: Stage, *, wanted: Mapping[str, Any], trained: Mapping[str, Any]
+) -> Iterator[Refusal]:
+    """Yield what a stage cannot take over from its parent, whether that is trained yet or not.
+
+    Args:
+        stage: The stage.
+        parent: The stage that it starts from.
+        wanted: Architecture of the stage, see `titan_loop.checkpoint.architecture`.
+        trained: Architecture of the parent.
+    """
+    carry = stage.config.checkpoint.carry
+    yield from caught("checkpoint.carry", lambda: check_parent(trained, wanted, carry))
+    if carry.optimizer and parent.config.trainable != stage.config.trainable:
+        yield Refusal(
+            "checkpoint.carry.optimizer",
+            f"checkpoint.carry.optimizer=True, but {parent.name} has moments for "
+            f"trainable={parent.config.trainable} and this stage wants them for "
+            f"trainable={stage.config.trainable}",
+            "set it to False",
+        )
+
+
+def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
+    """Yield a source that a stage would read many times without a cap that allows it."""
+    loader = stage.config.open_data()
+    if not isinstance(loader, WindowLoader):
+        return
+    uncapped = [
+        (source.needed_tokens / source.available_tokens, source.name)
+        for source in loader.demand(stage.config.windows_of_the_run())
+        if source.max_epochs is None
+    ]
+    epochs, name = max(uncapped, default=(0.0, ""))
+    if epochs > MOST_SILENT_EPOCHS:
+        yield Refusal(
+            "total_tokens",
+            f"total_tokens={stage.config.total_tokens} reads {name} {epochs:.1f} times",
+            "lower it, add documents, or allow that many epochs: "
+            f"--stages.{stage.name}.dataloader.max-epochs {math.ceil(epochs)}",
+        )
+
+
+def saved_state(config: RunConfig) -> Mapping[str, Any] | None:
+    """Return the trainer's record in a run's newest checkpoint; None before the first.
+
+    Raises:
+        UserError: The run has checkpoints, and none is usable.
+    """
+    newest = newest_good(RunDirectory(config.dump_folder).checkpoints, look_at="manifest")
+    return None if newest is None else newest[1]["trainer"]
