@@ -10,15 +10,16 @@ the strategy kept of it:
 | `first` | 1 | step 1 | step 1 |
 | `averaged` | 1 | the mean of steps 1 … e | that mean |
 
-A prompt runs all R steps; each sees the prompt's keys of the same step, whatever is kept. Those are
-at hand while step r runs, so the shared strategies never hold R caches, not even in the prompt.
+A prompt runs all R steps, and each step sees the prompt's keys of that same step, whatever is kept.
+Those keys are at hand while step r runs, so the shared strategies never hold R caches, not even for
+the prompt.
 
-A row's token at position p lives at index p. Hence padding needs no mask of its own (no query looks
-past its own position), and a row is rolled back by forgetting how long it was.
+A row's token at position p is stored at index p. So padding needs no mask (no query looks past its
+own position), and a row is rolled back by shortening it.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.2. Averaging rotated keys equals rotating
 averaged ones, since all steps of a token share its position. The paper does not combine sharing
-with early exit; what skipped steps leave behind is ours.
+with early exit; the rule for skipped steps is ours.
 """
 
 from abc import ABC, abstractmethod
@@ -48,13 +49,13 @@ class LoopCache(ABC):
     """Keys and values of the rows of one batch.
 
     Args:
-        shape: How much of what; `rows` is the most there can be at once.
-        dtype: Of keys and values.
-        device: Where they live.
+        shape: Sizes; `rows` is the largest number of rows at once.
+        dtype: Type of keys and values.
+        device: Device that holds them.
 
     Attributes:
-        rows: How many rows there are now; they come first in memory.
-        allocated_bytes: For all rows there can be.
+        rows: Number of rows now; they come first in memory.
+        allocated_bytes: Bytes allocated for the largest number of rows.
     """
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -68,12 +69,12 @@ class LoopCache(ABC):
 
     @property
     def kept_steps(self) -> int:
-        """How many caches there are: R, or 1 for the shared strategies."""
+        """Number of caches: R, or 1 for the shared strategies."""
         return 1
 
     @property
     def _kept(self) -> Tensor:
-        """(2, kept steps, layers, B, capacity, N, H) of the rows there are now."""
+        """(2, kept steps, layers, B, capacity, N, H) of the current rows."""
         return self._memory[:, :, :, : self.rows]
 
     @property
@@ -81,21 +82,21 @@ class LoopCache(ABC):
         return self._every_row[: self.rows]
 
     def admit(self, rows: int) -> "PromptVisit":
-        """Add rows behind those there are; return what the pass over their prompts writes through.
+        """Append rows; return the view that the pass over their prompts writes through.
 
         Args:
-            rows: How many; there must be room.
+            rows: Number of new rows; there must be room for them.
         """
         first, self.rows = self.rows, self.rows + rows
         assert self.rows <= self.shape.rows
         return PromptVisit(self, first)
 
     def tokens(self, positions_BL: Tensor, seen: int) -> "TokenVisit":
-        """Return what a pass over new tokens reads and writes through.
+        """Return the view that a pass over new tokens reads and writes through.
 
         Args:
-            positions_BL: Where each row's tokens stand.
-            seen: S, how many keys to return: the largest position plus one.
+            positions_BL: Positions of each row's tokens.
+            seen: S, the number of keys to return: the largest position plus one.
         """
         return TokenVisit(self, positions_BL, seen)
 
@@ -108,22 +109,26 @@ class LoopCache(ABC):
 
     @abstractmethod
     def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
-        """Store one layer visit of whole prompts, those of the rows from `first_row` on."""
+        """Store one layer's keys and values of whole prompts, in the rows from `first_row` on."""
 
     @abstractmethod
     def write_tokens(
         self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
     ) -> Tensor:
-        """Store one layer visit of new tokens; return (2, B, S, N, H), all they may attend to."""
+        """Store one layer's keys and values of new tokens; return all they may attend to.
+
+        Returns:
+            (2, B, S, N, H).
+        """
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle what is kept of tokens that just left the recurrence.
+        """Settle what is kept of the E tokens that just left the recurrence.
 
         Args:
-            rows: (E,) rows.
-            positions: (E,) their tokens' positions.
-            steps: (E,) the last step each token ran.
+            rows: (E,) their rows.
+            positions: (E,) their positions.
+            steps: (E,) the last step each of them ran.
         """
 
 
@@ -174,7 +179,7 @@ class LastCache(LoopCache):
     def write_tokens(
         self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
     ) -> Tensor:
-        """Overwrite; the current step's entry is what the token itself must see."""
+        """Overwrite; the token itself must see the current step's entry."""
         kept_2BSNH = self._kept[:, 0, layer]
         kept_2BSNH[:, self._row, positions_BL] = new_2BLNH
         return kept_2BSNH[:, :, :seen]
@@ -184,7 +189,7 @@ class LastCache(LoopCache):
 
 
 class _PendingCache(LastCache):
-    """While a token runs, its entry must be its own step's; what to keep of it waits beside."""
+    """Holds what to keep of a running token beside its entry, which must be its current step's."""
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype=dtype, device=device)
@@ -254,7 +259,7 @@ def cache_strategy(name: str) -> type[LoopCache]:
 
 
 class PromptVisit:
-    """The `KeyValueCache` of a pass over whole prompts: they see themselves only."""
+    """The `KeyValueCache` of a pass over whole prompts, which see only themselves."""
 
     def __init__(self, cache: LoopCache, first_row: int) -> None:
         self._cache = cache

@@ -1,7 +1,7 @@
-"""Tokens to text as they arrive, and stop strings that may be spread over several tokens.
+"""Turns tokens into text as they arrive, and finds stop strings that span several tokens.
 
-Text is shown as late as necessary and no later: a character may need several tokens, and the end of
-the text may be the beginning of a stop string.
+Text is held back only as long as necessary: a character may need several tokens, and the end of the
+text may be the beginning of a stop string.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Detokenizer:
     """The text of one row.
 
     Args:
-        tokenizer: Decodes; special tokens give no text.
-        stop: Strings that end the row; the first to occur cuts the text before it.
+        tokenizer: Decodes the tokens; special tokens give no text.
+        stop: Strings that end the row; the text is cut before the first that occurs.
 
     Attributes:
         stopped: Whether a stop string has occurred.
@@ -37,18 +37,18 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
-        self._decoded = 0  # characters the decoder has given
-        self._held = ""  # of these, what may be the beginning of a stop string
+        self._decoded = 0  # characters that the decoder has returned
+        self._held = ""  # the last of them, which may begin a stop string
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is certain now."""
+        """Add a token; return the text that is now certain."""
         self._tokens.append(token)
         piece = self._decoder.step(self._tokenizer, token) or ""
         self._decoded += len(piece)
         return self._release(piece)
 
     def rest(self) -> str:
-        """Return what is left at the end: half a character, a stop string that did not complete."""
+        """Return what is left at the end: half a character, or an incomplete stop string."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return self._release(whole[self._decoded :], at_end=True)
 

@@ -4,8 +4,8 @@
              ┌─► `stepwise.advance`, or a round of `SelfSpeculation` ◄─────────────────────┘
              └── until no row is left; finished rows free their places
 
-The prompt runs to the deepest step the policy can reach (sharing or skipping there costs quality,
-Ouro §5.4.2); the policy chooses after which step its last token is read.
+The prompt runs to the deepest step the policy can reach, because sharing or skipping there costs
+quality (Ouro §5.4.2). The policy chooses after which step the prompt's last token is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,12 @@ class Engine:
     """Generates with a looped model.
 
     Args:
-        model: In evaluation mode. Under tensor parallelism every rank makes the same calls.
-        recurrent_steps: R; None takes the model's. May exceed the trained R.
-        kv_cache: What is kept of earlier tokens: full, last, first or averaged.
-        exit_policy: After which step a token is read; None for R.
-        speculation: Drafts with shallow steps; needs full depth and the full cache.
+        model: A model in evaluation mode. Under tensor parallelism every rank makes the same calls.
+        recurrent_steps: Number of recurrent steps R, which may exceed the trained R; None takes the
+            model's.
+        kv_cache: Strategy for the keys and values of earlier tokens: full, last, first or averaged.
+        exit_policy: Rule for the step after which a token is read; None reads all after step R.
+        speculation: Drafting with shallow steps; needs full depth and the full cache.
 
     Raises:
         UserError: R below 1, an unknown cache, a policy the model cannot follow, or speculation
@@ -70,7 +71,7 @@ class Engine:
 
     @property
     def work(self) -> Work:
-        """What the latest stream has cost so far."""
+        """Cost of the latest stream so far."""
         return self.stack.work
 
     @torch.no_grad()
@@ -86,15 +87,14 @@ class Engine:
 
         Args:
             requests: Prompts of any lengths.
-            rows: How many run at once; the others wait, in order, for the places of those that are
-                done. None runs all at once. Results stay the same, but for rounding.
+            rows: Number of rows that run at once; the other requests wait, in order, for a place.
+                None runs all at once. Results are the same up to rounding.
             sampling: How tokens are chosen; None is greedy.
-            generator: A CPU generator that seeds every row's own; needed unless greedy. Under
-                tensor parallelism in the same state on all ranks.
+            generator: A CPU generator that seeds each row's own; required unless greedy. Under
+                tensor parallelism it must be in the same state on all ranks.
 
         Raises:
-            UserError: A prompt, a limit or a number of rows that cannot work, or sampling without a
-                generator.
+            UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
         sampling = sampling or Sampling()
         waiting = self._rows(requests, sampling, generator)
@@ -129,7 +129,7 @@ class Engine:
 
     @torch.no_grad()
     def anytime(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (step, logits of the next token) after every step; later ones run when asked for.
+        """Yield (step, logits of the next token) after every step, each run when asked for.
 
         Args:
             prompts: Token ids, of any lengths.
@@ -181,7 +181,7 @@ class Engine:
                 )
 
     def _empty_batch(self, rows: list[Row], places: int, sampling: Sampling) -> Batch:
-        """Return a batch without rows, and a cache with room for the longest `places` of them."""
+        """Return a batch without rows, its cache large enough for any `places` of these rows."""
         capacity = max(len(row.prompt) + row.remaining for row in rows)
         stack = self.stack
         cache = stack.make_cache(

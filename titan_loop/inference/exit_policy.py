@@ -27,14 +27,15 @@ from titan_loop.objectives.exit_distribution import reaches_threshold
 
 
 class Evidence(NamedTuple):
-    """What a policy may look at, for tokens that just finished a step (not all the same one).
+    """What a policy may look at: tokens that just finished a step, each its own.
 
     Attributes:
         step_BL: The step each token just ran, from 1.
-        hidden_BLD: State after it.
-        before_BLD: State before it.
+        hidden_BLD: States after that step.
+        before_BLD: States before that step.
         log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
-        log_prob_BLV: Of the next token after this step, nats; None unless the policy reads logits.
+        log_prob_BLV: Log-probabilities of the next token after this step, in nats; None unless the
+            policy reads logits.
         log_prob_before_BLV: The same one step before; meaningless at step 1.
     """
 
@@ -47,7 +48,7 @@ class Evidence(NamedTuple):
 
 
 class ExitPolicy(ABC):
-    """Says which tokens leave the recurrence after the step they just ran."""
+    """Decides which tokens leave the recurrence after the step they just ran."""
 
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False  # costs a readout after every step
@@ -57,13 +58,13 @@ class ExitPolicy(ABC):
         """Return (B, L) bool, True where the token leaves."""
 
     def deepest_step(self, recurrent_steps: int) -> int:
-        """Return the last step that can ever be run, at most R."""
+        """Return the last step that can ever run, at most R."""
         return recurrent_steps
 
 
 @dataclass(frozen=True)
 class StaticStep(ExitPolicy):
-    """Every token leaves after the same step; None for R."""
+    """Every token leaves after the same step S; None means R."""
 
     step: int | None = None
 
@@ -72,13 +73,13 @@ class StaticStep(ExitPolicy):
             raise UserError(f"exit=static:{self.step} must name a step of at least 1")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """Leave from step S on."""
+        """True from step S on."""
         if self.step is None:
             return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
         return evidence.step_BL >= self.step
 
     def deepest_step(self, recurrent_steps: int) -> int:
-        """S; raises `UserError` if that is beyond R."""
+        """Return S; raise `UserError` if it is beyond R."""
         if self.step is None:
             return recurrent_steps
         if self.step > recurrent_steps:
@@ -90,7 +91,7 @@ class StaticStep(ExitPolicy):
 
 @dataclass(frozen=True)
 class HiddenDifference(ExitPolicy):
-    """Leave when a step no longer moves the (normed) state: ‖h_r − h_{r−1}‖₂ < ε."""
+    """Tokens leave when a step hardly moves the normed state: ‖h_r − h_{r−1}‖₂ < ε."""
 
     epsilon: float
 
@@ -99,7 +100,7 @@ class HiddenDifference(ExitPolicy):
             raise UserError(f"exit=hidden:{self.epsilon} must be a distance of at least 0")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """Unnormalised distance per token, in at least fp32."""
+        """True where the distance, in at least fp32 and not normalised, is below ε."""
         return (evidence.step_BL > 1) & (
             hidden_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
         )
@@ -107,7 +108,7 @@ class HiddenDifference(ExitPolicy):
 
 @dataclass(frozen=True)
 class QExit(ExitPolicy):
-    """Leave when the exit gate's CDF reaches the threshold q."""
+    """Tokens leave when the exit gate's CDF reaches the threshold q."""
 
     threshold: float
     reads_gate: ClassVar[bool] = True
@@ -117,14 +118,14 @@ class QExit(ExitPolicy):
             raise UserError(f"exit=q:{self.threshold} must be between 0 and 1")
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """CDF ≥ q; q = 1 is full depth however certain the gate is."""
+        """True where CDF ≥ q; q = 1 is full depth however certain the gate is."""
         assert evidence.log_survival_BL is not None
         return reaches_threshold(evidence.log_survival_BL, self.threshold)
 
 
 @dataclass(frozen=True)
 class KLAndEntropy(ExitPolicy):
-    """Leave when a step no longer changes the prediction and the prediction is sharp."""
+    """Tokens leave when the prediction is sharp and a step hardly changes it."""
 
     kl_nats: float = 0.01
     entropy_nats: float = 3.0
@@ -137,7 +138,7 @@ class KLAndEntropy(ExitPolicy):
             )
 
     def fires(self, evidence: Evidence) -> Tensor:
-        """Both bounds must hold: a small KL alone halts too early."""
+        """True where both bounds hold: a small KL alone halts too early."""
         now_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
         assert now_BLV is not None
         assert before_BLV is not None
@@ -166,7 +167,7 @@ def parse_exit_policy(text: str) -> ExitPolicy:
     """Read a policy as in this module's docstring; `full` is full depth.
 
     Raises:
-        UserError: Unknown policy, or a value that is missing, no number or out of range.
+        UserError: The policy is unknown, or a value is missing, not a number or out of range.
     """
     name, _, values = text.partition(":")
     numbers = {"full": 0, "static": 1, "hidden": 1, "q": 1, "kl": 2}
@@ -195,11 +196,11 @@ def parse_exit_policy(text: str) -> ExitPolicy:
 
 
 class ExitDecider:
-    """Applies a policy step by step and carries what it must remember of earlier steps.
+    """Applies a policy step by step and remembers what it needs of earlier steps.
 
     Args:
         policy: The rule.
-        deepest_step: Where every token leaves.
+        deepest_step: The step after which every token leaves.
         gate: Maps a state (B, L, D) to exit logits (B, L).
         readout: Maps a state (B, L, D) to logits (B, L, V).
     """
@@ -222,10 +223,10 @@ class ExitDecider:
     def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
         """Return (B, L) bool, True where the token leaves after the step it just ran.
 
-        Call it once a step; a token at step 1 forgets the token before it.
+        Call it once per step. At step 1 the memory of the row's previous token is dropped.
 
         Args:
-            step_BL: 1-based.
+            step_BL: The step each token just ran, from 1.
             hidden_BLD: States after the step.
             before_BLD: States before it.
         """
@@ -249,14 +250,14 @@ class ExitDecider:
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
 
     def admit(self, rows: int) -> None:
-        """Make room for rows that are about to start a token, behind those there are."""
+        """Append rows that are about to start a token."""
         if self._log_survival_BL is not None:
             self._log_survival_BL = F.pad(self._log_survival_BL, (0, 0, 0, rows))
         if self._log_prob_BLV is not None:
             self._log_prob_BLV = F.pad(self._log_prob_BLV, (0, 0, 0, 0, 0, rows))
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows of what is remembered."""
+        """Keep the memory of these rows only."""
         if self._log_survival_BL is not None:
             self._log_survival_BL = self._log_survival_BL[list(rows)]
         if self._log_prob_BLV is not None:
@@ -270,7 +271,7 @@ def exit_steps(
     gate: Callable[[Tensor], Tensor],
     readout: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return after which step a policy would leave, for states of whole windows.
+    """Return the step after which a policy would leave, for the states of whole windows.
 
     Args:
         policy: The rule.

@@ -32,13 +32,13 @@ class Request:
     """Token ids, at least one."""
 
     max_new_tokens: int = 64
-    """At most this many tokens."""
+    """Largest number of tokens to generate."""
 
     stop_tokens: frozenset[int] = frozenset()
-    """Tokens that end the row; they are no part of the completion."""
+    """Tokens that end the row; the completion does not include them."""
 
     text: Detokenizer | None = None
-    """Turns tokens into text and looks for stop strings; None for token ids only."""
+    """Turns tokens into text and finds stop strings; None for token ids only."""
 
 
 def text_requests(
@@ -79,9 +79,9 @@ class GeneratedToken(NamedTuple):
         row: Index of the request.
         token: The sampled token.
         step: The recurrent step whose readout it was sampled from, from 1.
-        text: What can be shown now; "" without a `Detokenizer`, inside a character, or while a stop
-            string may have begun.
-        finish: Why the row ends with this token; None if it goes on.
+        text: Text that is now certain; "" without a `Detokenizer`, inside a character, or while a
+            stop string may have begun.
+        finish: Reason why the row ends with this token; None if it goes on.
     """
 
     row: int
@@ -93,13 +93,13 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(kw_only=True)
 class Completion:
-    """What one request got.
+    """The result of one request.
 
     Attributes:
-        tokens: Without a stop token.
+        tokens: Token ids, without the stop token.
         steps: The recurrent step each of them was read from.
-        text: Without a stop string; "" without a `Detokenizer`.
-        finish: Why it ended.
+        text: Text before the stop string; "" without a `Detokenizer`.
+        finish: Reason why it ended.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Completion:
     finish: FinishReason | None = None
 
     def add(self, event: GeneratedToken) -> None:
-        """Append one event of this row."""
+        """Append one of the row's events."""
         if event.finish != "stop_token":
             self.tokens.append(event.token)
             self.steps.append(event.step)
@@ -120,16 +120,16 @@ class Row:
     """A request that is running.
 
     Args:
-        index: Of the request.
-        request: What was asked.
-        context_tokens: Tokens the model can see at most.
-        seed: Of this row's own random numbers.
+        index: Index of the request.
+        request: The request.
+        context_tokens: Number of tokens the model can see.
+        seed: Seed of this row's own random numbers.
 
     Attributes:
-        token: The newest token; it has not been through the model yet.
-        position: Where it stands.
-        step: Recurrent steps it has run.
-        finish: Why the row ended; None while it runs.
+        token: The newest token, which has not been through the model yet.
+        position: Its position.
+        step: Number of recurrent steps it has run.
+        finish: Reason why the row ended; None while it runs.
     """
 
     def __init__(self, index: int, request: Request, *, context_tokens: int, seed: int) -> None:
@@ -145,12 +145,12 @@ class Row:
 
     @property
     def prompt(self) -> Sequence[int]:
-        """Token ids of its prompt."""
+        """Token ids of the prompt."""
         return self._request.prompt
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still produce."""
+        """Number of tokens the row may still produce."""
         return min(self._request.max_new_tokens, self._room) - self._produced
 
     def uniform(self) -> float:
@@ -158,7 +158,7 @@ class Row:
         return torch.rand((), dtype=torch.float64, generator=self._generator).item()
 
     def accept(self, token: int, step: int) -> GeneratedToken:
-        """Continue with `token`, sampled from the readout of `step`, and see whether it is done."""
+        """Continue with `token`, read from `step`; end the row if one of its conditions holds."""
         self.token = token
         self.position += 1
         self.step = 0
@@ -186,11 +186,11 @@ class Batch:
 
     Attributes:
         stack: The model.
-        rows: Those that are not done.
-        cache: Of these rows, with room for as many as may run at once.
+        rows: Rows that still run.
+        cache: Their keys and values, with room for as many rows as may run at once.
         decider: The exit policy with its memory of these rows.
         sampling: How tokens are chosen.
-        recurrent_steps: R, the deepest step there is.
+        recurrent_steps: R, the deepest step.
         hidden_BLD: (B, 1, D) state of each row's newest token after `Row.step` steps.
     """
 
@@ -203,7 +203,7 @@ class Batch:
     hidden_BLD: Tensor
 
     def column(self, values: Iterable[int]) -> Tensor:
-        """Return one integer a row as (B, 1)."""
+        """Return one integer per row as (B, 1)."""
         return torch.tensor([[value] for value in values], device=self.stack.device)
 
     def sample(self, logits_BV: Tensor, rows: list[Row]) -> list[int]:
@@ -220,13 +220,13 @@ class Batch:
         return draw(weight_BV, uniform_B).tolist()
 
     def admit(self, rows: list[Row]) -> None:
-        """Let rows in that have gone through their prompt and are about to start a token."""
+        """Append rows whose prompts are done and that are about to start a token."""
         self.rows = self.rows + rows
         self.decider.admit(len(rows))
         self.hidden_BLD = F.pad(self.hidden_BLD, (0, 0, 0, 0, 0, len(rows)))
 
     def drop_finished(self) -> None:
-        """Forget the rows that are done."""
+        """Drop the rows that have ended."""
         kept = [index for index, row in enumerate(self.rows) if row.finish is None]
         if len(kept) == len(self.rows):
             return

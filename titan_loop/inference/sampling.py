@@ -1,7 +1,7 @@
 """From logits to a token: temperature, top-k, top-p, and a draw from given uniform numbers.
 
-Randomness enters as uniform numbers, one a row from the row's own generator. So what a row samples
-does not depend on its neighbours or on the order in which rows leave the recurrence.
+Randomness enters as uniform numbers, one per row from the row's own generator. So a row's samples
+do not depend on its neighbours or on the order in which rows leave the recurrence.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ from titan_loop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a token is chosen; greedily by default.
+    """How a token is chosen; by default greedily.
 
     Raises:
         UserError: A value is out of range.
     """
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the most likely token."""
+    """Divisor of the logits; 0 takes the most likely token."""
 
     top_k: int | None = None
-    """Only the k most likely tokens; None for all."""
+    """Number of most likely tokens to draw from; None for all."""
 
     top_p: float = 1.0
-    """Only the smallest set of most likely tokens whose probability reaches p."""
+    """Probability p that the most likely tokens to draw from must reach together."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
@@ -43,11 +43,11 @@ class Sampling:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the distribution that `sampling` draws from.
 
-    Top-k comes before top-p, whose probabilities are those after temperature and top-k.
+    Top-k comes before top-p, which applies to the probabilities after temperature and top-k.
 
     Args:
         logits: (…, V).
-        sampling: Temperature 0 gives all probability to the largest logit.
+        sampling: How to sample; temperature 0 gives all probability to the largest logit.
 
     Returns:
         (…, V), at least fp32.
@@ -70,10 +70,10 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def draw(weight: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token at which the cumulated weight first exceeds `uniform` of the total.
+    """Return the token at which the cumulative weight first exceeds the share `uniform`.
 
     Args:
-        weight: (…, V) non-negative, need not sum to 1. A token of weight 0 is never drawn.
+        weight: (…, V), not negative, of any sum. A token of weight 0 is never drawn.
         uniform: (…) in [0, 1).
 
     Returns:

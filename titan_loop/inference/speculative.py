@@ -5,8 +5,8 @@
     accept   x_i with probability min(1, P_i(x_i) / Q_i(x_i)); the first one refused is replaced by
              a draw from max(0, P_i − Q_i), and after k acceptances comes a draw from P_{k+1}
 
-Draft and verification share states and caches up to step s, so nothing is computed twice. A refused
-token's cache entries lie beyond the row's new end: nobody sees them before they are overwritten.
+Draft and verification share states and caches up to step s, so nothing is computed twice. The cache
+entries of a refused token lie beyond the row's new end and are overwritten before they can be seen.
 The accepted tokens have exactly the distribution of plain decoding at step R. With greedy sampling
 P and Q are one-hot and the rule keeps x_i while it is the most likely token of step R.
 
@@ -31,14 +31,14 @@ from titan_loop.inference.sampling import probabilities
 
 @dataclass
 class SelfSpeculation:
-    """Draft depth and length, and how it went.
+    """Depth and length of the drafts, and counts of the rounds so far.
 
     Attributes:
-        draft_step: s, at least 1 and below R.
-        draft_tokens: k, the most tokens drafted a round.
-        rounds: Rounds so far, each with one verification.
-        drafted: Tokens drafted so far.
-        accepted: Of these, accepted.
+        draft_step: Step s that drafts, at least 1 and below R.
+        draft_tokens: Largest number k of tokens drafted per round.
+        rounds: Number of rounds, each with one verification.
+        drafted: Number of tokens drafted.
+        accepted: Number of drafted tokens that were accepted.
     """
 
     draft_step: int = 1
@@ -48,7 +48,7 @@ class SelfSpeculation:
     accepted: int = 0
 
     def check(self, recurrent_steps: int) -> None:
-        """Raise `UserError` for values that cannot work."""
+        """Raise `UserError` if a value is out of range."""
         if not 1 <= self.draft_step < recurrent_steps:
             raise UserError(
                 f"draft_step={self.draft_step} must be at least 1 and below "
@@ -59,11 +59,11 @@ class SelfSpeculation:
 
     @property
     def acceptance(self) -> float:
-        """Share of the drafted tokens that were accepted; NaN before the first."""
+        """Accepted share of the drafted tokens; NaN before the first."""
         return self.accepted / self.drafted if self.drafted else float("nan")
 
     def advance(self, batch: Batch) -> Iterator[GeneratedToken]:
-        """Run one round for all rows; yields between 1 and k + 1 tokens a row."""
+        """Run one round for all rows, yielding between 1 and k + 1 tokens per row."""
         rows = batch.rows
         # The last token a row may still produce needs no draft: verification gives it.
         count = min(self.draft_tokens, max(row.remaining for row in rows) - 1)
@@ -132,8 +132,8 @@ class SelfSpeculation:
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
         """Return (B, stop - start) positions after each row's newest token.
 
-        A row near its end drafts along with the others. What it drafts past the cache's last
-        position is never accepted and only needs a place that no accepted token reads.
+        A row near its end drafts along with the others. Drafts past the cache's last position are
+        never accepted; they only need a place that no accepted token reads.
         """
         first_BL = batch.column(row.position for row in batch.rows)
         offset_L = torch.arange(start, stop, device=first_BL.device)
@@ -152,13 +152,13 @@ class SelfSpeculation:
 def accepted_count(
     draft_BL: Tensor, draft_prob_BLV: Tensor, prob_BLV: Tensor, uniform_BL: Tensor
 ) -> Tensor:
-    """Return how many drafts each row accepts, in order, up to the first one refused.
+    """Return how many drafts each row accepts, in order, up to the first refusal.
 
     Args:
         draft_BL: (B, k) drafts x_i, drawn from `draft_prob_BLV`.
-        draft_prob_BLV: Q_i.
-        prob_BLV: P_i.
-        uniform_BL: u_i in [0, 1); x_i is accepted if u_i · Q_i(x_i) < P_i(x_i).
+        draft_prob_BLV: (B, k, V) distributions Q_i of the drafts.
+        prob_BLV: (B, k, V) distributions P_i of step R.
+        uniform_BL: (B, k) numbers u_i in [0, 1); x_i is accepted if u_i · Q_i(x_i) < P_i(x_i).
 
     Returns:
         (B,) int64 in 0 … k.

@@ -1,8 +1,8 @@
 """One application of the shared stack to tokens that may be at different recurrent steps.
 
 All steps have the same weights, so rows at steps 1, 3 and 2 go through the layers in one call; only
-the cache needs to know who is where. This is also where tensor parallelism ends: everything outside
-sees plain tensors that are equal on all ranks.
+the cache needs to know which row is at which step. Tensor parallelism ends here, too: everything
+outside sees plain tensors that are equal on all ranks.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from titan_loop.models.decoder import LoopDecoder
 
 @dataclass
 class Work:
-    """What generating has cost.
+    """The cost of generating.
 
     Attributes:
-        cache_bytes: Allocated for keys and values; under tensor parallelism on this rank.
-        applications: Calls of the whole stack.
-        token_steps: Tokens that went through it, summed over calls, padding included.
+        cache_bytes: Bytes allocated for keys and values; under tensor parallelism on this rank.
+        applications: Number of calls of the whole stack.
+        token_steps: Number of tokens in those calls, summed, with padding.
     """
 
     cache_bytes: int = 0
@@ -39,11 +39,11 @@ class Stack:
     """A looped decoder as the engine calls it; plain tensors in and out.
 
     Args:
-        model: In evaluation mode; under tensor parallelism without sequence parallelism.
+        model: A model in evaluation mode; under tensor parallelism without sequence parallelism.
 
     Attributes:
-        attention: One layer's, for its shape.
-        work: What it has cost since somebody last replaced this record.
+        attention: The attention of one layer, for its shape.
+        work: Cost since this record was last replaced.
 
     Raises:
         UserError: The model's attention cannot read a cache.
@@ -69,7 +69,7 @@ class Stack:
 
     @property
     def context_tokens(self) -> int:
-        """Positions the rotary table covers."""
+        """Number of positions the rotary table covers."""
         return self.model.config.max_seq_len
 
     def make_cache(
@@ -106,9 +106,9 @@ class Stack:
 
         Args:
             hidden_BLD: States, or the embeddings of rows at step 1.
-            steps: r of every row.
-            positions_BL: Where the tokens stand.
-            cache: Of these rows.
+            steps: Step r of every row.
+            positions_BL: Positions of the tokens.
+            cache: Cache of these rows.
         """
         seen = int(positions_BL.max()) + 1
         key_S = torch.arange(seen, device=self.device)
@@ -141,7 +141,7 @@ class Stack:
         return self._plain(self.model.step(self._placed(hidden_BLD), step, context))
 
     def _between_steps(self, hidden_BLD: Tensor, steps: Sequence[int]) -> Tensor:
-        """Let the recurrence change what flows into each row's step."""
+        """Apply what the recurrence does to a state before each row's next step."""
         for step in set(steps) - {1}:
             rows = [row for row, other in enumerate(steps) if other == step]
             whole = len(rows) == len(steps)

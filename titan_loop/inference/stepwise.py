@@ -1,8 +1,8 @@
 """Plain decoding: every call advances each row by one recurrent step, whichever that is.
 
-A token that leaves the recurrence is read out, its successor starts at step 1 in the next call, and
-its neighbours go on where they are. No row waits for another one's depth, and no step is run whose
-result nobody reads.
+A token that leaves the recurrence is read out and its successor starts at step 1 in the next call,
+while its neighbours go on where they are. No row waits for another row's depth, and every step that
+runs is used.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Spreads a loaded model over tensor-parallel ranks for generation.
 
-Every rank holds its heads' cache and its rows of the head, makes the same calls, and sees the same
-tokens: logits are gathered, and random numbers come from generators in the same state. The state is
-not sharded over the sequence, since in decoding that is one token long.
+Every rank holds the cache of its heads and its rows of the readout head, makes the same calls, and
+sees the same tokens: logits are gathered, and random numbers come from generators in the same
+state. States are not sharded over the sequence, which is one token long in decoding.
 """
 
 import copy
@@ -23,11 +23,11 @@ def spread_over_ranks(model: LoopDecoder, parallel_dims: ParallelDims) -> LoopDe
     """Return the same model with its weights sharded over the ranks of `parallel_dims`.
 
     Args:
-        model: Whole, on every rank.
-        parallel_dims: Tensor parallelism only, SPMD backend partial_dtensor.
+        model: The whole model, on every rank.
+        parallel_dims: Degrees with tensor parallelism only, on the SPMD backend partial_dtensor.
 
     Raises:
-        UserError: Other degrees, another backend, or heads that the ranks do not divide.
+        UserError: The degrees or the backend are others, or the ranks do not divide the heads.
     """
     ranks = parallel_dims.tp
     if ranks != parallel_dims.world_size or parallel_dims.spmd_backend != "partial_dtensor":
