@@ -23,7 +23,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.metrics import (
     BaseLogger,
     LoggerContainer,
@@ -31,6 +34,7 @@ from torchtitan.components.metrics import (
     TensorBoardLogger,
     WandBLogger,
 )
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
@@ -292,6 +296,23 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
         del os.environ["WANDB_RUN_ID"]
         if resume is None:
             del os.environ["WANDB_RESUME"]
+
+
+def global_means(
+    loss: Tensor, metrics: Mapping[str, Tensor], mesh: DeviceMesh | None
+) -> tuple[float, dict[str, float]]:
+    """Return a step's loss and the objective's metrics as means over the global batch; collective.
+
+    Args:
+        loss: This rank's share, a scalar.
+        metrics: This rank's share of each metric, scalars.
+        mesh: Ranks whose shares add up; None for this one alone.
+    """
+    totals = torch.stack([loss.float(), *(value.float() for value in metrics.values())])
+    if mesh is not None:
+        totals = dist_utils.dist_sum_tensor(totals, mesh)
+    mean_loss, *means = totals.tolist()
+    return mean_loss, dict(zip(metrics, means, strict=True))
 
 
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:

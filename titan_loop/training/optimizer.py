@@ -1,4 +1,4 @@
-"""AdamW in the groups that torchtitan's optimiser container wants."""
+"""AdamW in the parameter groups of torchtitan's optimiser container."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -63,3 +63,15 @@ class AdamWConfig:
                 ),
             ]
         )
+
+
+def apply_settings(optimizers: OptimizersContainer, config: OptimizersContainer.Config) -> None:
+    """Let this start's config decide: a loaded checkpoint brought its own weight decay and betas.
+
+    Args:
+        optimizers: One optimiser, built from `config`.
+        config: From `AdamWConfig.optimizer_config`.
+    """
+    (optimizer,) = optimizers
+    for group, settings in zip(optimizer.param_groups, config.param_groups, strict=True):
+        group.update(settings.optimizer_kwargs)

@@ -21,6 +21,7 @@ from titan_loop.checkpoint.architecture import architecture
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.config import RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
@@ -61,6 +62,14 @@ class ResolvedRun:
         del record["training"]["steps"]
         text = json.dumps(finite_or_null(record), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def lineage(self) -> dict[str, Any]:
+        """Return what a checkpoint records of its run: recipe hash, stage, versions."""
+        return {
+            "recipe_sha256": self.recipe_sha256(),
+            "stage": self.config.stage,
+            "versions": library_versions(),
+        }
 
     def for_upstream(self) -> RunConfig:
         """Return a copy that torchtitan's trainer may change: it sets placements in the model's."""

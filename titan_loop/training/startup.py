@@ -11,8 +11,15 @@ Under a launcher each rank counts from its own start. Rank 0's numbers are logge
 `run.json`, beside the start they belong to.
 """
 
+import logging
 import os
 import time
+
+import torch.distributed as dist
+
+from titan_loop.runs.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
 
 FIRST_STEP = "first_step"
 
@@ -25,7 +32,7 @@ class StartupClock:
             tells (Linux does), or now.
 
     Attributes:
-        seconds: Of each part, in their order.
+        seconds: Duration of each part, in their order.
     """
 
     def __init__(self, *, since_process_start: bool = False) -> None:
@@ -44,6 +51,19 @@ class StartupClock:
             now = time.perf_counter()
             self.seconds[part] = now - self._last
             self._last = now
+
+    def finish(self, run_directory: RunDirectory) -> None:
+        """End the last part, `first_step`; rank 0 logs and records them all. Later calls are void.
+
+        Args:
+            run_directory: The run's; a run that has none yet is not recorded.
+        """
+        if self.finished:
+            return
+        self.mark(FIRST_STEP)
+        if dist.get_rank() == 0 and run_directory.run_json.exists():
+            logger.info("%s", self.line())
+            run_directory.record_startup(self.seconds)
 
     def line(self) -> str:
         """Return the parts and their sum as one line for the log."""

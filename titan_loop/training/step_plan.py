@@ -2,10 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.batch_schedule import global_batch_windows
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
-from titan_loop.training.recurrence import recurrent_steps_at
+from titan_loop.training.recurrence import (
+    RecurrenceConfig,
+    recurrent_steps_at,
+    typical_recurrent_steps,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +56,31 @@ def plan_step(config: RunConfig, *, step: int, tokens: int, seed: int) -> StepPl
             for name in OBJECTIVE_SCHEDULES
         },
     )
+
+
+def step_flops(config: RunConfig, model: LoopDecoder.Config, plan: StepPlan) -> float:
+    """Return the model FLOPs of one step on all ranks together; recomputation does not count."""
+    seq_len, reached = config.training.seq_len, config.recurrence.backward_steps
+    flops = model.training_flops(seq_len, plan.recurrent_steps, config.trainable, reached)
+    return flops.total * plan.windows * seq_len
+
+
+def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:
+    """Return what a checkpoint records of R.
+
+    `recurrent_steps` is the depth at which to use the model: R of the newest step or, where R is
+    drawn, its rounded mean within the limits. `recurrence` has that step's R, its mean and limits.
+
+    Args:
+        config: How R is chosen.
+        plan: The newest training step.
+    """
+    return {
+        "recurrent_steps": typical_recurrent_steps(config, plan.tokens),
+        "recurrence": {
+            "last_steps": plan.recurrent_steps,
+            "mean_steps": config.steps(plan.tokens),
+            "min_steps": config.min_steps,
+            "max_steps": config.max_steps,
+        },
+    }

@@ -38,13 +38,13 @@ from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, on_rank_zero
-from titan_loop.runs.run_directory import RunDirectory, library_versions
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import plan_steps
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
-from titan_loop.training.recurrence import typical_recurrent_steps
+from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
+from titan_loop.training.optimizer import apply_settings
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability import (
     SkippedSteps,
@@ -53,8 +53,8 @@ from titan_loop.training.stability import (
     first_non_finite_parameter,
     update_unless_skipped,
 )
-from titan_loop.training.startup import FIRST_STEP, StartupClock
-from titan_loop.training.step_plan import StepPlan, plan_step
+from titan_loop.training.startup import StartupClock
+from titan_loop.training.step_plan import StepPlan, plan_step, step_flops, trained_recurrence
 from titan_loop.training.stop_request import StopListener
 
 
@@ -158,11 +158,16 @@ class LoopTrainer(Trainer):
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        self._apply_optimizer_settings()
+        apply_settings(self.optimizers, self.config.optimizer)
         if agree_to_stop(self.stop_listener.requested_by is not None, self.device):
             self._stop_here("before its first step")
             return iter(())
-        self.stop_listener.watch(self.run.config.hang_seconds, self._dump_flight_recorder)
+        comm, rank = self.config.comm, torch.distributed.get_rank()
+        traces = Path(self.config.dump_folder) / comm.save_traces_folder
+        trace = traces / f"{comm.save_traces_file_prefix}{rank}"
+        self.stop_listener.watch(
+            self.run.config.hang_seconds, lambda: compat.dump_flight_recorder(trace)
+        )
         if self.at_last_step:
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
@@ -176,13 +181,6 @@ class LoopTrainer(Trainer):
         )
         self.startup.mark("callbacks")
         return iter(())
-
-    def _apply_optimizer_settings(self) -> None:
-        """Let this start's config decide: a checkpoint brings its own weight decay and betas."""
-        (optimizer,) = self.optimizers
-        wanted = self.config.optimizer.param_groups
-        for group, settings in zip(optimizer.param_groups, wanted, strict=True):
-            group.update(settings.optimizer_kwargs)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
@@ -204,10 +202,10 @@ class LoopTrainer(Trainer):
         windows = range(first_window, first_window + plan.windows)
         self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
         self.tokens += plan.windows * self.config.training.seq_len
-        self.metrics_processor.count_flops(self._flops(plan))
+        self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)
-        self._finish_step(plan, loss, grad_norm, metrics)
+        self._finish_step(loss, grad_norm, metrics)
         if stop and not self.at_last_step:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
 
@@ -220,13 +218,6 @@ class LoopTrainer(Trainer):
         self._stopped_at = where
         logger.info("Asked to stop: saving, and leaving %s", where)
         self.config.training.steps = self.step
-
-    def _dump_flight_recorder(self) -> None:
-        """Write what this rank's process groups did last, for `torchfrtrace`."""
-        comm = self.config.comm
-        folder = Path(self.config.dump_folder) / comm.save_traces_folder
-        rank = torch.distributed.get_rank()
-        compat.dump_flight_recorder(folder / f"{comm.save_traces_file_prefix}{rank}")
 
     def _forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Accumulate the gradients of one global batch.
@@ -300,32 +291,13 @@ class LoopTrainer(Trainer):
         self._objective = metrics
         return loss
 
-    def _flops(self, plan: StepPlan) -> float:
-        """Return the model FLOPs of one step; recomputation does not count."""
-        config = self.run.config
-        seq_len, reached = config.training.seq_len, config.recurrence.backward_steps
-        flops = self.run.model.training_flops(
-            seq_len, plan.recurrent_steps, config.trainable, reached
-        )
-        return flops.total * plan.windows * seq_len
-
-    def _finish_step(
-        self,
-        plan: StepPlan,
-        loss: Tensor,
-        grad_norm: Tensor,
-        metrics: dict[str, Tensor],
-    ) -> None:
+    def _finish_step(self, loss: Tensor, grad_norm: Tensor, metrics: dict[str, Tensor]) -> None:
+        """Log the step if that is due, and call the callbacks."""
+        plan = self.plan
         record: Mapping[str, Any] = {}
         if self.metrics_processor.should_log(plan.step):
-            names = list(metrics)
-            totals = torch.stack([loss.float(), *(metrics[name].float() for name in names)])
             loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-            if loss_mesh is not None:
-                totals = dist_utils.dist_sum_tensor(totals, loss_mesh)
-            mean_loss, *means = totals.tolist()
-            objective = dict(zip(names, means, strict=True))
-            seq_len = self.config.training.seq_len
+            mean_loss, objective = global_means(loss, metrics, loss_mesh)
             record = self.metrics_processor.log_step(
                 StepRecord(
                     step=plan.step,
@@ -336,7 +308,7 @@ class LoopTrainer(Trainer):
                     lr=plan.learning_rate,
                     recurrent_steps=plan.recurrent_steps,
                     schedules=plan.schedules,
-                    global_batch_tokens=plan.windows * seq_len,
+                    global_batch_tokens=plan.windows * self.config.training.seq_len,
                     data_hash=self.dataloader.data_hash,
                     windows_consumed=self.dataloader.windows_consumed,
                     sources=self.dataloader.progress(),
@@ -344,23 +316,13 @@ class LoopTrainer(Trainer):
                 )
             )
             self._warn(objective)
-        self._report_startup()
+        self.startup.finish(self.metrics_processor.run_directory)
         self._report_sources(plan.step)
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
         self.stop_listener.progress()
-
-    def _report_startup(self) -> None:
-        """After the first step, say what the time before its end went into."""
-        if self.startup.finished:
-            return
-        self.startup.mark(FIRST_STEP)
-        run_directory = self.metrics_processor.run_directory
-        if torch.distributed.get_rank() == 0 and run_directory.run_json.exists():
-            logger.info("%s", self.startup.line())
-            run_directory.record_startup(self.startup.seconds)
 
     def _report_sources(self, step: int) -> None:
         """Say how far every source was read, when a checkpoint is due and at the end."""
@@ -407,39 +369,21 @@ class LoopTrainer(Trainer):
 
     def lineage(self) -> dict[str, Any]:
         """Return what a checkpoint records of its run: recipe hash, stage, versions."""
-        return {
-            "recipe_sha256": self.run.recipe_sha256(),
-            "stage": self.run.config.stage,
-            "versions": library_versions(),
-        }
+        return self.run.lineage()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the run, as JSON that means the same on any number of ranks.
-
-        `recurrent_steps` is the depth at which to use the model: R as it was trained last, or where
-        R is drawn its rounded mean, not the last draw. `recurrence` is what it was drawn from.
-        """
-        recurrence, before = self.run.config.recurrence, self.plan.tokens
+        """Return what continues the run, as JSON that means the same on any number of ranks."""
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "recurrent_steps": typical_recurrent_steps(recurrence, before),
-            "recurrence": {
-                "last_steps": self.plan.recurrent_steps,
-                "mean_steps": recurrence.steps(before),
-                "min_steps": recurrence.min_steps,
-                "max_steps": recurrence.max_steps,
-            },
+            **trained_recurrence(self.run.config.recurrence, self.plan),
             "architecture": self.run.architecture,
         }
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
         """Raise `UserError` if this model cannot start from the weights of such a state."""
-        check_parent(
-            state_dict["architecture"],
-            self.run.architecture,
-            self.run.config.checkpoint.carry,
-        )
+        carry = self.run.config.checkpoint.carry
+        check_parent(state_dict["architecture"], self.run.architecture, carry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from `state_dict`.
