@@ -11,7 +11,8 @@ from titan_loop.cli.main import main
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.distributed.memory import USABLE_SHARE
 from titan_loop.models.sizes import decoder_config
-from titan_loop.planning.stage_needs import Cluster, StageNeeds, stage_needs
+from titan_loop.planning.cluster import Cluster
+from titan_loop.planning.stage_needs import StageNeeds, stage_needs
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.testing.tiny import tiny_config

@@ -13,7 +13,8 @@ from titan_loop.errors import UserError
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
-    from titan_loop.planning.stage_needs import Cluster, StageNeeds
+    from titan_loop.planning.cluster import Cluster
+    from titan_loop.planning.stage_needs import StageNeeds
 
 _COLUMNS = 7  # stages beside each other
 _PRECISION_FLAG = "--training.mixed-precision-param"
@@ -58,7 +59,8 @@ def plan(
     resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
     from titan_loop.distributed.devices import get_device
-    from titan_loop.planning.stage_needs import Cluster, stage_needs
+    from titan_loop.planning.cluster import Cluster
+    from titan_loop.planning.stage_needs import recipe_needs
 
     cluster = Cluster(
         nodes=nodes,
@@ -68,12 +70,7 @@ def plan(
         compute_bytes=4 if _asks_for_fp32(flags) else 2,
     )
     cluster.check()
-    needs = []
-    for planned in resolved.stages if stage is None else [resolved.stage(stage)]:
-        try:
-            needs.append(stage_needs(planned.name, planned.config, cluster, recipe=resolved))
-        except UserError as error:
-            raise UserError(f"stage {planned.name}: {error}") from error
+    needs = recipe_needs(resolved, cluster, only=stage)
     _print(recipe, gpu, cluster, needs)
     refused = [f"{need.name}: {refusal}" for need in needs for refusal in need.refusals]
     for line in refused:

@@ -30,6 +30,7 @@ from titan_loop.evaluation.while_training import check_suite
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
 from titan_loop.models.sizes import decoder_config, get_size
+from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
@@ -48,64 +49,27 @@ _SCHEDULE_SAMPLES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What the recipe is to run on.
-
-    Attributes:
-        nodes: Hosts.
-        gpus_per_node: Ranks of a host.
-        gpu: Memory and peak of one.
-        mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
-        compute_bytes: Of a parameter in the forward pass: 2 for bf16, 4 for fp32.
-    """
-
-    nodes: int
-    gpus_per_node: int
-    gpu: Device
-    mfu: float
-    compute_bytes: int = 2
-
-    @property
-    def peak_flops(self) -> float:
-        """FLOP/s of one GPU in the precision that is computed in."""
-        return self.gpu.peak_flops if self.compute_bytes == 2 else self.gpu.fp32_peak_flops
-
-    @property
-    def ranks(self) -> int:
-        """GPUs altogether."""
-        return self.nodes * self.gpus_per_node
-
-    def check(self) -> None:
-        """Raise `UserError` for a cluster that cannot be."""
-        for flag, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
-            if value < 1:
-                raise UserError(f"--{flag} {value} must be at least 1")
-        if not 0 < self.mfu <= 1:
-            raise UserError(f"--mfu {self.mfu} must be above 0 and at most 1, such as 0.4")
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageNeeds:
-    """One stage on a cluster; what could not be computed stands in `refusals`.
+    """One stage on a cluster; `refusals` says why it cannot run there.
 
     Attributes:
-        name: Of the stage.
+        name: Name of the stage.
         units: Parameters of each FSDP unit.
         flops_per_token: Forward and backward FLOPs at the mean R.
-        mean_recurrent_steps: Over the stage's tokens.
+        mean_recurrent_steps: Mean R over the stage's tokens.
         shape: Work of one rank in one micro-batch, at the largest R.
-        tokens: Of the whole stage.
-        steps: Training steps.
+        tokens: Tokens of the whole stage.
+        steps: Number of training steps.
         batch_windows: Smallest and largest global batch, in windows.
-        data_parallel_ranks: Ranks that read different windows.
-        policy: per_visit or per_step, `auto` decided.
-        memory: Of one GPU under the config's checkpointing policy.
+        data_parallel_ranks: Number of ranks that read different windows.
+        policy: FSDP policy, per_visit or per_step, with `auto` decided.
+        memory: Bytes of one GPU under the config's checkpointing policy.
         peaks: Peak bytes of one GPU under every checkpointing policy.
         activations: Bytes kept for the backward pass under every policy.
         traffic: Collectives of one rank in a step with the largest batch.
-        gpu_days: Of all GPUs together.
-        data: What is known of the stage's data.
-        refusals: Why it cannot run so, each with a fix.
+        gpu_days: GPU-days of the whole cluster.
+        data: Whether the stage's data are here and last.
+        refusals: Reasons why the stage cannot run, each with a fix.
     """
 
     name: str
@@ -134,14 +98,34 @@ class StageNeeds:
         return smallest / per_pass, largest / per_pass
 
 
+def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> list[StageNeeds]:
+    """Compute what every stage of a recipe needs.
+
+    Args:
+        recipe: Stages, whose data need not be there.
+        cluster: What they are to run on.
+        only: Name of one stage to plan alone.
+
+    Raises:
+        UserError: As `stage_needs`, with the name of the stage.
+    """
+    needs: list[StageNeeds] = []
+    for stage in recipe.stages if only is None else [recipe.stage(only)]:
+        try:
+            needs.append(stage_needs(stage.name, stage.config, cluster, recipe=recipe))
+        except UserError as error:
+            raise UserError(f"stage {stage.name}: {error}") from error
+    return needs
+
+
 def stage_needs(
     name: str, config: LoopTrainer.Config, cluster: Cluster, *, recipe: Recipe | None = None
 ) -> StageNeeds:
     """Compute what one stage needs.
 
     Args:
-        name: Of the stage.
-        config: Its run, not resolved: the data need not be there.
+        name: Name of the stage.
+        config: Config of its run, not resolved: the data need not be there.
         cluster: What it is to run on.
         recipe: The recipe of the stage, to ask what it can take over from its parent; None for a
             run alone.

@@ -1,0 +1,43 @@
+"""The cluster a plan is made for."""
+
+from dataclasses import dataclass
+
+from titan_loop.distributed.devices import Device
+from titan_loop.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What the recipe is to run on.
+
+    Attributes:
+        nodes: Number of hosts.
+        gpus_per_node: Number of GPUs per host, one rank each.
+        gpu: Memory and peak of one GPU.
+        mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
+        compute_bytes: Bytes of a parameter in the forward pass: 2 for bf16, 4 for fp32.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    gpu: Device
+    mfu: float
+    compute_bytes: int = 2
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of one GPU in the precision of the forward pass."""
+        return self.gpu.peak_flops if self.compute_bytes == 2 else self.gpu.fp32_peak_flops
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs in all."""
+        return self.nodes * self.gpus_per_node
+
+    def check(self) -> None:
+        """Raise `UserError` for a cluster that cannot exist."""
+        for flag, value in (("nodes", self.nodes), ("gpus-per-node", self.gpus_per_node)):
+            if value < 1:
+                raise UserError(f"--{flag} {value} must be at least 1")
+        if not 0 < self.mfu <= 1:
+            raise UserError(f"--mfu {self.mfu} must be above 0 and at most 1, such as 0.4")
