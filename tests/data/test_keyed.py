@@ -42,3 +42,15 @@ def test_a_trillion_windows_need_no_table() -> None:
     image = permutation(np.asarray([0, 1, 10**12 - 1]))
     assert len(set(image.tolist())) == 3
     assert int(image.max()) < 10**12
+
+
+@pytest.mark.parametrize(
+    ("size", "key", "image"),
+    [
+        (12, 3, [9, 8, 7, 6, 10, 11, 0, 2, 3, 1, 5, 4]),
+        (17, 0, [4, 16, 8, 13, 7, 3, 2, 15, 10, 5, 1, 0, 6, 12, 9, 14, 11]),
+    ],
+)
+def test_the_order_is_that_of_runs_made_before(size: int, key: int, image: list[int]) -> None:
+    """A checkpoint finds its position by this order, so no version may change it."""
+    assert KeyedPermutation(size, key)(np.arange(size)).tolist() == image

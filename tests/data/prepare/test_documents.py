@@ -1,5 +1,6 @@
 """Every input format stores the same documents, and counts what it cannot store."""
 
+import codecs
 import gzip
 import json
 import os
@@ -39,6 +40,17 @@ def stored(source: Path) -> list[str]:
 
 def jsonl(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_a_byte_order_mark_costs_no_record(
+    suffix: str, small_tokenizer: Path, tmp_path: Path
+) -> None:
+    content = codecs.BOM_UTF8 + jsonl(TEXTS)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    assert prepare(path, small_tokenizer, tmp_path / "out", max_malformed=0).dropped == {}
+    assert stored(tmp_path / "out") == sorted(TEXTS)
 
 
 @pytest.fixture(params=["plain", "gz", "zst", "parquet", "text", "huggingface"])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.data.inspect_source import verify_source
-from titan_loop.data.packed_index import PackedIndex, index_paths
+from titan_loop.data.packed_index import PIECE, PackedIndex, index_paths
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
 from titan_loop.data.shards import TokenShards
@@ -155,6 +155,20 @@ def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
     assert index.documents(0) == [(0, 2), (2, 3)]
     with pytest.raises(IndexError):
         index.documents(1)
+
+
+def test_a_document_of_one_token_is_read_and_one_of_none_is_damage(
+    write_source: Callable[..., Path],
+) -> None:
+    source = write_source("s", [[[0], [5, 0]]])
+    pack_source(source, 8)
+    assert sorted(PackedIndex.open(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
+    _, path = index_paths(source / "train", 8)
+    pieces = np.fromfile(path, dtype=PIECE)
+    pieces["length"][0] = 0
+    pieces.tofile(path)
+    with pytest.raises(UserError, match="window 0 is damaged"):
+        PackedIndex.open(source, "train", 8).documents(0)
 
 
 def test_a_full_disk(write_source: Callable[..., Path]) -> None:

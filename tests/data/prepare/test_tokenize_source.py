@@ -3,6 +3,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from tokenizers import Tokenizer
 from titan_loop.data.inspect_source import show_source, verify_source
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.data.source_card import CARD_NAME, SourceCard, text_format
 from titan_loop.errors import UserError
+from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import load_tokenizer
 
 
@@ -319,3 +321,24 @@ def test_a_card_says_what_was_done(texts: list[str], small_tokenizer: Path, tmp_
         content = (out / "train" / (shard["file"] + suffix)).read_bytes()
         assert shard[key] == hashlib.sha256(content).hexdigest()
     assert shard["bytes"] == 2 * shard["tokens"]
+
+
+def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) -> None:
+    tokenizer = load_tokenizer(small_tokenizer)
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"question": "1?", "answer": "2"}) + "\n")
+    options: dict[str, Any] = {
+        "tokenizer_path": tmp_path / "tokenizer.json",
+        "held_out_fraction": 0,
+        "eos_token": "</s>",
+    }
+    text = tokenize_source(tmp_path / "a.jsonl", tmp_path / "a", **options)
+    chat = tokenize_source(tmp_path / "b.jsonl", tmp_path / "b", chat=True, **options)
+    assert text is not None
+    assert chat is not None
+    assert text_format([text], tokenizer) == TextFormat(end_of_text="</s>")
+    assert text_format([text, chat], tokenizer) == TextFormat(end_of_text="</s>").with_chatml()
+    with pytest.raises(UserError, match="its EOS id 9999 is not in its tokenizer"):
+        text_format([replace(text, eos_id=9999)], tokenizer)

@@ -5,6 +5,7 @@ tokenizer turns a special token that is spelt out in a text into the special tok
 would change the data without a trace.
 """
 
+import codecs
 import json
 import sys
 import zlib
@@ -126,6 +127,8 @@ class CountingJsonlReader(CountingReader, JsonlReader):
         """Yield the documents of one file; lines are numbered from 1."""
         with _open(self, filepath, compression=self.compression) as file:
             for number, line in enumerate(_whole(file, filepath), start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 try:
