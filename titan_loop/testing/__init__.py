@@ -1,8 +1,8 @@
-"""What tests share: a pool of gloo processes and hardware marks; users' tests may import it, too.
+"""What tests share: a pool of gloo processes, small real parts, and hardware marks.
 
-    parent (pytest)                         ranks (spawned once per world size and session)
-    get_pool(4).run(case, *args)  ── pipe ─▶ case(*args) on every rank, in one default gloo group
-    [result of rank 0, …, 3]      ◀─ pipe ── result, or a traceback
+    parent (pytest)                         ranks (started once per world size and session)
+    get_pool(4).run(case, *args)  ─ queue ─▶ case(*args) on every rank, in one default gloo group
+    [result of rank 0, …, 3]      ◀─ queue ─ result, or a traceback
 
-May import everything in titan_loop; nothing but tests may import it.
+May import everything in titan_loop; only tests and benchmarks, also those of users, may import it.
 """

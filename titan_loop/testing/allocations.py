@@ -11,11 +11,11 @@ _MARK = "allocation mark: "
 class AllocationTrace:
     """A context that records every allocation on the CPU, exactly and without sampling.
 
-    Unlike the resident set it counts no freed page, cache or other process. Bytes are relative to
-    the entry, so what was alive before counts as zero, and freeing it as negative.
+    Unlike the resident set it excludes freed pages, caches and other processes. Bytes are relative
+    to the entry: memory allocated before counts as zero, and freeing it as negative.
 
     Attributes:
-        peak_bytes: The most that was alive at a time.
+        peak_bytes: Largest number of bytes alive at a time.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class AllocationTrace:
                 self._marks[event.name().removeprefix(_MARK)] = alive
 
     def mark(self, name: str) -> None:
-        """Remember how much is alive here; read it with `at` after the context."""
+        """Record the bytes alive here; read them with `at` after the context."""
         with record_function(_MARK + name):
             pass
 

@@ -7,10 +7,10 @@ import torch
 def requires_gpu(count: int = 1) -> list[pytest.MarkDecorator]:
     """Return the marks of a test that needs CUDA devices.
 
-    Assign them to `pytestmark`, or give one test its own with `@pytest.mark.parametrize`'s `marks`.
+    Assign them to `pytestmark`, or pass them as `marks` of a `pytest.param`.
 
     Args:
-        count: How many devices; more than one also marks the test `multi_gpu`.
+        count: Number of devices; more than one also marks the test `multi_gpu`.
     """
     found = torch.cuda.device_count()
     marks = [

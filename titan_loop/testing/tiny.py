@@ -25,8 +25,8 @@ TINY_VOCABULARY = 300
 def standard_library_texts(count: int) -> list[str]:
     """Return the start of the first `count` modules of Python's standard library, by name.
 
-    Real text that every machine has and that no change to this project changes: what a test
-    measures on it today, it measures tomorrow.
+    Every machine has this text, and changes to this project do not alter it, so measurements on it
+    stay comparable.
     """
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:count]
     return [path.read_text(encoding="utf-8")[:10_000] for path in files]
@@ -37,7 +37,7 @@ def tiny_source(folder: Path, *, documents: int = 60) -> Path:
 
     Args:
         folder: Where the raw documents and the source go.
-        documents: How many modules.
+        documents: Number of modules.
 
     Returns:
         The prepared source's folder.
@@ -84,7 +84,7 @@ def act_as_launched(world_size: int) -> None:
     """Set the environment of a rank as a launcher would, and skip upstream's pause at a run's end.
 
     Args:
-        world_size: Ranks of the pool this is called in; 1 outside of one.
+        world_size: Number of ranks in the pool this is called in; 1 outside a pool.
     """
     os.environ.update(
         RANK=str(dist.get_rank() if dist.is_initialized() else 0),

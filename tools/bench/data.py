@@ -10,11 +10,11 @@ reported as the median ratio over repetitions with its range:
   and 64K, whose cost per token must not be higher than at 4K.
 - torchtitan's text loader on raw JSONL, which tokenises while it reads.
 - Cost per window, and of opening ten sources, at 1e6, 1e9 and 1e12 tokens a source, as a long run
-  sees it: every shard has been read from before. Beside it what of that the system's open, pread
-  and close take: at 1e6 all tokens are in memory, from 1e9 on almost none, as in a long run. The
+  sees it: every shard has been read from before. The time in the system's open, pread and close is
+  listed beside it: at 1e6 all tokens are in memory, from 1e9 on almost none, as in a long run. The
   first window of a shard, which opens its file, is timed apart. The bare loop reads the same files
-  in the same rounds: what it, too, takes longer at a larger size is the machine's (pages not in
-  memory, cold processor caches), and the loader's own part grows only where the ratio falls. Here
+  in the same rounds: if it also takes longer at a larger size, the machine is the cause (pages not
+  in memory, cold processor caches); the loader's own part grows only where the ratio falls. Here
   the loop calls pread on descriptors that it keeps, the faster way: a fault in a map of a file not
   in memory takes milliseconds, since it reads the device's whole read-ahead. Tokens and indices are
   holes of sparse files: sizes are true, but no device is waited for. Holes read as token 0, which

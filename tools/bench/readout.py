@@ -4,11 +4,11 @@ r"""The streamed readout, forward and backward: which chunk wins, and how far it
     python tools/bench/readout.py --shapes 1024x49152x4 --tokens 16384 \
         --chunks 1024 2048 4096 8192 16384 --compiled --operations 12             # a GPU
 
-A shape is width × vocabulary × recurrent steps. The limit are the three products of matrices of
-every chunk (logits, gradient of the states, gradient of the head), each into memory that is there
-already; what the readout takes beyond it are passes over the logits. Beside it stand materialised
-logits of all states with torch's cross entropy; with `--compiled` also the default chunk with all
-between the products compiled. All take turns. Extra memory is the peak beyond the head's weight and
+A shape is width × vocabulary × recurrent steps. The limit is the time of every chunk's three matrix
+products (logits, gradient of the states, gradient of the head) into memory allocated beforehand;
+the rest of the readout's time goes into passes over the logits. It is compared with materialised
+logits of all states and torch's cross entropy; with `--compiled` also with the default chunk whose
+passes are compiled. All take turns. Extra memory is the peak beyond the head's weight and
 its gradient; gradients of the states count.
 """
 

@@ -1,13 +1,13 @@
 """Which operations a training step spends its time in, and what bounds each of them.
 
-A profiled step is split by operation; products of matrices are listed by shape. The least time of
-each is the larger of its FLOPs over the rate of a large product and its bytes over the rate of a
-large copy, both measured here, in the dtype that layers compute in: what the larger one is bounds
-the operation, and `reached` is that least time over the time taken. Bytes are those of the inputs
-and, once more, of the largest one for the result; so `reached` above 1 means that data came from a
-cache. FLOPs of causal attention are those of half its square. Kernels that the compiler wrote say
-nothing of their shapes, so they have no such columns: its element-wise work and reductions are
-bound by memory; what bounds its templates (FlexAttention, products) is not known here, "?".
+A profiled step is split by operation; matrix products are listed by shape. The least time of an
+operation is the larger of two: its FLOPs over the rate of a large product, and its bytes over the
+rate of a large copy. Both rates are measured here, in the dtype that layers compute in. The larger
+one is the operation's bound, and `reached` is the least time over the time taken. Bytes count the
+inputs, and the largest input once more for the result; so `reached` above 1 means that data came
+from a cache. Causal attention counts half its square. Kernels written by the compiler do not report
+shapes, so these columns are empty: its element-wise work and reductions are bound by memory; the
+bound of its templates (FlexAttention, products) is unknown, "?".
 """
 
 import math

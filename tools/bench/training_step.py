@@ -1,4 +1,4 @@
-"""One training step of the trainer's parts, without a loader: what the benchmarks here time.
+"""One training step of the trainer's parts, without a loader: the step that the benchmarks time.
 
 Forward, streamed loss, backward, clipping and fused AdamW on random tokens, on one device or on the
 ranks of the default process group.
@@ -38,18 +38,19 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained.
+    """The model, the batch and the way it is trained.
 
     Attributes:
         model: Architecture.
-        seq_len: Window.
-        windows: Of one rank's batch.
+        seq_len: Tokens per window.
+        windows: Number of windows per rank.
         compiled: Whether each layer is compiled.
         checkpointed: Whether layers' activations are recomputed.
         masked: Whether attention gets the document mask, as in training on prepared text, even
             where plain causal attention would do.
-        trainable: What is trained.
-        fsdp_policy: What FSDP keeps gathered, where it is used (on a GPU at a world of one, too).
+        trainable: Parameters to train.
+        fsdp_policy: Rule for what FSDP keeps gathered, where it is used (on a GPU also for one
+            rank).
     """
 
     model: ModelOptions
@@ -63,7 +64,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of one rank's batch."""
+        """Number of tokens in one rank's batch."""
         return self.windows * self.seq_len
 
 
