@@ -7,8 +7,7 @@ import pytest
 
 from titan_loop.checkpoint import files
 from titan_loop.checkpoint.choosing import inspect, newest_good
-from titan_loop.checkpoint.files import file_records
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
 from titan_loop.errors import UserError
 
 

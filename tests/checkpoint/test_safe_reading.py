@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titan_loop.checkpoint.damage import DamagedCheckpointError
-from titan_loop.checkpoint.keys import KeyPolicy
-from titan_loop.checkpoint.safe_reading import load_checkpoint, read_metadata
+from titan_loop.checkpoint.loading import KeyPolicy, load_checkpoint
+from titan_loop.checkpoint.manifest import DamagedCheckpointError
+from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -14,11 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.damage import DamagedCheckpointError
-from titan_loop.checkpoint.files import file_records
-from titan_loop.checkpoint.manifest import read_manifest, write_manifest
+from titan_loop.checkpoint.loading import load_checkpoint
+from titan_loop.checkpoint.manifest import (
+    DamagedCheckpointError,
+    file_records,
+    read_manifest,
+    write_manifest,
+)
 from titan_loop.checkpoint.model import load_model
-from titan_loop.checkpoint.safe_reading import load_checkpoint
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import ModelOptions, build_decoder

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan_loop.checkpoint.damage import DamagedCheckpointError
-from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.manifest import DamagedCheckpointError, read_manifest, reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError

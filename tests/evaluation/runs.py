@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.inference.reference import make_model
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.runs.run_directory import RunDirectory

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.inference.reference import CONTEXT, make_model
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.inference.engine import Engine

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.keys import OPTIMIZER_PREFIX, KeyPolicy
+from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.manifest import MANIFEST
+from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling

@@ -7,9 +7,9 @@ import json
 import os
 from pathlib import Path
 
-from titan_loop.checkpoint.keys import OPTIMIZER_PREFIX
+from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import reference
-from titan_loop.checkpoint.safetensors_writer import write_safetensors
+from titan_loop.checkpoint.safetensors_files import write_safetensors
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 

@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
-from titan_loop.checkpoint.keys import KeyPolicy
+from titan_loop.checkpoint.loading import KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
 from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
@@ -44,7 +44,6 @@ from titan_loop.checkpoint.retention import (
     step_folder,
     unfinished_steps,
 )
-from titan_loop.checkpoint.safe_reading import load_checkpoint
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError

@@ -16,15 +16,33 @@ The hashes find damage. They do not protect from an attacker, who can write a ma
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from titan_loop.checkpoint.damage import DamagedCheckpointError
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import finite_or_null, write_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
+METADATA = ".metadata"
+
+
+class DamagedCheckpointError(UserError):
+    """A file of a checkpoint is missing, truncated or altered.
+
+    Args:
+        path: The file, or the checkpoint's folder.
+        reason: What is wrong with it, as a phrase.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)  # both, so that it travels between ranks
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged: {self.reason}; use another checkpoint"
 
 
 class Reference(TypedDict):
@@ -32,6 +50,13 @@ class Reference(TypedDict):
 
     path: str
     manifest_sha256: str
+
+
+class FileRecord(TypedDict):
+    """What the manifest says of one file."""
+
+    bytes: int
+    sha256: str
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:
@@ -84,6 +109,67 @@ def reference(checkpoint: Path) -> Reference:
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest}
 
 
+def rank_files(checkpoint: Path, rank: int) -> list[str]:
+    """Return the names of the files a rank wrote; rank 0 wrote DCP's metadata, too."""
+    names = sorted(path.name for path in checkpoint.glob(f"__{rank}_*.distcp"))
+    return [*names, METADATA] if rank == 0 else names
+
+
+def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
+    """Read files and return their sizes and hashes.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        names: Files in it; None takes all that DCP wrote.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    if names is None:
+        names = sorted([path.name for path in checkpoint.glob("*.distcp")] + [METADATA])
+    return {name: _record(checkpoint / name) for name in names}
+
+
+def find_damage(
+    checkpoint: Path, records: Mapping[str, FileRecord], *, hashes: bool = True
+) -> list[str]:
+    """Compare files with their records.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        records: Files to look at, and what the manifest says of each.
+        hashes: Whether to read the files; False compares sizes only.
+
+    Returns:
+        One phrase a damaged file, naming it; empty if all is well.
+
+    Raises:
+        UserError: A file cannot be read: that may pass, and says nothing about the checkpoint.
+    """
+    damage = []
+    for name, record in records.items():
+        path = checkpoint / name
+        try:
+            size = path.stat().st_size
+            if size != record["bytes"]:
+                damage.append(f"{name} has {size} bytes instead of {record['bytes']}")
+            elif hashes and _record(path)["sha256"] != record["sha256"]:
+                damage.append(f"{name} has another SHA-256 than when it was written")
+        except FileNotFoundError:
+            damage.append(f"{name} is missing")
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read ({error.strerror}); check its disk and permissions"
+            ) from error
+    return damage
+
+
 def _digest(record: dict[str, Any]) -> str:
     canonical = json.dumps(finite_or_null(record), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _record(path: Path) -> FileRecord:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": file.tell(), "sha256": digest}

@@ -5,14 +5,15 @@
     tensors         torch.load(weights_only=True), as in DCP
 
 What is forbidden is a `UserError`; what is truncated or garbled, a `DamagedCheckpointError`. The
-manifest's hashes find damage, they are no protection: an attacker writes a manifest, too.
+manifest's hashes find damage but do not protect: an attacker writes a manifest, too.
+
+The unpickler is our own because torch's restricted one reads only what `torch.save` wrote, and
+`.metadata` is a bare pickle.
 """
 
 import io
-import logging
 import pickle
 import re
-import warnings
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -20,73 +21,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.futures import Future
 
-from titan_loop.checkpoint.damage import DamagedCheckpointError
-from titan_loop.checkpoint.dcp_errors import root_cause
-from titan_loop.checkpoint.files import METADATA
-from titan_loop.checkpoint.keys import SHOWN, KeyMatch, KeyPolicy, check_keys
+from titan_loop.checkpoint.manifest import METADATA, DamagedCheckpointError
 from titan_loop.errors import UserError
-from titan_loop.ranks import from_rank_zero
-
-logger = logging.getLogger(__name__)
-
-
-def load_checkpoint(
-    state_dict: dict[str, Any],
-    checkpoint: Path,
-    *,
-    group: dist.ProcessGroup | None,
-    policy: KeyPolicy | None = None,
-) -> None:
-    """Load a checkpoint of any world size into `state_dict`, in place; collective over `group`.
-
-    Args:
-        state_dict: As `torch.distributed.checkpoint.load` takes it: tensors are allocated.
-        checkpoint: Its folder.
-        group: A gloo group of all ranks; None loads into this process alone.
-        policy: Which entries may differ; None for none.
-
-    Raises:
-        UserError: On every rank: the entries differ, or something in the files is forbidden.
-        DamagedCheckpointError: On every rank: a file is missing, truncated or garbled.
-    """
-    # Not left to DCP: it would swallow what is wrong, and look for metadata of single ranks.
-    metadata = from_rank_zero(group, lambda: read_metadata(checkpoint))
-    planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
-    reader = SafeFileSystemReader(checkpoint, metadata)
-    try:
-        with warnings.catch_warnings():
-            # One process is what a caller without a group wants.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(
-                state_dict,
-                storage_reader=reader,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:
-        raise root_cause(error) from error
-    assert planner.match is not None
-    for entries, what in (
-        (planner.match.ignored, "entries of %s are not loaded, as asked: %s"),
-        (planner.match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
-    ):
-        if entries:
-            more = ", …" if len(entries) > SHOWN else ""
-            logger.info(f"%d {what}", len(entries), checkpoint, ", ".join(entries[:SHOWN]) + more)
 
 
 def read_metadata(checkpoint: Path) -> dcp.Metadata:
@@ -282,39 +226,20 @@ class PlainLoadPlanner(DefaultLoadPlanner):
         set_element(self.original_state_dict, path, loaded)
 
 
-class StrictLoadPlanner(PlainLoadPlanner):
-    """Reads what is wanted if it is also what is saved.
+def root_cause(error: BaseException) -> BaseException:
+    """Return what DCP wrapped; its `CheckpointException` is not even an `Exception`.
 
-    Args:
-        checkpoint: The folder, for messages.
-        policy: Which entries may differ.
-
-    Attributes:
-        match: Which entries are loaded and which are not; None until planned.
+    torch's writer swallows the system's error and complains about a file position: that becomes an
+    `OSError` which says what it means.
     """
-
-    def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
-        super().__init__()
-        self._checkpoint = checkpoint
-        self._policy = policy
-        self.match: KeyMatch | None = None
-
-    def create_local_plan(self) -> LoadPlan:
-        """Plan to read the entries that are loaded.
-
-        Raises:
-            UserError: The entries differ in a way that the policy does not cover.
-        """
-        assert self.metadata is not None
-        wanted = {
-            key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
-            for key, value in self.state_dict.items()
-        }
-        self.match = check_keys(
-            wanted, self.metadata, checkpoint=self._checkpoint, policy=self._policy
+    while isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, RuntimeError) and "inline_container" in str(error):
+        first_line = str(error).strip().splitlines()[0]
+        return OSError(
+            f"a file could not be written to its end: no space or a size limit? {first_line}"
         )
-        chosen = {key: self.state_dict[key] for key in self.match.loaded}
-        return create_default_local_load_plan(chosen, self.metadata)
+    return error
 
 
 def _first_line(error: Exception) -> str:

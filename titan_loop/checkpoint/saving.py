@@ -20,10 +20,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from titan_loop.checkpoint.dcp_errors import root_cause
-from titan_loop.checkpoint.files import FileRecord, file_records, rank_files
-from titan_loop.checkpoint.manifest import Reference, write_manifest
+from titan_loop.checkpoint.manifest import (
+    FileRecord,
+    Reference,
+    file_records,
+    rank_files,
+    write_manifest,
+)
 from titan_loop.checkpoint.retention import discard
+from titan_loop.checkpoint.safe_reading import root_cause
 from titan_loop.ranks import try_on_all
 
 logger = logging.getLogger(__name__)

@@ -34,15 +34,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titan_loop.checkpoint.choosing import LookAt
-from titan_loop.checkpoint.damage import DamagedCheckpointError
-from titan_loop.checkpoint.dcp_errors import root_cause
-from titan_loop.checkpoint.files import file_records, find_damage
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titan_loop.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    file_records,
+    find_damage,
+    read_manifest,
+    write_manifest,
+)
 from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.safe_reading import (
     PlainLoadPlanner,
     SafeFileSystemReader,
     read_metadata,
+    root_cause,
 )
 from titan_loop.errors import UserError, nearest
 
@@ -213,7 +218,11 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 class _OneByOneWriter(filesystem.FileSystemWriter):
-    """DCP's writer of a folder, which otherwise holds every tensor until its file is complete."""
+    """DCP's writer of a folder, with one tensor in memory at a time.
+
+    Torch 2.13's own writer keeps every tensor until its file is complete, although only its
+    safetensors format needs them.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0{filesystem.DEFAULT_SUFFIX}"

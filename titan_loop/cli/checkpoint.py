@@ -12,7 +12,7 @@ from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
-    from titan_loop.checkpoint.listing import ListedCheckpoint
+    from titan_loop.checkpoint.choosing import ListedCheckpoint
 
 EXIT_FOUND = 1
 """Damage, or a difference, was found; as `diff` and `cmp` have it."""
@@ -38,7 +38,7 @@ def ls(run: Positional[Path], *, verify: bool = False) -> None:
         run: Run directory, or its folder of checkpoints.
         verify: Read every file instead of comparing sizes.
     """
-    from titan_loop.checkpoint.listing import list_checkpoints
+    from titan_loop.checkpoint.choosing import list_checkpoints
 
     folder, keep_every = _folder_of(run)
     rows = [("step", "tokens", "R", "size", "when", "kept", "state")]
@@ -67,7 +67,7 @@ def verify(path: Positional[Path]) -> int:
     Args:
         path: Run directory, or one checkpoint.
     """
-    from titan_loop.checkpoint.listing import list_checkpoints, look_at
+    from titan_loop.checkpoint.choosing import list_checkpoints, look_at
 
     if _is_checkpoint(path):
         listed = [look_at(path, hashes=True)]
@@ -112,7 +112,7 @@ def rm(checkpoints: Positional[tuple[Path, ...]], *, force: bool = False) -> Non
         checkpoints: Folders step-N.
         force: Delete these, too.
     """
-    from titan_loop.checkpoint.listing import look_at, why_not_delete
+    from titan_loop.checkpoint.choosing import look_at, why_not_delete
     from titan_loop.checkpoint.retention import discard
     from titan_loop.runs.run_directory import LOCK, RunDirectory
 

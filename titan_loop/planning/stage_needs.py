@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.devices import Device

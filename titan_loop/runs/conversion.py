@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from titan_loop.checkpoint.architecture import architecture, check_architecture
 from titan_loop.checkpoint.hugging_face.importing import OuroFolder, import_folder, model_options
+from titan_loop.checkpoint.model import architecture, check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
 from titan_loop.models.sizes import decoder_config
 from titan_loop.runs.run_directory import RunDirectory

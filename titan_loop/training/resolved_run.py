@@ -17,7 +17,7 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder

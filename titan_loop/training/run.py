@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_OK, UserError, raise_first
 from titan_loop.ranks import all_ranks, from_rank_zero

@@ -29,8 +29,8 @@ from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_loop.checkpoint.architecture import check_architecture
 from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.model import check_architecture
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import reshard_units

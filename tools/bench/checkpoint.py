@@ -29,10 +29,9 @@ from torchtitan.config import CompileConfig
 from torchtitan.tools import utils as titan_utils
 from training_step import device, start
 
-from titan_loop.checkpoint.files import file_records, find_damage
+from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.safe_reading import load_checkpoint
+from titan_loop.checkpoint.manifest import file_records, find_damage, read_manifest
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.data.source_card import SourceCard, file_sha256

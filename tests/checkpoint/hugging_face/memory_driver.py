@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from titan_loop import compat
-from titan_loop.checkpoint.architecture import architecture
+from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.models.sizes import ModelOptions, build_decoder

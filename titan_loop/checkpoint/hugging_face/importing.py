@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titan_loop.checkpoint.architecture import architecture
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
-from titan_loop.checkpoint.hugging_face.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.hugging_face.tokenizer_files import (
     PADDING_ROWS,
     TEMPLATE,
     TOKENIZER_CONFIG,
 )
+from titan_loop.checkpoint.model import architecture
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config

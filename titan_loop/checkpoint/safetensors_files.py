@@ -1,9 +1,14 @@
-"""safetensors folders, one tensor at a time: single files and shards with an index.
+"""safetensors files, one tensor in memory at a time: single ones, and shards with an index.
 
-Reading is the library's, which refuses truncated files; writing is `safetensors_writer`'s.
+Reading is the library's, which refuses truncated files. Writing is our own, since the library's
+writer takes all tensors at once: a file is eight bytes (the header's length), a JSON header with
+type, shape and place of every tensor, and the tensors.
+
+Source: https://huggingface.co/docs/safetensors, "Format".
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +17,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan_loop.checkpoint.safetensors_writer import write_safetensors
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_ALIGNMENT_BYTES = 8
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _READABLE = {"F32", "BF16", "F16"}
@@ -185,3 +204,45 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def _some(names: set[str]) -> str:
     first, *rest = sorted(names)
     return first + (f" and {len(rest)} more" if rest else "")
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
+
+    Args:
+        path: The file.
+        tensors: Shape and type of each, in the order they are written.
+        read: Returns one by name.
+        metadata: Free text by name.
+
+    Raises:
+        UserError: safetensors has no such type.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        if dtype not in _TYPES:
+            raise UserError(f"{name} has type {dtype}, which safetensors does not know")
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _TYPES[dtype],
+            "shape": [*shape],
+            "data_offsets": [start, end],
+        }
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in tensors:
+            # Little-endian, like every machine torch runs on.
+            flat = read(name).contiguous().reshape(-1)
+            file.write(flat.view(torch.uint8).numpy().data)
+            del flat
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,212 @@
+"""Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
+
+DCP alone ignores what is saved and not wanted. Exceptions are named in a `KeyPolicy`, never taken
+for granted, and every entry that one of them covers is logged.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from titan_loop.checkpoint.safe_reading import (
+    PlainLoadPlanner,
+    SafeFileSystemReader,
+    read_metadata,
+    root_cause,
+)
+from titan_loop.errors import UserError
+from titan_loop.ranks import from_rank_zero
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 10
+OPTIMIZER_PREFIX = "optimizer."
+"""How the keys of everything that is not the model begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPolicy:
+    """Which differences between wanted and saved entries are meant; none by default.
+
+    Patterns are those of `fnmatch` over whole flattened keys: "optimizer.*", "exit_gate.*".
+    """
+
+    ignore_saved: tuple[str, ...] = ()
+    """Saved entries that may stay unread."""
+
+    keep_initial: tuple[str, ...] = ()
+    """Wanted entries that may be missing from the checkpoint and keep the value they have."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMatch:
+    """Every entry of both sides, each in one place; flattened keys in sorted order."""
+
+    loaded: list[str]
+    ignored: list[str]
+    kept: list[str]
+
+
+def load_checkpoint(
+    state_dict: dict[str, Any],
+    checkpoint: Path,
+    *,
+    group: dist.ProcessGroup | None,
+    policy: KeyPolicy | None = None,
+) -> None:
+    """Load a checkpoint of any world size into `state_dict`, in place; collective over `group`.
+
+    Args:
+        state_dict: As `torch.distributed.checkpoint.load` takes it: tensors are allocated.
+        checkpoint: Its folder.
+        group: A gloo group of all ranks; None loads into this process alone.
+        policy: Which entries may differ; None for none.
+
+    Raises:
+        UserError: On every rank: the entries differ, or something in the files is forbidden.
+        DamagedCheckpointError: On every rank: a file is missing, truncated or garbled.
+    """
+    # Not left to DCP: it would swallow what is wrong, and look for metadata of single ranks.
+    metadata = from_rank_zero(group, lambda: read_metadata(checkpoint))
+    planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
+    reader = SafeFileSystemReader(checkpoint, metadata)
+    try:
+        with warnings.catch_warnings():
+            # One process is what a caller without a group wants.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(
+                state_dict,
+                storage_reader=reader,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise root_cause(error) from error
+    assert planner.match is not None
+    for entries, what in (
+        (planner.match.ignored, "entries of %s are not loaded, as asked: %s"),
+        (planner.match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
+    ):
+        if entries:
+            more = ", …" if len(entries) > SHOWN else ""
+            logger.info(f"%d {what}", len(entries), checkpoint, ", ".join(entries[:SHOWN]) + more)
+
+
+class StrictLoadPlanner(PlainLoadPlanner):
+    """Reads what is wanted if it is also what is saved.
+
+    Args:
+        checkpoint: The folder, for messages.
+        policy: Which entries may differ.
+
+    Attributes:
+        match: Which entries are loaded and which are not; None until planned.
+    """
+
+    def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._policy = policy
+        self.match: KeyMatch | None = None
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan to read the entries that are loaded.
+
+        Raises:
+            UserError: The entries differ in a way that the policy does not cover.
+        """
+        assert self.metadata is not None
+        wanted = {
+            key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
+            for key, value in self.state_dict.items()
+        }
+        self.match = check_keys(
+            wanted, self.metadata, checkpoint=self._checkpoint, policy=self._policy
+        )
+        chosen = {key: self.state_dict[key] for key in self.match.loaded}
+        return create_default_local_load_plan(chosen, self.metadata)
+
+
+def check_keys(
+    wanted: Mapping[str, tuple[int, ...] | None],
+    saved: Metadata,
+    *,
+    checkpoint: Path,
+    policy: KeyPolicy | None = None,
+) -> KeyMatch:
+    """Compare what is wanted with what is saved.
+
+    Args:
+        wanted: Flattened key -> global shape of a tensor, or None for any other object.
+        saved: The checkpoint's metadata.
+        checkpoint: Its folder, for the message.
+        policy: The differences that are meant.
+
+    Returns:
+        Which entries to load, and which ones the policy covers.
+
+    Raises:
+        UserError: With the first ten of each kind and their count: entries the checkpoint lacks,
+            entries nobody wants, tensors of another shape.
+    """
+    policy = policy or KeyPolicy()
+    shapes = saved_shapes(saved)
+    missing, extra = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
+    kept, ignored = _covered(missing, policy.keep_initial), _covered(extra, policy.ignore_saved)
+    loaded = sorted(wanted.keys() & shapes.keys())
+    reshaped = [
+        f"{key} is {_shape(shapes[key])} and should be {_shape(wanted[key])}"
+        for key in loaded
+        if shapes[key] != wanted[key]
+    ]
+    faults = [
+        f"{len(names)} {what}: {_first(names)}"
+        for what, names in (
+            ("entries are missing", sorted(missing - kept)),
+            ("entries are not wanted", sorted(extra - ignored)),
+            ("tensors have another shape", reshaped),
+        )
+        if names
+    ]
+    if faults:
+        raise UserError(
+            f"{checkpoint} does not hold what should be loaded ({'; '.join(faults)}); use the "
+            "config it was saved with, or say what to carry over"
+        )
+    return KeyMatch(loaded, sorted(ignored), sorted(kept))
+
+
+def saved_shapes(metadata: Metadata) -> dict[str, tuple[int, ...] | None]:
+    """Return the flattened keys of a checkpoint: shape of a tensor, None for an object."""
+    return {
+        key: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def _covered(keys: Iterable[str], patterns: Iterable[str]) -> set[str]:
+    patterns = tuple(patterns)
+    return {key for key in keys if any(fnmatchcase(key, pattern) for pattern in patterns)}
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "no tensor" if shape is None else f"[{', '.join(map(str, shape))}]"
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
