@@ -56,7 +56,7 @@ def from_rank_zero(group: dist.ProcessGroup | None, look: Callable[[], T]) -> T:
 def on_rank_zero(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T | None:
     """Let rank 0 act; its result, such as a lock, stays there, and other ranks return None.
 
-    What it raises, every rank raises.
+    If it raises, every rank raises the same.
     """
     results: list[T] = []
     from_rank_zero(group, lambda: results.append(act()))

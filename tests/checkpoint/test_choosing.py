@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.checkpoint import files
+from titan_loop.checkpoint import manifest
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
 from titan_loop.errors import UserError
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_stops_the_run(tmp_path, monkeypatch):
     def fail(path):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(files, "_record", fail)
+    monkeypatch.setattr(manifest, "_record", fail)
     with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); check its disk"):
         newest_good(tmp_path, look_at="hashes")
 

@@ -195,9 +195,9 @@ def test_rm_refuses_what_is_kept_and_then_deletes_nothing(checkpoints, call):
 
 
 def test_rm_deletes_nothing_but_checkpoints(checkpoints, call, tmp_path):
-    assert "is no checkpoint" in call("rm", checkpoints).error
-    assert "is no checkpoint" in call("rm", tmp_path / "step-3").error
-    assert "is no checkpoint" in call("rm", tmp_path).error
+    assert "is not a checkpoint" in call("rm", checkpoints).error
+    assert "is not a checkpoint" in call("rm", tmp_path / "step-3").error
+    assert "is not a checkpoint" in call("rm", tmp_path).error
     assert checkpoints.is_dir()
 
 

@@ -62,8 +62,7 @@ def test_upstream_writes_where_the_docstring_says():
 def test_paths(tmp_path: Path):
     run = RunDirectory(tmp_path)
     assert run.checkpoint(12) == tmp_path / "checkpoints" / "step-12"
-    folders = [run.tensorboard, run.plots, run.evaluations]
-    assert [folder.name for folder in folders] == ["tb", "plots", "evals"]
+    assert [folder.name for folder in (run.plots, run.evaluations)] == ["plots", "evals"]
     assert (run.metrics_jsonl.name, run.held_out_jsonl.name) == ("metrics.jsonl", "held_out.jsonl")
 
 

@@ -1,8 +1,8 @@
-"""What a new run takes from another run's checkpoint before its first step.
+"""Carry: a new run takes weights, and moments if wanted, from another run's checkpoint.
 
-The weights always; the optimiser's state if wanted. Step, tokens and data start anew: a stage is a
-job with schedules of its own. R, β and the RoPE base may differ, the tensors may not, except those
-named to keep their initial values.
+Step, tokens and data start anew, since a stage is a job with schedules of its own. R, β and the
+RoPE base may differ between parent and run. Tensors may not, except those named to keep their
+initial values.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ class Carry:
     """Where a run starts from when it has no checkpoint of its own."""
 
     parent: str = ""
-    """A checkpoint, or a run whose newest one is meant; empty for initial weights. A damaged parent
-    is refused: a stage that starts from an older one should be somebody's decision."""
+    """A checkpoint, or a run, which stands for its newest one; empty for initial weights. A damaged
+    parent is refused, because falling back to an older one should be your decision."""
 
     optimizer: bool = True
-    """Whether the optimiser's moments come along; otherwise they start at zero."""
+    """Whether to take the optimiser's moments, too; otherwise they start at zero."""
 
     keep_initial: list[str] = field(default_factory=list)
     """Patterns of entries that the parent need not have, such as "exit_gate.*"."""
@@ -38,10 +38,10 @@ class Carry:
     """How the parent's layers are duplicated where this model has more of them, a multiple."""
 
     moments: Moments = "scale"
-    """What upcycling makes of the moments of duplicated layers."""
+    """How upcycling treats the moments of duplicated layers."""
 
     def check(self) -> None:
-        """Raise `UserError` for values that cannot be meant."""
+        """Raise `UserError` for unknown values."""
         for name, value, known in (
             ("upcycle", self.upcycle, ("no", "stacked", "interleaved")),
             ("moments", self.moments, get_args(Moments)),
@@ -95,7 +95,7 @@ def check_moments(parent: Path, carry: Carry) -> None:
 
     Args:
         parent: The folder of its checkpoint.
-        carry: What is wanted of it.
+        carry: What the run takes from it.
     """
     if carry.optimizer and not has_moments(parent):
         raise UserError(
@@ -109,7 +109,7 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Car
     may_differ = {"rope_theta"}
     upcycling = carry.upcycling(wanted["n_layers"])
     if upcycling is not None:
-        upcycling.sources(saved["n_layers"])  # refuses what is no multiple
+        upcycling.sources(saved["n_layers"])  # refuses a number that is not a multiple
         may_differ.add("n_layers")
     if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
         may_differ.add("exit_gate")

@@ -30,7 +30,7 @@ from titan_loop.ranks import from_all_ranks, from_rank_zero
 logger = logging.getLogger(__name__)
 
 LookAt = Literal["manifest", "sizes", "hashes"]
-"""The commit record alone; the size of every file, too; or every byte."""
+"""How closely to look: at the commit record, also at the size of every file, or at every byte."""
 
 
 def newest_good(
@@ -38,16 +38,16 @@ def newest_good(
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
 
-    What is newer but not whole is skipped with a warning that says which and why.
+    A newer checkpoint that is not whole is skipped with a warning that says why.
 
     Args:
         folder: The folder of a run's checkpoints.
-        look_at: How closely to look.
+        look_at: See `LookAt`.
         group: Where ranks share the work and agree; None looks alone.
 
     Raises:
-        UserError: Checkpoints were committed, but none is whole; starting from scratch is not ours
-            to decide.
+        UserError: Checkpoints were committed, but none is whole; whether to start from scratch is
+            the user's decision.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
     steps, unfinished = from_rank_zero(
@@ -78,7 +78,7 @@ def inspect(
 
     Args:
         checkpoint: The checkpoint's folder.
-        look_at: How closely to look.
+        look_at: See `LookAt`.
         group: Ranks that each read a share of the files; None reads them all here.
     """
     manifest, reason = from_rank_zero(group, lambda: _manifest_or_reason(checkpoint))
@@ -121,13 +121,13 @@ class ListedCheckpoint:
     """The commit record, if there is a readable one."""
 
     faults: list[str]
-    """What is wrong with it; empty if it is good, or was never committed."""
+    """Faults found; empty if it is good, or was never committed."""
 
     kept: list[str]
     """Why the keep policy never deletes it."""
 
     size_bytes: int
-    """Of all files in it."""
+    """Total size of its files."""
 
     @property
     def committed(self) -> bool:
@@ -165,7 +165,7 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
     """
     match = _NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
-        raise UserError(f"{path} is no checkpoint; give the folder step-N of one")
+        raise UserError(f"{path} is not a checkpoint; give its folder step-N")
     step = int(match[2])
     manifest = None
     faults: list[str] = []
@@ -208,14 +208,14 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
 
 
 def why_not_delete(path: Path, *, keep_every: int = 0) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if nobody should miss it.
+    """Return the reasons to keep a checkpoint; empty if it may be deleted.
 
     Args:
         path: Its folder.
         keep_every: The run's `checkpoint.keep_every`.
 
     Raises:
-        UserError: It is no checkpoint.
+        UserError: The folder is not a checkpoint.
     """
     checkpoint = look_at(path, keep_every=keep_every)
     if not checkpoint.committed:

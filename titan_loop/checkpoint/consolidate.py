@@ -20,7 +20,7 @@ def consolidate(reader: CheckpointReader, output: Path, *, optimizer: bool = Fal
     Args:
         reader: The checkpoint.
         output: The new file.
-        optimizer: Whether optimiser tensors are written, too; plain values never are.
+        optimizer: Whether to write optimiser tensors, too; plain values are never written.
 
     Returns:
         The tensors written.

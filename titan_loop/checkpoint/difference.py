@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, in two tensors of memory.
+"""Differences between two checkpoints, found with two tensors in memory.
 
 For every tensor, over its elements:
 

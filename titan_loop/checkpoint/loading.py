@@ -40,7 +40,7 @@ OPTIMIZER_PREFIX = "optimizer."
 
 @dataclass(frozen=True, slots=True)
 class KeyPolicy:
-    """Which differences between wanted and saved entries are meant; none by default.
+    """Differences between wanted and saved entries that are allowed; none by default.
 
     Patterns are those of `fnmatch` over whole flattened keys: "optimizer.*", "exit_gate.*".
     """
@@ -71,7 +71,7 @@ def load_checkpoint(
     """Load a checkpoint of any world size into `state_dict`, in place; collective over `group`.
 
     Args:
-        state_dict: As `torch.distributed.checkpoint.load` takes it: tensors are allocated.
+        state_dict: Allocated tensors and objects, as for `torch.distributed.checkpoint.load`.
         checkpoint: Its folder.
         group: A gloo group of all ranks; None loads into this process alone.
         policy: Which entries may differ; None for none.
@@ -162,7 +162,7 @@ def check_keys(
 
     Raises:
         UserError: With the first ten of each kind and their count: entries the checkpoint lacks,
-            entries nobody wants, tensors of another shape.
+            entries that were not asked for, tensors of another shape.
     """
     policy = policy or KeyPolicy()
     shapes = saved_shapes(saved)

@@ -1,12 +1,12 @@
-"""Every checkpoint is full, and counts only once its manifest stands beside it.
+"""Saves, keeps, chooses and loads a run's checkpoints, which count only with their manifest.
 
     step-N/__r_0.distcp, .metadata   DCP: model and optimiser, resharded on load
     step-N/manifest.json             written last, by rank 0: the commit record
     step-N/tags.json                 names given by hand; a named checkpoint is kept for ever
 
 A folder without a valid manifest is never loaded, never counted by the keep policy, and overwritten
-when its step comes again. What the trainer and the loader need to continue is JSON inside the
-manifest: integers that mean the same on any number of ranks.
+when its step comes again. Every checkpoint is full. The state of trainer and loader is JSON inside
+the manifest: integers that mean the same on any number of ranks.
 
 Saving is synchronous, or a copy is made and a thread writes it: `async` copies before training goes
 on, `async_with_pinned_mem` beside the next forward and backward pass, into pinned memory on CUDA.
@@ -50,12 +50,12 @@ from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
 
 INHERITED = ("origin", "upcycled")
-"""What every checkpoint of a run repeats of where the run started: the keep policy may delete the
-first one, which alone names it as its parent."""
+"""Lineage that every checkpoint of a run repeats: only the first one names the run's origin as its
+parent, and the keep policy may delete it."""
 
 
 class TrainState(Protocol):
-    """What the manager needs of a trainer."""
+    """A trainer, as the manager sees it."""
 
     @property
     def at_stage_end(self) -> bool:
@@ -63,7 +63,7 @@ class TrainState(Protocol):
         ...
 
     def before_save(self) -> None:
-        """Refuse, by raising, to save a state nobody should resume from."""
+        """Raise an error if the state is unfit to be resumed from."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,25 +100,25 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """Write in the training thread, or copy and let a thread write (see the module)."""
 
         keep_every: int = 0
-        """Steps that are multiples of it are kept besides the latest; 0 for none."""
+        """Keep checkpoints whose step is a multiple of this, besides the latest; 0 for none."""
 
         verify_hashes: bool = True
         """Whether loading reads every file and compares its hash; sizes are always compared."""
 
         save_attempts: int = 3
-        """How often a save is tried before training goes on without it."""
+        """Number of attempts to save before training goes on without the checkpoint."""
 
         retry_seconds: float = 10.0
         """Wait before the second attempt; it doubles each time."""
 
         last_save_model_only: bool = False
-        """Kept False: a last checkpoint without optimiser state could not be resumed."""
+        """Must stay False: a last checkpoint without optimiser state could not be resumed."""
 
         initial_load_model_only: bool = False
-        """Not used: see `carry`."""
+        """Unused; see `carry`."""
 
         carry: Carry = field(default_factory=Carry)
-        """What to start from where the run has no checkpoint of its own."""
+        """Where to start if the run has no checkpoint of its own."""
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)

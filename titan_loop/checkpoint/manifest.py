@@ -11,7 +11,7 @@ Format version 2:
     files              name -> {"bytes", "sha256"} of every file the ranks wrote
     sha256             of all of the above
 
-The hashes find damage. They do not protect from an attacker, who can write a manifest, too.
+The hashes find damage. They do not protect against an attacker, who can write a manifest, too.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class DamagedCheckpointError(UserError):
 
     Args:
         path: The file, or the checkpoint's folder.
-        reason: What is wrong with it, as a phrase.
+        reason: The fault, as a phrase.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -46,14 +46,14 @@ class DamagedCheckpointError(UserError):
 
 
 class Reference(TypedDict):
-    """What lineage says of a checkpoint: where it was, and which it was."""
+    """A checkpoint in a lineage: its folder, and its identity."""
 
     path: str
     manifest_sha256: str
 
 
 class FileRecord(TypedDict):
-    """What the manifest says of one file."""
+    """One file of a checkpoint, as its manifest records it."""
 
     bytes: int
     sha256: str
@@ -64,7 +64,7 @@ def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:
 
     Args:
         checkpoint: The folder, with all other files in it.
-        content: Everything but version and hash; of a manifest that was read they are replaced.
+        content: Everything but version and hash, which are replaced if present.
     """
     record = {**content, "format_version": FORMAT_VERSION}
     record.pop("sha256", None)
@@ -104,7 +104,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def reference(checkpoint: Path) -> Reference:
-    """Return what a descendant's lineage says of the checkpoint in a folder."""
+    """Return how the lineage of a descendant refers to the checkpoint in a folder."""
     digest = read_manifest(checkpoint)["sha256"]
     return {"path": str(checkpoint.resolve()), "manifest_sha256": digest}
 

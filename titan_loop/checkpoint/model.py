@@ -15,7 +15,7 @@ from titan_loop.models.sizes import ModelOptions, build_decoder
 
 
 def architecture(config: LoopDecoder.Config) -> dict[str, Any]:
-    """Return what makes a model the same model, by the names of `ModelOptions`."""
+    """Return the options in which two models must agree to share a checkpoint."""
     attention = config.layers[0].attention
     return {
         "dim": config.dim,
@@ -41,9 +41,9 @@ def check_architecture(
 
     Args:
         saved: The checkpoint's.
-        wanted: What has to be in it, with these values.
-        holder: What to call the checkpoint.
-        otherwise: What to do instead of using its values.
+        wanted: The values it must have.
+        holder: How the message calls the checkpoint.
+        otherwise: Alternative to using the checkpoint's values, for the message.
     """
     differences = [
         f"model.{name}={wanted[name]} (checkpoint: {saved.get(name)})"

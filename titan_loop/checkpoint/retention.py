@@ -1,6 +1,6 @@
-"""Which checkpoints there are, which stay, and how one is deleted.
+"""Which checkpoints exist, which ones stay, and how one is deleted.
 
-A folder counts once its manifest stands in it. Deleting starts with the manifest, so a deletion
+A folder counts once it has a manifest. Deleting starts with the manifest, so a deletion
 that is killed half-way leaves something that does not count, never something that looks whole.
 """
 
@@ -39,13 +39,13 @@ def unfinished_steps(folder: Path) -> list[int]:
 def stale_steps(
     steps: Collection[int], *, kept: Collection[int], latest: int, every: int
 ) -> list[int]:
-    """Return the steps the keep policy lets go, in increasing order.
+    """Return the steps that the keep policy deletes, in increasing order.
 
     Args:
         steps: Committed steps of this run, up to the newest.
-        kept: Those kept for ever: ends of stages, and tagged ones.
-        latest: How many of the newest stay; 0 keeps all.
-        every: Steps that are multiples of it stay; 0 for none.
+        kept: Steps kept for ever: ends of stages, and tagged ones.
+        latest: Number of newest checkpoints to keep; 0 keeps all.
+        every: Keep steps that are multiples of this; 0 for none.
     """
     if latest == 0:
         return []
@@ -65,7 +65,7 @@ def discard(checkpoint: Path) -> None:
 
 
 def read_tags(checkpoint: Path) -> list[str]:
-    """Return the names someone gave this checkpoint; one with a name is kept for ever."""
+    """Return the names given to this checkpoint; a named checkpoint is kept for ever."""
     try:
         return list(json.loads((checkpoint / TAGS).read_text(encoding="utf-8"))["tags"])
     except FileNotFoundError:

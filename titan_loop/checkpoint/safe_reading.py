@@ -4,7 +4,7 @@
     byte entries    torch.load(weights_only=True); stock DCP would unpickle anything
     tensors         torch.load(weights_only=True), as in DCP
 
-What is forbidden is a `UserError`; what is truncated or garbled, a `DamagedCheckpointError`. The
+Forbidden content raises `UserError`, truncated or garbled files raise `DamagedCheckpointError`. The
 manifest's hashes find damage but do not protect: an attacker writes a manifest, too.
 
 The unpickler is our own because torch's restricted one reads only what `torch.save` wrote, and
@@ -34,7 +34,7 @@ from titan_loop.errors import UserError
 
 
 def read_metadata(checkpoint: Path) -> dcp.Metadata:
-    """Return DCP's metadata of a checkpoint; memory and time as stock DCP.
+    """Return DCP's metadata of a checkpoint, in the memory and time of stock DCP.
 
     Raises:
         UserError: It names something besides DCP's records, or files outside the checkpoint.
@@ -155,7 +155,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
 
     Args:
         checkpoint: The folder.
-        metadata: From `read_metadata`.
+        metadata: Result of `read_metadata`.
     """
 
     def __init__(self, checkpoint: Path, metadata: dcp.Metadata) -> None:
@@ -227,7 +227,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return what DCP wrapped; its `CheckpointException` is not even an `Exception`.
+    """Return the error that DCP wrapped in a `CheckpointException`, which is not an `Exception`.
 
     torch's writer swallows the system's error and complains about a file position: that becomes an
     `OSError` which says what it means.

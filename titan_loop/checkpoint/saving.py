@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a save is tried, and the seconds before the second try; they double each time."""
+    """Number of attempts, and seconds before the second one, which double each time."""
 
     attempts: int
     wait_seconds: float
@@ -59,11 +59,11 @@ def save_checkpoint(
 
     Args:
         checkpoint: Its folder; what an earlier attempt left there is deleted first.
-        state_dict: Returns tensors and objects that nobody changes until this returns; what it
-            raises counts as a failure of the save.
+        state_dict: Returns tensors and objects, which must not change until this function
+            returns; an exception counts as a failure of the save.
         content: The manifest without `files`.
         group: A gloo group of all ranks.
-        retry: What to do when it fails.
+        retry: Attempts and waits.
         on_commit: Called on rank 0 after the commit; what it raises is logged, since nothing may
             undo a commit.
 

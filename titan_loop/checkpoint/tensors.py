@@ -59,7 +59,7 @@ class CheckpointReader:
 
     Args:
         checkpoint: The folder of one checkpoint.
-        look_at: How closely to look at its files first.
+        look_at: How closely to check its files first, see `LookAt`.
 
     Attributes:
         checkpoint: The folder.
@@ -91,11 +91,11 @@ class CheckpointReader:
         return [key for key in self.keys() if isinstance(entries[key], TensorStorageMetadata)]
 
     def shape(self, key: str) -> torch.Size:
-        """Return a tensor's global shape; `UserError` if there is no such tensor."""
+        """Return a tensor's global shape; raise `UserError` if there is no such tensor."""
         return self._tensor(key).size
 
     def dtype(self, key: str) -> torch.dtype:
-        """Return a tensor's dtype; `UserError` if there is no such tensor."""
+        """Return a tensor's dtype; raise `UserError` if there is no such tensor."""
         return self._tensor(key).properties.dtype
 
     def read(self, key: str) -> Tensor:

@@ -1,11 +1,11 @@
-"""A committed checkpoint of N layers becomes one of k·N: every layer stands k times.
+"""A committed checkpoint of N layers becomes one of k·N layers, with k copies of every layer.
 
     stacked       0 1 … N-1  0 1 … N-1   R/k steps visit layers in the order in which R steps did
     interleaved   0 0 1 1 … N-1 N-1      every layer is visited k times in a row
 
-Embedding, head, norm, gate and their moments are copied, counters and position in the data, too.
-One tensor is handled at a time. What this means for the model's outputs, and why the moments are
-treated as they are, is in UPCYCLING.md.
+Embedding, head, norm, gate, their moments, the counters and the position in the data are copied
+unchanged. One tensor is in memory at a time. UPCYCLING.md explains the effect on the model's
+outputs and the treatment of the moments.
 """
 
 import re
@@ -32,7 +32,7 @@ _STATE = "optimizer.state."
 
 @dataclass(frozen=True, slots=True)
 class Upcycling:
-    """How a model gets more layers."""
+    """A way to give a model more layers."""
 
     n_layers: int
     """Layers of the new model: a multiple of the old one's."""
@@ -42,7 +42,7 @@ class Upcycling:
 
     moments: Moments = "scale"
     """AdamW's moments of the copies: as they are, both divided by the number of copies, or zero
-    with a new bias correction. What is not a layer keeps its own."""
+    with a new bias correction. Parameters outside the layers keep theirs."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -87,8 +87,8 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
         upcycling: How.
 
     Raises:
-        UserError: `source` is no committed checkpoint, damaged, or not of a model with layers; or
-            the number of layers does not fit.
+        UserError: `source` is not a committed checkpoint, is damaged, or is not of a model with
+            layers; or the number of layers does not fit.
     """
     reader = CheckpointReader(source)
     keys = reader.keys()
@@ -132,7 +132,7 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
 
 
 def _count_layers(reader: CheckpointReader, keys: Sequence[str]) -> int:
-    """Return N after checking that weights and manifest agree on it."""
+    """Return N, on which weights and manifest must agree."""
     found = {int(match["index"]) for key in keys if (match := _LAYER.fullmatch(key))}
     stated = reader.manifest["trainer"].get("architecture", {}).get("n_layers")
     if not found or found != set(range(len(found))) or len(found) != stated:

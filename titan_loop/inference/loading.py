@@ -22,7 +22,7 @@ class Loaded:
     """A model and what its run says about it.
 
     Attributes:
-        model: In evaluation mode.
+        model: The model, in evaluation mode.
         checkpoint: The folder it came from.
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
@@ -112,7 +112,7 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
 
     Args:
         loaded: The model.
-        tokenizer: From `load_matching_tokenizer`.
+        tokenizer: Result of `load_matching_tokenizer`.
     """
     text = loaded.run.text_format(tokenizer)
     return TextEnds(

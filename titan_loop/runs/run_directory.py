@@ -1,4 +1,4 @@
-"""The one place that knows where a run writes what.
+"""The files of a run: their names and formats, in one place.
 
 Format version 1:
 
@@ -89,11 +89,6 @@ class RunDirectory:
         return step_folder(self.checkpoints, step)
 
     @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tb"
-
-    @property
     def wandb_run_id(self) -> Path:
         """The id under which all starts of the run log to W&B."""
         return self.path / "wandb" / "run_id"
@@ -169,7 +164,7 @@ class RunDirectory:
         """Add `startup_seconds` to this start in `run.json`; on rank 0, after `create_or_open`.
 
         Args:
-            seconds: Of each part, see `titan_loop.training.startup`.
+            seconds: Duration of each part, see `titan_loop.training.startup`.
         """
         record = self.read_run()
         start = record["restarts"][-1] if record.get("restarts") else record

@@ -130,7 +130,7 @@ class SavedRun:
         """Folder of the run."""
         return self.directory.path
 
-    # What the run was
+    # Its options
 
     @property
     def config(self) -> Mapping[str, Any]:

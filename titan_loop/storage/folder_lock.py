@@ -27,9 +27,9 @@ class FolderLock:
 
     Args:
         folder: Created if it is missing.
-        name: Of the file in it that is locked.
-        called: What messages call the folder, such as "output sources/my".
-        user: What they call the holder, such as "run".
+        name: Name of the file in it that is locked.
+        called: How messages call the folder, such as "output sources/my".
+        user: How messages call the holder, such as "run".
 
     Raises:
         UserError: Another process holds it, or the folder cannot be written.

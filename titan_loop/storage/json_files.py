@@ -59,7 +59,7 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
     Args:
         path: The file.
         format_version: The newest version that is known.
-        fix: What to do about a damaged file, for the message.
+        fix: Remedy for a damaged file, for the message.
 
     Raises:
         FileNotFoundError: The file does not exist.

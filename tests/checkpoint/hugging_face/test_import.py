@@ -255,8 +255,8 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object or null"),
         ({"rope_parameters": "x"}, "rope_parameters='x' must be an object or null"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        ({"eos_token_id": 300}, "eos_token_id=300 is no token of the folder's tokenizer.json"),
-        ({"bos_token_id": "0"}, "bos_token_id='0' is no token of the folder's tokenizer.json"),
+        ({"eos_token_id": 300}, "eos_token_id=300 is not a token of the folder's tokenizer.json"),
+        ({"bos_token_id": "0"}, "bos_token_id='0' is not a token of the folder's tokenizer.json"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

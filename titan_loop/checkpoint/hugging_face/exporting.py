@@ -82,7 +82,7 @@ def checkpoint_shape(reader: CheckpointReader, *, max_positions: int) -> OuroSha
     """Return the shape of a checkpoint's model, from its manifest.
 
     Raises:
-        UserError: It is no model of the Ouro family, or its tensors are not those of its manifest.
+        UserError: The model is not of the Ouro family, or its tensors do not match its manifest.
     """
     trainer = reader.manifest["trainer"]
     shape = OuroShape.from_architecture(
@@ -116,8 +116,8 @@ def export_folder(
     Args:
         reader: The checkpoint.
         output: New folder.
-        shape: From `checkpoint_shape`.
-        tokenizer: From `open_tokenizer`.
+        shape: Result of `checkpoint_shape`.
+        tokenizer: Result of `open_tokenizer`.
         dtype: float32, which loses nothing, or bfloat16, as released models have it.
         max_shard_bytes: Most tensor bytes in one safetensors file.
 
@@ -139,7 +139,7 @@ def export_folder(
             output.name, shape, reader.manifest, dtype=dtype_name, has_chat=tokenizer.has_chat
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-        # Last: without it nobody, neither transformers nor our own import, takes this for a model.
+        # Last: without it neither transformers nor our own import takes this folder for a model.
         config = shape.to_config(
             dtype=dtype_name, bos_id=tokenizer.end_of_text_id, eos_id=tokenizer.eos_id
         )
@@ -152,10 +152,10 @@ def model_card(
     """Return the card's text.
 
     Args:
-        name: Of the folder.
-        shape: Of the model.
-        manifest: Of the checkpoint it was exported from.
-        dtype: Of the exported weights.
+        name: Name of the folder.
+        shape: Shape of the model.
+        manifest: Manifest of the exported checkpoint.
+        dtype: Type of the exported weights.
         has_chat: Whether there is a chat template.
     """
     lineage = {name: manifest.get(name) for name in ("step", "created", "lineage")}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMED = 3
-"""So many tensors are named in a message."""
+"""Number of tensors that a message names."""
 
 
 class OuroFolder:
@@ -52,7 +52,7 @@ class OuroFolder:
         UserError: Anything about it is not as the format says.
 
     Attributes:
-        shape: Of its model.
+        shape: Shape of its model.
         tokenizer: Its tokenizer.json; None without one.
         text: How text ends and conversations are rendered; None without a tokenizer.
     """
@@ -224,7 +224,7 @@ def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | N
     token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
     if token is None:
         raise UserError(
-            f"config.json: {name}={value!r} is no token of the folder's {TOKENIZER_NAME}; name "
+            f"config.json: {name}={value!r} is not a token of the folder's {TOKENIZER_NAME}; name "
             "one, or leave the field out"
         )
     return token

@@ -1,4 +1,4 @@
-"""What a model of the Ouro family is, as `config.json` says it and as `ModelOptions` does.
+"""The shape of an Ouro model, between `config.json` and `ModelOptions`.
 
 Nothing of a config is guessed on import: a field that would change what is computed must have the
 value that titan_loop computes, or the folder is refused. On export every field is written, because
@@ -64,7 +64,7 @@ class OuroShape:
         """Return the shape of a checkpoint's model.
 
         Args:
-            architecture: As in the manifest.
+            architecture: Architecture record of the manifest.
             recurrent_steps: R of its last training step.
             max_positions: The window of its last stage.
 
@@ -189,7 +189,7 @@ class OuroShape:
         }
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return what is learned: `tensor_shapes`, but a matrix that stands there twice once."""
+        """Return the shapes of all parameters: `tensor_shapes` with a tied matrix listed once."""
         shapes = self.tensor_shapes()
         if self.tie_weights:
             del shapes["lm_head.weight"]
