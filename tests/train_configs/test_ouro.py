@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import parse_mixture
@@ -17,6 +18,7 @@ from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import build_decoder
+from titan_loop.objectives.expected_loss import ExpectedExitLoss, expected_loss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Stage
 from titan_loop.recipes.registry import load_recipe
@@ -333,6 +335,31 @@ def test_the_prior_ablation_has_one_uniform_and_nine_geometric_priors():
     assert [loss.geometric_eta for loss in losses[1:]] == pytest.approx(
         [tenths / 10 for tenths in range(1, 10)]
     )
+
+
+def test_the_losses_of_all_priors_compare():
+    """Where the exit distribution is the prior, every run's loss is the cross entropy − β log R."""
+    labels = torch.zeros(1, 1, dtype=torch.long)
+
+    def head(input: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(()), torch.zeros(4, 1, 1)
+
+    for stage in load_recipe("ouro_prior_ablation").stages:
+        loss_fn = stage.config.loss.build()
+        assert isinstance(loss_fn, ExpectedExitLoss)
+        eta = loss_fn.geometric_eta
+        mass = [1.0 if eta is None else (1 - eta) ** r for r in range(4)]
+        hazard = torch.tensor([mass[r] / sum(mass[r:]) for r in range(3)] + [0.5])
+        penalty = expected_loss(
+            head,
+            [labels] * 4,
+            torch.logit(hazard)[:, None, None],
+            labels,
+            entropy_weight=stage.config.entropy_weight(0),
+            valid_tokens=1.0,
+            geometric_eta=eta,
+        ).loss
+        assert float(penalty) == pytest.approx(-0.05 * math.log(4), abs=1e-6), stage.name
 
 
 def test_a_batch_that_the_ramp_cannot_split_is_refused(corpus, monkeypatch):
