@@ -333,8 +333,8 @@ def ouro_scaling_study() -> Recipe:
 def ouro_prior_ablation() -> Recipe:
     """Appendix A: a uniform prior against geometric ones, 778M, R = 4, 20B tokens.
 
-    Compare the runs by `loss`. It is Σ_r p_r CE_r + β (KL(p ‖ π) − log R) under every prior π, which
-    is Σ_r p_r CE_r − β H(p) if π is uniform.
+    Compare the runs by `loss`. It is Σ_r p_r CE_r + β (KL(p ‖ π) − log R) under every prior π;
+    if π is uniform, that is Σ_r p_r CE_r − β H(p).
     """
     stages = [Stage(name="uniform", config=_study("778m", 4))]
     for tenths in range(1, 10):
