@@ -2,17 +2,18 @@
 training as it is, on one process and on several.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from titan_loop.data.load.mano_loader import ManoLoader
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.suites import expand_tasks, suite_refusals
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.while_training import WhileTraining, check_suite, evaluations
+from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
@@ -127,7 +128,6 @@ def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskRepo
     config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
     config.parallelism.context_parallel_degree = layout.get("cp", 1)
     config.suite = suite(["held_out", "multi_hop"])
-    check_suite(config)
     trainer = LoopTrainer(resolve(config, world))
     (asked,) = evaluations(config)
     assert isinstance(asked, WhileTraining)
@@ -158,7 +158,7 @@ def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path:
             config.dataloader = dataloader
             config.parallelism.context_parallel_degree = 2
         with pytest.raises(UserError, match=match):
-            check_suite(config)
+            raise_first(chain(config.suite.refusals(), suite_refusals(config)))
 
     refuse(r"suite\.interval=-1 is negative", interval=-1)
     refuse(r"suite\.windows=0", windows=0)

@@ -221,6 +221,11 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         ),
         (["--stage", "1b", "--suite.interval", "-1"], "1b: suite.interval=-1 is negative"),
         (["--stage", "1b", "--held-out.windows", "0"], "1b: held_out.windows=0 must be at least"),
+        (["--stage", "1b", "--suite.depths", "0", "--suite.interval", "9"], "1b: suite.depths=[0]"),
+        (
+            ["--stage", "1b", "--suite.tasks", "mnao", "--suite.interval", "9"],
+            "1b: suite.tasks: mnao",
+        ),
         (["--stage", "1b", "--training.global-batch-size", "8"], "1b: training.global_batch_size"),
         (["--parallelism.tensor-parallel-degree", "3"], "must divide model.n_heads=16"),
         (["--stage", "1b", "--nodes", "0"], "--nodes 0 must be at least 1"),

@@ -248,7 +248,7 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     seq_len = config.training.seq_len
     card["splits"]["held_out"]["tokens"] = seq_len
     (empty / CARD_NAME).write_text(json.dumps(card))
-    with pytest.raises(UserError, match=rf"out {seq_len} tokens, less than .* = {seq_len + 1}:"):
+    with pytest.raises(UserError, match=rf"out {seq_len} tokens, less than .* = {seq_len + 1};"):
         resolve(config, 1)
     del card["splits"]["held_out"]
     (empty / CARD_NAME).write_text(json.dumps(card))

@@ -108,6 +108,7 @@ def evaluate(
     *,
     frontier: bool = False,
     beats_unigram: float | None = None,
+    beats_bigram: float | None = None,
 ) -> None:
     """Score a checkpoint.
 
@@ -119,12 +120,18 @@ def evaluate(
         scoring: What to score, and how.
         frontier: Score every depth, and every exit policy at many settings.
         beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
+        beats_bigram: Fail unless they are this share below the bigram model's.
     """
-    if beats_unigram is not None and not 0 < beats_unigram < 1:
-        raise UserError(f"eval: --beats-unigram {beats_unigram} must lie between 0 and 1")
+    gains = {"unigram": beats_unigram, "bigram": beats_bigram}
+    gains = {baseline: share for baseline, share in gains.items() if share is not None}
+    for baseline, share in gains.items():
+        if not 0 < share < 1:
+            raise UserError(f"eval: --beats-{baseline} {share} must lie between 0 and 1")
     if scoring.tasks or frontier:
-        if beats_unigram is not None:
-            raise UserError("eval: --beats-unigram judges held-out text by depth, without --tasks")
+        for baseline in gains:
+            raise UserError(
+                f"eval: --beats-{baseline} judges held-out text by depth, without --tasks"
+            )
         _tasks(run, scoring, frontier=frontier)
         return
     scoring.refuse_flags_of_tasks()
@@ -132,15 +139,17 @@ def evaluate(
     from titan_loop.analysis.tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
+    from titan_loop.evaluation.ranks import join_ranks
     from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_directory = RunDirectory(run)
     report = evaluate_run(run_directory, depths=scoring.depths or DEPTHS, windows=scoring.windows)
-    print(depth_table(report))
-    print(f"The report is in {run_directory.evaluations}")
-    if beats_unigram is not None:
-        require_gain(report, beats_unigram)
+    if join_ranks()[0] == 0:
+        print(depth_table(report))
+        print(f"The report is in {run_directory.evaluations}")
+    for baseline, share in gains.items():
+        require_gain(report, share, baseline=baseline)
 
 
 def _tasks(run: str, scoring: Scoring, *, frontier: bool) -> None:

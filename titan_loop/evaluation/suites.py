@@ -18,10 +18,16 @@ Deviations:
 - Appendix D states no number of examples: `scaling` asks with none. LAMBADA is OpenAI's version.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from titan_loop.errors import UserError, nearest
-from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
+from titan_loop.errors import Refusal, UserError, nearest
+from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
+
+if TYPE_CHECKING:  # these import torchtitan, which takes seconds
+    from titan_loop.training.config import RunConfig
+    from titan_loop.training.evaluation_config import SuiteConfig
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,50 @@ def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[Suite
             optional = task.name not in names
             tasks.setdefault(task.name, SuiteTask(task.name, shots, task.metric, optional))
     return list(tasks.values())
+
+
+def task_names(suite: "SuiteConfig") -> list[str]:
+    """Return the tasks that a suite while training asks, each once."""
+    return [task.name for task in expand_tasks(suite.tasks)]
+
+
+def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
+    """Yield tasks of `suite` that a run cannot be asked while it trains; touches no device.
+
+    Args:
+        config: The run; its data need not be there.
+    """
+    suite, field = config.suite, "suite.tasks"
+    if not suite.enabled:
+        return
+    known, generated = (HELD_OUT, *OFFLINE_TASKS), config.dataloader.task()
+    try:
+        for name in task_names(suite):
+            if generated is not None and generated.name == name:
+                degree = config.parallelism.context_parallel_degree
+                if degree > 1:
+                    yield Refusal(
+                        field,
+                        f"{field}: {name} in token ids does not work with "
+                        f"parallelism.context_parallel_degree={degree}",
+                        f"leave that at 1, or take {name} out",
+                    )
+                generated.exam(suite.questions)  # refuses more questions than there are
+            elif name not in known:
+                yield Refusal(
+                    field, f"{field}: {name} cannot be asked while training{nearest(name, known)}"
+                )
+            elif not config.dataloader.source_paths():
+                yield Refusal(
+                    field,
+                    f"{field}: {name} needs a prepared source, for its text or its tokenizer, and "
+                    "this data has none",
+                    f"take it out of {field}",
+                )
+            elif name != HELD_OUT:
+                OFFLINE_TASKS[name]()  # refuses a task whose questions are not installed
+    except UserError as error:
+        yield Refusal(field, str(error))
 
 
 def unknown_task(name: str, known: list[str]) -> UserError:

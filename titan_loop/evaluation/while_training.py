@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
-from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
-from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport, headline
 from titan_loop.evaluation.training_tasks import Exam, HeldOutText, Questions, TrainingTask
 from titan_loop.runs.run_directory import RunDirectory
@@ -32,8 +32,12 @@ def evaluations(config: RunConfig) -> list[Callback]:
     """Return the callbacks that follow `held_out` and `suite` of a run; none where both are off.
 
     Args:
-        config: The run, resolved and checked by `check_suite`.
+        config: The run, resolved.
+
+    Raises:
+        UserError: The suite has a task that this run cannot be asked.
     """
+    raise_first(suite_refusals(config))
     held_out, suite = config.held_out, config.suite
     callbacks: list[Callback] = []
     if held_out.enabled:
@@ -53,57 +57,13 @@ def evaluations(config: RunConfig) -> list[Callback]:
     if suite.enabled:
         callbacks.append(
             WhileTraining(
-                lambda trainer: [_suite_task(trainer, suite, name) for name in _names(suite)],
+                lambda trainer: [_suite_task(trainer, suite, name) for name in task_names(suite)],
                 interval=suite.interval,
                 depths=suite.depths,
                 prefix="suite/",
             )
         )
     return callbacks
-
-
-def check_suite(config: RunConfig) -> None:
-    """Raise `UserError` for a suite that this run cannot be asked; touches no device.
-
-    Args:
-        config: The run, resolved.
-    """
-    suite = config.suite
-    if suite.interval < 0:
-        raise UserError(f"suite.interval={suite.interval} is negative; 0 turns it off")
-    if not suite.enabled:
-        return
-    for name, value in (("windows", suite.windows), ("questions", suite.questions)):
-        if value < 1:
-            raise UserError(f"suite.{name}={value} must be at least 1")
-    if not suite.depths or min(suite.depths) < 1:
-        raise UserError(f"suite.depths={suite.depths} must name depths of at least 1")
-    known, generated = (HELD_OUT, *OFFLINE_TASKS), config.dataloader.task()
-    for name in _names(suite):
-        if generated is not None and generated.name == name:
-            degree = config.parallelism.context_parallel_degree
-            if degree > 1:
-                raise UserError(
-                    f"suite.tasks: {name} in token ids does not work with "
-                    f"parallelism.context_parallel_degree={degree}; leave that at 1, or take "
-                    f"{name} out"
-                )
-            generated.exam(suite.questions)  # refuses more questions than there are
-        elif name not in known:
-            raise UserError(
-                f"suite.tasks: {name} cannot be asked while training{nearest(name, known)}"
-            )
-        elif not config.dataloader.source_paths():
-            raise UserError(
-                f"suite.tasks: {name} needs a prepared source, for its text or its tokenizer, and "
-                "this data has none; take it out of suite.tasks"
-            )
-        elif name != HELD_OUT:
-            OFFLINE_TASKS[name]()  # refuses a task whose questions are not installed
-
-
-def _names(suite: SuiteConfig) -> list[str]:
-    return [task.name for task in expand_tasks(suite.tasks)]
 
 
 def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> TrainingTask:

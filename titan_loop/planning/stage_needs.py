@@ -26,7 +26,7 @@ from titan_loop.distributed.memory import (
 )
 from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError, raise_first
-from titan_loop.evaluation.while_training import check_suite
+from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
 from titan_loop.models.sizes import decoder_config, get_size
@@ -36,7 +36,6 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.preflight import (
     batch_refusals,
-    caught,
     layout_refusals,
     setting_refusals,
     value_refusals,
@@ -141,7 +140,7 @@ def stage_needs(
         refusals += map(str, repetition_refusals(stage))
     trained = parent is not None or bool(config.checkpoint.carry.parent)
     refusals += map(str, setting_refusals(config, starts_trained=trained))
-    refusals += map(str, caught("suite", lambda: check_suite(config)))
+    refusals += map(str, suite_refusals(config))
     model = _architecture(config)
     if stage and parent:
         before = architecture(_architecture(parent.config))

@@ -14,7 +14,8 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.distributed.compiler import keep_compiled_code
 from titan_loop.errors import UserError, raise_first
-from titan_loop.evaluation.while_training import check_suite, evaluations
+from titan_loop.evaluation.suites import suite_refusals
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.preflight import (
     carry_refusals,
     parent_refusals,
@@ -144,7 +145,7 @@ def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
     """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
         run = resolve(stage.config, world_size)
-        check_suite(stage.config)
+        raise_first(suite_refusals(stage.config))
         started = saved_state(stage.config) is not None
         if stage.parent is None or started:
             check_resumable(run)  # includes a parent outside the recipe

@@ -5,13 +5,13 @@ them.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import SourceCard
-from titan_loop.errors import UserError
+from titan_loop.errors import Refusal, UserError
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,17 +35,14 @@ class HeldOutConfig:
         """Whether held-out loss is measured."""
         return self.interval > 0
 
-    def check_settings(self) -> None:
-        """Raise `UserError` for values that cannot work with any data."""
-        if self.interval < 0:
-            raise UserError(f"held_out.interval={self.interval} is negative; 0 turns it off")
-        if self.windows < 1:
-            raise UserError(f"held_out.windows={self.windows} must be at least 1")
-        if self.enabled and (not self.depths or min(self.depths) < 1):
-            raise UserError(f"held_out.depths={self.depths} must name depths of at least 1")
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield values that cannot work with any data."""
+        yield from _refusals("held_out", self, windows=self.windows)
 
-    def check(self, training_sources: Sequence[str], vocab_size: int, seq_len: int) -> None:
-        """Raise `UserError` for data without usable held-out text.
+    def data_refusals(
+        self, training_sources: Sequence[str], vocab_size: int, seq_len: int
+    ) -> Iterator[Refusal]:
+        """Yield what is missing in the data to measure held-out loss.
 
         Args:
             training_sources: Prepared sources of the mixture, the default for `sources`.
@@ -54,34 +51,42 @@ class HeldOutConfig:
         """
         if not self.enabled:
             return
-        sources = self.sources or training_sources
+        sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
         if not sources:
-            raise UserError(
-                f"held_out.interval={self.interval}: this data has no held-out text; set it to 0"
+            yield Refusal(
+                "held_out.interval", f"{interval}: this data has no held-out text", "set it to 0"
             )
+            return
         # As one mixture: that refuses missing sources and another tokenizer than training's.
         once = {os.path.realpath(path): path for path in [*training_sources, *sources]}
         together = [f"{path}=1" for path in once.values()]
-        largest = WindowLoader.Config(mixture=together).vocabulary().largest_token
+        try:
+            largest = WindowLoader.Config(mixture=together).vocabulary().largest_token
+        except UserError as error:
+            yield Refusal("held_out.sources", str(error))
+            return
         if largest >= vocab_size:
-            raise UserError(
+            yield Refusal(
+                "held_out.sources",
                 f"held_out.sources={list(sources)}: the largest token {largest} does not fit "
-                f"model.vocab_size={vocab_size}"
+                f"model.vocab_size={vocab_size}",
             )
         for path in sources:
             split = SourceCard.read(Path(path)).splits.get("held_out")
-            if split is not None and split.tokens > seq_len:
+            tokens = 0 if split is None else split.tokens
+            if tokens > seq_len:
                 continue
             lacks = (
-                "holds no document out"
-                if split is None or not split.tokens
-                else f"holds out {split.tokens} tokens, less than one window of training.seq_len + "
-                f"1 = {seq_len + 1}"
+                f"holds out {tokens} tokens, less than one window of training.seq_len + 1 = "
+                f"{seq_len + 1}"
+                if tokens
+                else "holds no document out"
             )
-            raise UserError(
-                f"held_out.interval={self.interval}: source {path} {lacks}: prepare it with a "
-                "larger --held-out-fraction, name others with --held-out.sources, or set "
-                "--held-out.interval 0"
+            yield Refusal(
+                "held_out.interval",
+                f"{interval}: source {path} {lacks}",
+                "prepare it with a larger --held-out-fraction, name others with "
+                "--held-out.sources, or set --held-out.interval 0",
             )
 
 
@@ -108,3 +113,19 @@ class SuiteConfig:
     def enabled(self) -> bool:
         """Whether the suite is asked."""
         return self.interval > 0
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield values that cannot work with any tasks."""
+        yield from _refusals("suite", self, windows=self.windows, questions=self.questions)
+
+
+def _refusals(name: str, asked: HeldOutConfig | SuiteConfig, **counts: int) -> Iterator[Refusal]:
+    if asked.interval < 0:
+        field = f"{name}.interval"
+        yield Refusal(field, f"{field}={asked.interval} is negative", "0 turns it off")
+    for count, value in counts.items():
+        if value < 1:
+            yield Refusal(f"{name}.{count}", f"{name}.{count}={value} must be at least 1")
+    if asked.enabled and (not asked.depths or min(asked.depths) < 1):
+        field = f"{name}.depths"
+        yield Refusal(field, f"{field}={asked.depths} must name depths of at least 1")

@@ -152,7 +152,8 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "from trained weights (checkpoint.carry.parent)",
         )
     yield from caught("checkpoint", config.checkpoint.check)
-    yield from caught("held_out", config.held_out.check_settings)
+    yield from config.held_out.refusals()
+    yield from config.suite.refusals()
     if config.training.global_batch_size != -1:
         yield Refusal(
             "training.global_batch_size",
@@ -251,11 +252,8 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"use {largest + 1} or more, or leave it unset",
         )
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
-    yield from caught(
-        "held_out",
-        lambda: config.held_out.check(
-            config.dataloader.source_paths(), rows, config.training.seq_len
-        ),
+    yield from config.held_out.data_refusals(
+        config.dataloader.source_paths(), rows, config.training.seq_len
     )
 
 
