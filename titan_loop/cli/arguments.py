@@ -4,9 +4,10 @@
       ── command ──▶ run(words) ── tyro.cli ──▶ the function's arguments ──▶ exit code
                                       └── on_parse_error ──▶ UserError
 
-Positional arguments are annotated `Positional[...]`, everything else is a flag; `Args:` becomes
-`--help`. tyro's hook for mistakes, `tyro._errors.on_parse_error`, is private, hence tyro's exact
-pin; `tests/test_upstream_contract.py` asserts what is used of it.
+Parameters before the `*` are positional arguments; those after it are flags, and so are the fields
+of a dataclass among them. `Args:` becomes `--help`. tyro's hook for mistakes,
+`tyro._errors.on_parse_error`, is private, hence tyro's exact pin; `tests/test_upstream_contract.py`
+asserts what is used of it.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import tyro
 from tyro import _errors as tyro_errors
@@ -109,7 +110,7 @@ def bind(
         add_help = words[0] in _HELP
         if not add_help and words[0].startswith("-"):
             raise UserError(f"{name}: the recipe comes first, before {words[0]}")
-    parameters = [p for p in signature.parameters.values() if p.name != _FLAGS]
+    parameters = [_marked(p) for p in signature.parameters.values() if p.name != _FLAGS]
 
     def bound(*positional: Any, **named: Any) -> Callable[..., int | None]:
         return functools.partial(function, *positional, **named)
@@ -199,6 +200,14 @@ def _name(argument: Any) -> str:
     if argument.is_positional():
         return str(argument.lowered.metavar).strip("[]")
     return argument.lowered.name_or_flags[0]
+
+
+def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter, marked for tyro if it is a positional argument."""
+    kind = parameter.annotation
+    if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or is_dataclass(kind):
+        return parameter
+    return parameter.replace(annotation=Annotated[kind, Positional])
 
 
 def _flags(parameters: Iterable[inspect.Parameter]) -> Iterator[str]:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import group
 from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.tables import columns
@@ -31,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
         ) from error
 
 
-def ls(run: Positional[Path], *, verify: bool = False) -> None:
+def ls(run: Path, *, verify: bool = False) -> None:
     """List the checkpoints of a run, oldest first.
 
     Args:
@@ -59,7 +57,7 @@ def ls(run: Positional[Path], *, verify: bool = False) -> None:
     print("\n".join(columns(rows, left=range(len(rows[0])))))
 
 
-def verify(path: Positional[Path]) -> int:
+def verify(path: Path) -> int:
     """Compare sizes and hashes of all files with the commit record.
 
     Exit code 1 if anything is damaged. A save that never finished is mentioned, but is not damage.
@@ -80,7 +78,7 @@ def verify(path: Positional[Path]) -> int:
     return EXIT_FOUND if damaged else EXIT_OK
 
 
-def diff(a: Positional[Path], b: Positional[Path], *, skip_hashes: bool = False) -> int:
+def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     """Compare commit records, entries, shapes and values of two checkpoints.
 
     Exit code 1 if anything differs.
@@ -102,7 +100,7 @@ def diff(a: Positional[Path], b: Positional[Path], *, skip_hashes: bool = False)
     return EXIT_FOUND if count else EXIT_OK
 
 
-def rm(checkpoints: Positional[tuple[Path, ...]], *, force: bool = False) -> None:
+def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
     """Delete checkpoints, the commit record of each first.
 
     Without --force, checkpoints that are kept for ever and the newest good one are refused, and
@@ -135,7 +133,7 @@ def rm(checkpoints: Positional[tuple[Path, ...]], *, force: bool = False) -> Non
             print(f"Deleted {path}")
 
 
-def tag(checkpoint: Positional[Path], name: Positional[str], *, remove: bool = False) -> None:
+def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
     """Name a checkpoint; it is kept as long as it has a name.
 
     Args:
@@ -154,7 +152,7 @@ def tag(checkpoint: Positional[Path], name: Positional[str], *, remove: bool = F
 
 
 def consolidate(
-    checkpoint: Positional[Path],
+    checkpoint: Path,
     *,
     output: Path,
     optimizer: bool = False,

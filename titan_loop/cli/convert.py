@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
@@ -16,7 +14,7 @@ Dtype = Literal["float32", "bfloat16"]
 logger = logging.getLogger(__name__)
 
 
-def import_(folder: Positional[Path], *, output: Path, dtype: Dtype = "float32") -> None:
+def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
     """Read a folder of the Ouro format, released or exported, into a new run directory.
 
     Args:
@@ -34,7 +32,7 @@ def import_(folder: Positional[Path], *, output: Path, dtype: Dtype = "float32")
 
 
 def export(
-    checkpoint: Positional[Path],
+    checkpoint: Path,
     *,
     output: Path,
     dtype: Dtype = "float32",

@@ -35,7 +35,7 @@ class Documents:
 
 
 def local_python(
-    output: Positional[str],
+    output: str,
     *,
     code_megabytes: float = 12.0,
     prose_megabytes: float = 8.0,
@@ -67,9 +67,7 @@ def local_python(
     )
 
 
-def local_chats(
-    output: Positional[str], *, megabytes: float = 1.0, held_out_fraction: float = 0.05
-) -> None:
+def local_chats(output: str, *, megabytes: float = 1.0, held_out_fraction: float = 0.05) -> None:
     """Build chats from the docstrings of this Python installation, without a network.
 
     Writes OUTPUT/{train,held_out}.jsonl with questions and answers, for tokenize --chat.
@@ -105,9 +103,7 @@ def train_tokenizer(documents: Documents, *, vocab_size: int, output: str) -> No
     print(path)
 
 
-def import_tokenizer(
-    input: Positional[str], *, output: str, split_pattern: str | None = None
-) -> None:
+def import_tokenizer(input: str, *, output: str, split_pattern: str | None = None) -> None:
     """Convert a tiktoken rank file to a tokenizer.json.
 
     Args:
@@ -190,7 +186,7 @@ def tokenize(
 
 
 def pack(
-    source: Positional[str],
+    source: str,
     *,
     seq_len: int,
     long_documents: Literal["refuse", "split"] = "refuse",
@@ -209,9 +205,7 @@ def pack(
     pack_source(source, seq_len, long_documents=long_documents)
 
 
-def show(
-    source: Positional[str], *, count: int = 3, split: Literal["train", "held_out"] = "train"
-) -> None:
+def show(source: str, *, count: int = 3, split: Literal["train", "held_out"] = "train") -> None:
     """Print documents of a prepared source as the model reads them.
 
     Special tokens are written out; if there is a loss mask, targets stand in ⟦ ⟧.
@@ -232,7 +226,7 @@ def show(
         print(document.text)
 
 
-def verify(source: Positional[str]) -> None:
+def verify(source: str) -> None:
     """Check a prepared source's files and ids against its card.
 
     Reads everything and names every file that differs from source.json.
@@ -254,7 +248,7 @@ def verify(source: Positional[str]) -> None:
 
 
 @recipe_first
-def plan(recipe: Positional[str], flags: Sequence[str]) -> None:
+def plan(recipe: str, flags: Sequence[str]) -> None:
     """Compare the tokens a recipe needs with those prepared.
 
     Prints for every stage the tokens needed and available, epochs and disk size of each source.

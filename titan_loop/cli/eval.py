@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import UseAppendAction
 
 from titan_loop.cli.arguments import command
 from titan_loop.errors import RunFailedError, UserError
@@ -103,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def evaluate(
-    run: Positional[str],
+    run: str,
     scoring: Scoring,
     *,
     frontier: bool = False,
@@ -181,7 +181,7 @@ def _tasks(run: str, scoring: Scoring, *, frontier: bool) -> None:
 
 
 def watch(
-    run: Positional[Path],
+    run: Path,
     scoring: Scoring,
     *,
     once: bool = False,

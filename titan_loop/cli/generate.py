@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import Positional, UseAppendAction
+from tyro.conf import UseAppendAction
 
 from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError
@@ -82,7 +82,7 @@ class Generation:
                 raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
 
 
-def generate(checkpoint: Positional[str], given: Generation) -> None:
+def generate(checkpoint: str, given: Generation) -> None:
     """Complete prompts, or chat, with a checkpoint.
 
     Without --prompt, every line of standard input is a prompt.

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import command
 
 
-def plot(folder: Positional[Path]) -> None:
+def plot(folder: Path) -> None:
     """Draw every plot a run has data for into its plots/ folder, and print the paths.
 
     For a recipe's folder: the loss over all stages, and the plots of each stage that has begun.

@@ -1,11 +1,9 @@
 """`titan-loop report RUN`: one HTML page of a run that opens anywhere, without a network."""
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import command
 
 
-def report(run: Positional[str]) -> None:
+def report(run: str) -> None:
     """Write report.html into a run directory.
 
     The page shows losses per recurrent step, exit distribution and entropy, evaluations, mixture,

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import resolve_recipe, split_by_stage
 from titan_loop.errors import UserError
@@ -17,7 +15,7 @@ SAVE_SECONDS = 300
 
 
 def submit(
-    recipe: Positional[str],
+    recipe: str,
     flags: Sequence[str],
     *,
     nodes: int,
@@ -96,7 +94,7 @@ def submit(
     print(f"titan-loop slurm status {root}")
 
 
-def status(folder: Positional[Path]) -> None:
+def status(folder: Path) -> None:
     """Show the jobs of a recipe's folder, and how far its stages are.
 
     Args:
@@ -113,7 +111,7 @@ def status(folder: Positional[Path]) -> None:
         print("\n" + "\n".join(status_lines(read_status(folder))))
 
 
-def cancel(folder: Positional[Path]) -> None:
+def cancel(folder: Path) -> None:
     """Cancel the jobs of a recipe's folder.
 
     A run that trains saves first; it has SLURM's KillWait to do so.
@@ -131,7 +129,7 @@ def cancel(folder: Positional[Path]) -> None:
 
 
 def run_in_job(
-    recipe: Positional[str],
+    recipe: str,
     flags: Sequence[str],
     node: NodeCheck,
     *,

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import command
 
 
-def status(folder: Positional[Path]) -> None:
+def status(folder: Path) -> None:
     """Show how far a recipe's stages, or one run, have come.
 
     Args:

@@ -3,8 +3,6 @@
 import os
 from collections.abc import Sequence
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import RunFailedError
@@ -13,7 +11,7 @@ from titan_loop.training.stop_request import StopListener, grace_seconds
 
 @recipe_first
 def train(
-    recipe: Positional[str],
+    recipe: str,
     flags: Sequence[str],
     *,
     stage: str | None = None,

@@ -5,13 +5,11 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from tyro.conf import Positional
-
 from titan_loop.cli.arguments import command
 
 
 def upcycle(
-    checkpoint: Positional[Path],
+    checkpoint: Path,
     *,
     output: Path,
     layers: int,
