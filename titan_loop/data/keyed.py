@@ -1,7 +1,7 @@
 """Randomness that is a function of its arguments: the one way this package draws anything.
 
 A keyed hash replaces random generators wherever a choice must be the same on every rank, in every
-process and after every resume: there is no state to save and none to lose.
+process and after every resume: there is no state to save or to lose.
 """
 
 import hashlib

@@ -41,11 +41,11 @@ class OpenFiles:
     """Files opened when first asked for; shared by the sources of a mixture.
 
     A process may hold only so many files open: the one opened first is closed first. (Windows come
-    in a random order, in which the least recently used is no better guess.)
+    in a random order, so that closing the least recently used one would not help.)
 
     Args:
-        most: Files held open at the same time; None takes what the system allows but for 1,024, and
-            at least half of it.
+        most: Number of files held open at the same time; None for the system's limit less 1,024,
+            and at least half of the limit.
     """
 
     def __init__(self, most: int | None = None) -> None:

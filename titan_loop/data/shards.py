@@ -3,7 +3,7 @@
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
 so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched, so
-opening a source costs a `stat` a file whatever its size.
+opening a source costs one `stat` per file, however large the files are.
 
 Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
 one read and its ends are its EOS tokens. Otherwise they are searched for in the index by
@@ -211,7 +211,7 @@ class TokenShards:
         n / N of the shard's tokens, and one of the first three blocks has it.
         """
         documents = self._documents[shard]
-        low, high = 0, documents - 1  # the number that is searched for is one of low..high
+        low, high = 0, documents - 1  # the number searched for is in low..high
         low_end, high_end = 0, self._starts[shard + 1] - self._starts[shard]
         tries = 0
         while low <= high:

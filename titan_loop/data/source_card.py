@@ -28,8 +28,8 @@ def lock_source(folder: Path, field: str) -> FolderLock:
     """Keep other processes from writing to a source's folder, which is created if it is missing.
 
     Args:
-        folder: The source's folder; the file that is locked stays in it and is no part of it.
-        field: What messages call it, such as "output".
+        folder: The source's folder; the lock file stays in it but is not part of the source.
+        field: Name of the folder in messages, such as "output".
 
     Raises:
         UserError: Another process prepares or packs there, or the folder cannot be written.
@@ -77,7 +77,7 @@ class SplitCard:
 
     `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
     `eos_only_at_ends` says that every document was seen to end in EOS and to have none before: ends
-    can then be read off the tokens. False means that it is not so, or was not looked at.
+    can then be read off the tokens. False means that some do not, or that nobody looked.
     """
 
     documents: int

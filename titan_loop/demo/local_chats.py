@@ -67,7 +67,7 @@ def build_local_chats(
 
     Args:
         output: The folder; made if missing. Earlier chats are replaced.
-        megabytes: Where to end, in 10**6 bytes of questions and answers; less if there is no more.
+        megabytes: Size in 10**6 bytes of questions and answers; less if the installation has less.
         held_out_fraction: As for the corpus of `local_python`, to hold out the same files.
         command: The command line recorded in the card; default: this process's.
 
@@ -126,11 +126,11 @@ def function_chats(source: str, module: str) -> Iterator[Chat]:
     """Yield a chat for every public function or method whose docstring begins with a short answer.
 
     Args:
-        source: Of the module.
-        module: What the questions call it.
+        source: Python source of the module.
+        module: Name of the module in the questions.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: It is no valid Python.
+        SyntaxError, ValueError, RecursionError: The source is not valid Python.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings

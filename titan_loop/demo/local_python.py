@@ -105,11 +105,11 @@ def build_local_python_corpus(
 
     Args:
         output: The corpus' folder; made if missing. Files of an earlier corpus are replaced.
-        code_megabytes: Where the domain ends, in 10**6 bytes of text; less if there is no more.
-        prose_megabytes: The same for prose.
-        math_megabytes: The same for math.
+        code_megabytes: Size of the code in 10**6 bytes of text; less if there is not so much.
+        prose_megabytes: Size of the prose, likewise.
+        math_megabytes: Size of the math, likewise.
         held_out_fraction: Share of documents in `held_out.jsonl`, in [0, 1).
-        at_least_megabytes: What the environment must have in all, in 10**6 bytes of text.
+        at_least_megabytes: Smallest size of all domains together, in 10**6 bytes of text.
         command: The command line recorded in the card; default: this process's.
 
     Returns:

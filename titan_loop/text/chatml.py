@@ -4,8 +4,8 @@ r"""ChatML: conversations as text, and as token ids with a mask over what the as
                                                                      ^^^^^^^^^^^ targets
 
 Targets are the assistant's words and the `<|im_end|>` that ends its turn, after which a chat stops.
-`<|endoftext|>` ends the document as in every source; it is nobody's turn and so no target. Control
-tokens come from the template alone: one that is spelt out in a message stays text.
+`<|endoftext|>` ends the document as in every source; it belongs to no turn, so it is not a target.
+Control tokens come from the template alone: one that is spelt out in a message stays text.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Tokenizers: load a `tokenizer.json`, and what its tokens stand for.
+"""Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for.
 
 Everything downstream reads one `tokenizer.json`. Its tokens stand for bytes, which is what makes
 bits per byte comparable between vocabularies.

@@ -63,7 +63,7 @@ def test_the_state_is_little_json_whatever_the_position(sources: list[Path]) -> 
         (("a=0.75", "b=0.25"), {"seed": 3}, ["dataloader.seed 0 → 3"]),
         (("a=0.75", "b=0.25"), {"seq_len": 24}, ["training.seq_len 12 → 24"]),
         (("a=0.75", "c=0.25"), {}, ["c is new (share 0.25)", "b is gone"]),
-        (("b=0.25", "a=0.75"), {}, ["the sources stand in another order"]),
+        (("b=0.25", "a=0.75"), {}, ["the sources are in another order"]),
         (("a=0.75:max_epochs=2", "b=0.25"), {}, ["max_epochs None → 2", "when_exhausted"]),
     ],
 )

@@ -86,8 +86,8 @@ def test_vocabulary_and_mistakes(config: TextStreamLoader.Config, small_tokenize
     [
         ('{"body": "x"}', r"^\S+/text: a record has no text in its field 'text', only body: set"),
         ('{"text": null}', r"^\S+/text: a record has no text in its field 'text', only text: set"),
-        ('{"text": "cut', r"dataset_path=.*/text cannot be read \(.+\): mend its files"),
-        (None, r"dataset_path=.*/text cannot be read \(.+\): mend its files"),
+        ('{"text": "cut', r"dataset_path=.*/text cannot be read \(.+\): repair its files"),
+        (None, r"dataset_path=.*/text cannot be read \(.+\): repair its files"),
     ],
 )
 def test_text_that_cannot_be_read_is_named(

@@ -279,7 +279,7 @@ def test_the_whole_config_file(tmp_path: Path) -> None:
             "[quality]\ngopher_repetition = {top_n_grams = 2}",
             "quality.gopher_repetition.top_n_grams = 2 must be a list",
         ),
-        ("language = 'egn'\n[minhash]", "language = 'egn' is none that .* words; nearest: "),
+        ("language = 'egn'\n[minhash]", "language = 'egn' is not a language .* words; nearest: "),
         ("[decontaminate]\ntasks = ['a']\ninclude_path = 3", "include_path = 3 must be a string"),
         (
             "[decontaminate]\ntasks = ['a']\nquery_ngrams = 'no'",

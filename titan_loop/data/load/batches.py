@@ -1,9 +1,9 @@
-"""What a loader is to the trainer: global batches, and a position that says what was read.
+"""The interface of a loader: global batches, and a position that proves what was read.
 
-A job consumes windows; a global batch is the next so many of them, over all ranks and
-micro-batches. A loader's state is the number of windows consumed, a hash of what they were, and a
-description of the data in a few readable fields, by which a resume in other data is noticed and
-refused, or accepted with a record of what changed.
+A job consumes windows; a global batch is the next run of them, over all ranks and micro-batches. A
+loader's state is the number of windows consumed, a hash of them, and a description of the data in a
+few readable fields. A resume in other data is refused because the descriptions differ, or accepted
+with a record of the differences.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -42,7 +42,7 @@ Fields = Mapping[str, Any]
 
 
 class DataVocabulary(NamedTuple):
-    """What a model must be able to embed: the tokenizer's size, and the largest id that occurs."""
+    """The tokenizer's size, and the largest id that occurs: a model must embed both."""
 
     size: int
     largest_token: int
@@ -80,7 +80,7 @@ class BatchesRead(NamedTuple):
 
 
 class GlobalBatchLoader(BaseDataLoader):
-    """What the trainer asks of a loader: global batches, a position in the data, and its proof.
+    """The interface the trainer uses: global batches, a position in the data, and its hash.
 
     Args:
         config: Its `accept_change`.
@@ -99,13 +99,13 @@ class GlobalBatchLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """What every loader can say before it is built, so that mistakes surface early."""
+        """Options of every loader, and what it can say before it is built."""
 
         prefetch: bool = True
         """Read the next global batch in a thread while this one trains."""
 
         accept_change: bool = False
-        """Continue a checkpoint although the data is another; what changed is logged and kept."""
+        """Continue a checkpoint in other data; the changes are logged and recorded."""
 
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of the data."""
@@ -154,13 +154,13 @@ class GlobalBatchLoader(BaseDataLoader):
         return []
 
     def log_sources(self, windows: int) -> None:
-        """Say what is read by a job of this many windows; once, when training starts."""
+        """Log what a job of this many windows reads; called once, when training starts."""
 
     def require_windows(self, windows: int) -> None:
         """Refuse a job of this many windows if the data ends before.
 
         Raises:
-            UserError: With what has to change.
+            UserError: The data ends before; the message says what to change.
         """
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
@@ -214,8 +214,8 @@ class GlobalBatchLoader(BaseDataLoader):
             The changes that `dataloader.accept_change` accepts, usually none.
 
         Raises:
-            UserError: If the windows or their order were others when the state was saved; the
-                message has every difference.
+            UserError: If the state was saved while reading other windows or another order; the
+                message lists every difference.
         """
         if not state_dict:
             return []
@@ -299,7 +299,7 @@ def data_changes(saved: Fields, here: Fields) -> list[str]:
     ]
     known = [match for match in matches if match is not None]
     if known != sorted(known):
-        changes.append("the sources stand in another order")
+        changes.append("the sources are in another order")
     return changes
 
 

@@ -64,14 +64,14 @@ def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
 
 
 class SourceDemand(NamedTuple):
-    """What a job needs of one source, and what there is.
+    """How much of a source a job needs, and how much there is.
 
     Attributes:
         name: As in `SourceProgress`.
         needed_tokens: windows x window length, without the padding of packed windows.
         available_tokens: The same for one epoch.
-        max_epochs: How often it may be read; None for any number.
-        disk_bytes: Of its training split: tokens, document ends and loss masks.
+        max_epochs: Number of times it may be read; None for any number.
+        disk_bytes: Size of its training split: tokens, document ends and loss masks.
     """
 
     name: str
@@ -82,7 +82,7 @@ class SourceDemand(NamedTuple):
 
     @property
     def epochs(self) -> float:
-        """How often it is read: 1 is all of it once."""
+        """Number of times the source is read."""
         return self.needed_tokens / self.available_tokens
 
 
@@ -108,13 +108,13 @@ class WindowLoader(GlobalWindowLoader):
         weights have any positive sum."""
 
         seed: int = 0
-        """Chooses the order of the windows and where they are cut, not which source comes when."""
+        """Seed of the windows' order and cuts; which source comes when does not depend on it."""
 
         max_epochs: int | None = None
-        """How often a source that does not say so itself may be read; None for any number."""
+        """Number of times a source without a cap of its own may be read; None for any number."""
 
         when_exhausted: Exhausted = "stop"
-        """What to do when a source was read so often: end the mixture, or go on without it."""
+        """What to do when a source has reached its cap: end the mixture, or go on without it."""
 
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included.
@@ -180,7 +180,7 @@ class WindowLoader(GlobalWindowLoader):
         self._place(0, [0] * len(self.sources))
 
     def _place(self, first_window: int, first_counts: Sequence[int]) -> None:
-        """Let the mixture start at a window, with so many windows of each source read before."""
+        """Start the mixture at a window, with `first_counts` windows of each source read before."""
         caps = [
             None if epochs is None else epochs * source.windows_per_epoch
             for epochs, source in zip(self._max_epochs, self.sources, strict=True)

@@ -1,4 +1,4 @@
-"""Which source window k of the job comes from: a pure function of k, weights and repetition caps.
+"""The source of window k of a job: a pure function of k, weights and repetition caps.
 
 One period of the mixture is laid out when the loader starts; window k then looks up k mod period,
 and a source's own counter is whole periods plus a prefix count. Resuming at window 10**12 replays
@@ -30,7 +30,7 @@ class MixtureEntry:
         path: Folder of a prepared source.
         weight: Its share of the windows; any positive sum.
         packed: Read its packed index (whole documents, padded) instead of fixed cuts.
-        max_epochs: How often it may be read; None leaves that to `dataloader.max_epochs`.
+        max_epochs: Number of times it may be read; None leaves that to `dataloader.max_epochs`.
     """
 
     path: str
@@ -54,7 +54,8 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
         # However it is spelt: two entries would read the same windows in the same order.
         if os.path.realpath(entry.path) in (os.path.realpath(known.path) for known in mixture):
             raise UserError(
-                f"dataloader.mixture: {entry.path} stands there twice: add its weights up"
+                f"dataloader.mixture: {entry.path} is listed twice: list it once with the combined "
+                "weight"
             )
         mixture.append(entry)
     if not any(entry.weight for entry in mixture):

@@ -1,9 +1,9 @@
 """Training on raw text without preparing it, for small experiments: torchtitan's own loader.
 
-Text is read from start to end and tokenised while training. What prepared sources give and this
-cannot: an order that does not depend on the number of ranks, a resume that goes on where it was
-(the text starts again), a hash of what was read (`data_hash` stays what it was), mixtures,
-repetition caps, loss masks, packing, held-out text of the same data. The log says so, too.
+Text is read from start to end and tokenised while training. Unlike prepared sources, its order
+depends on the number of ranks, a resume starts the text again, `data_hash` does not change with
+what was read, and there are no mixtures, repetition caps, loss masks, packing or held-out text. The
+log says so, too.
 """
 
 import logging
@@ -44,7 +44,7 @@ class StreamTokenizer(BaseTokenizer):
         eos_token: Ends every document.
 
     Raises:
-        UserError: If there is no such tokenizer, or no such token in it.
+        UserError: If the tokenizer is missing, or does not have the token.
     """
 
     def __init__(self, path: str, eos_token: str) -> None:
@@ -78,7 +78,7 @@ class TextStreamLoader(GlobalBatchLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlobalBatchLoader.Config):
-        """Which text; `dataset_path` is a local folder of JSONL or Parquet files."""
+        """The text; `dataset_path` is a local folder of JSONL or Parquet files."""
 
         tokenizer: str = ""
         """A tokenizer.json."""
@@ -148,7 +148,7 @@ class TextStreamLoader(GlobalBatchLoader):
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise UserError(
                 f"dataloader.dataset_path={self._config.dataset_path} cannot be read ({reason}): "
-                "mend its files, or prepare them with titan-loop data tokenize, which counts bad "
+                "repair its files, or prepare them with titan-loop data tokenize, which counts bad "
                 "records"
             ) from error
         return BatchesRead(batches, position.data_hash)

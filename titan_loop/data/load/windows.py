@@ -86,7 +86,7 @@ class SourceWindows(ABC):
         key: Chooses order and offsets.
 
     Attributes:
-        fill: Share of an epoch's tokens that are text and no padding, in (0, 1].
+        fill: Share of an epoch's tokens that are text, not padding, in (0, 1].
     """
 
     fill = 1.0
@@ -110,7 +110,7 @@ class SourceWindows(ABC):
 
     @abstractmethod
     def describe_epoch(self) -> str:
-        """Return what an epoch holds, and what it leaves out, for the log."""
+        """Describe for the log what an epoch holds and leaves out."""
 
     def contents(self) -> str:
         """Return a digest of everything the windows are made of: 32 hexadecimal digits."""
@@ -146,7 +146,7 @@ class SourceWindows(ABC):
 
     def _order(self, epoch: int) -> KeyedPermutation:
         if epoch not in self._orders:
-            if len(self._orders) > 1:  # a batch may stand at the border of two epochs
+            if len(self._orders) > 1:  # a batch may span the border of two epochs
                 self._orders.clear()
             key = keyed_integer("order", self._key, epoch)
             self._orders[epoch] = KeyedPermutation(self.windows_per_epoch, key)

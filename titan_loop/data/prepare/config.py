@@ -13,7 +13,7 @@
     tasks = ["mmlu", "arc_easy"]            # lm-evaluation-harness tasks, groups or tags
     n_grams = 12
 
-    [slurm]                                 # datatrove's SlurmPipelineExecutor; [ray] likewise
+    [slurm]                                 # datatrove's SlurmPipelineExecutor; so is [ray]
     partition = "cpu"
     time = "12:00:00"
 
@@ -41,7 +41,7 @@ QUALITY_FILTERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decontamination:
-    """What a document must not share n-grams with.
+    """The evaluations that a document must not share n-grams with.
 
     `query_ngrams` also removes documents that hold only a question, without its answer; n-grams
     across the two and within the answer always count. `include_path` is a folder with tasks of
@@ -148,7 +148,7 @@ def quality_filter(name: str) -> type:
 
 
 def _parameters(cls: type) -> dict[str, Any]:
-    """Return the defaults of a class's parameters but for those that are set here."""
+    """Return the defaults of a class's parameters, without those that are set here."""
     ours = ("self", "exclusion_writer", "language")
     return {
         name: parameter.default
@@ -184,7 +184,8 @@ def _require_language(path: str | Path, language: str) -> None:
     known = load_tokenizer_assignments()
     if language not in known:
         raise UserError(
-            f"config {path}: language = {language!r} is none that datatrove splits into words"
+            f"config {path}: language = {language!r} is not a language that datatrove splits into "
+            "words"
             f"{nearest(language, known)}"
         )
 

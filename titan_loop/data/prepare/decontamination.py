@@ -86,7 +86,7 @@ def _tasks(settings: Decontamination) -> dict[str, Any]:
             )
     try:
         return manager.load(settings.tasks)["tasks"]
-    except Exception as error:  # whatever `datasets` and a task's own code raise
+    except Exception as error:  # `datasets` and a task's own code raise many kinds
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
             f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded ({reason}): "

@@ -1,4 +1,4 @@
-"""Which documents to prepare: files, folders or a Hugging Face dataset, and their format.
+"""The documents to prepare: files, folders or a Hugging Face dataset, and their format.
 
 `find_documents` turns what a user wrote into an explicit list, so that every later step, task and
 restart reads the same files in the same order.
@@ -213,7 +213,7 @@ def _in_folder(
 
 
 def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
-    """Return the files below a folder, but for hidden ones and `ours`; count what is left out."""
+    """Return the files below a folder except hidden ones and `ours`; count what is left out."""
     root, written = folder.resolve(), {path.resolve() for path in ours}
     inside = sorted(folder.rglob("*"))
     if written:

@@ -52,8 +52,8 @@ def train_tokenizer(
         vocab_size: Tokens in all, special tokens and the 256 bytes included.
         output: The file to write, or an existing folder for `tokenizer.json`.
         text_key: The field that holds a document's text.
-        format: As for `titan_loop.data.prepare.documents.find_documents`.
-        patterns: Likewise.
+        format: Format of the files (see `find_documents`).
+        patterns: Glob patterns for files in folders (see `find_documents`).
 
     Returns:
         The path of the written file.
@@ -156,7 +156,7 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             raise UserError(
                 f"tokenizer inputs: {counts['malformed']} records are malformed and "
                 f"{counts['missing_text']} lack their text, the first that could not be used is "
-                f"/{first[0]}, record {first[1]}: {first[2]}; mend or remove them"
+                f"/{first[0]}, record {first[1]}: {first[2]}; correct or remove them"
             )
         if counts["empty"]:
             logger.warning("tokenizer inputs: %d documents without text", counts["empty"])

@@ -56,7 +56,7 @@ def pack_source(
     source = Path(source)
     if not 1 <= seq_len <= LARGEST_WINDOW:
         raise UserError(f"seq_len {seq_len} must be from 1 to {LARGEST_WINDOW}")
-    SourceCard.read(source)  # before a lock file is left in what is no source
+    SourceCard.read(source)  # before a lock file is left in a folder that is not a source
     with lock_source(source, "source"):
         return _pack(source, seq_len, long_documents)
 
@@ -257,8 +257,8 @@ def _write(
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(
-                f"packed index {path} cannot be written ({error.strerror}): free space or mend "
-                "the path"
+                f"packed index {path} cannot be written ({error.strerror}): free space or "
+                "choose another path"
             ) from error
     return PackedCard(
         seq_len=seq_len,

@@ -47,7 +47,7 @@ datatrove_logger.enable("datatrove.executor.ray")
 
 SHOWN_EXAMPLES = 3
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
-"""Not a record at all; a record without the field; nothing to learn in it."""
+"""Lines that are not records, records without the field, and records without text."""
 
 
 class CountingReader(BaseReader):
@@ -282,7 +282,7 @@ class PlainTextTokenizer(DocumentTokenizer):
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return datatrove's tokenizer, which appends EOS, without special tokens in texts.
 
-        It takes texts whole, whatever truncation or padding its file asks for.
+        Truncation and padding that its file asks for are switched off.
         """
         # `func` is the function behind datatrove's cached property.
         tokenizer = DocumentTokenizer.tokenizer.func(self)

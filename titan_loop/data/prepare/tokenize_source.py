@@ -76,8 +76,8 @@ def tokenize_source(
         output: The source's folder; made if missing.
         tokenizer_path: A `tokenizer.json`, copied into the source.
         held_out_inputs: As `inputs`, for the held-out split.
-        held_out_fraction: Used as said above, in [0, 1).
-        format: See `find_documents`, as for the three arguments that follow.
+        held_out_fraction: Share of documents held out by hash, in [0, 1).
+        format: Format of the inputs (see `find_documents`).
         patterns: Glob patterns for files in folders.
         dataset_config: A Hugging Face dataset's configuration.
         dataset_split: A Hugging Face dataset's split.
@@ -86,9 +86,10 @@ def tokenize_source(
         chat: Whether records are conversations (`titan_loop.text.chatml`).
         config_path: The TOML file of `titan_loop.data.prepare.config`.
         executor: "local", "slurm" or "ray".
-        tasks: datatrove tasks; at most one a file has work. Each writes one shard a split.
-        workers: Tasks that run at the same time.
-        max_malformed: The largest share of records, in [0, 1], that may be malformed or lack the
+        tasks: Number of datatrove tasks; at most one per file has work. Each writes one shard per
+            split.
+        workers: Number of tasks that run at the same time.
+        max_malformed: Largest share of records, in [0, 1], that may be malformed or lack the
             text field.
         licence: A note for `source.json`.
         overwrite: Replace a complete source, or what other settings left unfinished.
@@ -158,7 +159,7 @@ def tokenize_source(
             start(preparation, Path(tokenizer_path), overwrite)
             pipelines = build_pipelines(preparation)
             steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
-            if executor == "slurm":  # nobody waits there, so a last job finishes
+            if executor == "slurm":  # this process does not wait, so a last job writes the card
                 card = {"card": partial(_finish, preparation, steps)}
                 pipelines.append(
                     Pipeline(name="card", steps=card, tasks=1, logs=preparation.logs("card"))
