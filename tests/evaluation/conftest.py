@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from tests.inference.conftest import ended_run, own_run, trained_run  # noqa: F401
+from tests.inference.conftest import (  # noqa: F401
+    ended_run,
+    own_run,
+    run_of_the_readme,
+    trained_run,
+)
 
 
 @pytest.fixture(autouse=True)

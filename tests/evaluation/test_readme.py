@@ -6,21 +6,18 @@ from pathlib import Path
 import pytest
 
 import titan_loop.evaluation
+from tests.readme import readme_of, run_example
 from titan_loop.cli.arguments import bind
 from titan_loop.cli.eval import evaluate
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks
 
-README = Path(titan_loop.evaluation.__path__[0]) / "README.md"
+README = readme_of(titan_loop.evaluation)
 
 
-def test_the_example_runs(own_run: Path, monkeypatch: pytest.MonkeyPatch):
-    (own_run.parent / "runs").mkdir()
-    own_run.rename(own_run.parent / "runs" / "my")
-    monkeypatch.chdir(own_run.parent)
-    (example,) = README.read_text(encoding="utf-8").split("```python\n")[1:]
-    names: dict = {}
-    exec(compile(example.split("```")[0], str(README), "exec"), names)
+@pytest.mark.usefixtures("run_of_the_readme")
+def test_the_example_runs():
+    names = run_example(README)
     options = TaskOptions(
         tasks=expand_tasks(["multi_hop"]),
         recurrent_steps=4,

@@ -93,6 +93,14 @@ def own_run(trained_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
+@pytest.fixture
+def run_of_the_readme(own_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of `trained_run` as `runs/my` in the current folder."""
+    (own_run.parent / "runs").mkdir()
+    own_run.rename(own_run.parent / "runs" / "my")
+    monkeypatch.chdir(own_run.parent)
+
+
 class EndedRun(NamedTuple):
     """A run whose texts end elsewhere, and the token at which its greedy completion must stop."""
 

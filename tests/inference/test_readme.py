@@ -1,21 +1,16 @@
 """The README's example runs as it stands."""
 
-from pathlib import Path
-
 import pytest
 
 import titan_loop.inference
+from tests.readme import readme_of, run_example
 
-README = Path(titan_loop.inference.__path__[0]) / "README.md"
+README = readme_of(titan_loop.inference)
 
 
-def test_the_example_runs(own_run: Path, monkeypatch: pytest.MonkeyPatch):
-    (own_run.parent / "runs").mkdir()
-    own_run.rename(own_run.parent / "runs" / "my")
-    monkeypatch.chdir(own_run.parent)
-    (example,) = README.read_text(encoding="utf-8").split("```python\n")[1:]
-    names: dict = {}
-    exec(compile(example.split("```")[0], str(README), "exec"), names)
+@pytest.mark.usefixtures("run_of_the_readme")
+def test_the_example_runs():
+    names = run_example(README)
     for answer in names["answers"]:
         assert 0 < len(answer.tokens) <= 16
         assert len(answer.steps) == len(answer.tokens)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
 from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
@@ -25,8 +26,6 @@ from titan_loop.training.trainer import LoopTrainer
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 4  # R falls after two; a checkpoint every two
-# Ranks sum their shares of a loss in another order than one process does.
-RELATIVE_TOLERANCE = 1e-5
 
 
 def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTrainer:
@@ -137,15 +136,7 @@ def runs(source: Path, tmp_path_factory: pytest.TempPathFactory, gloo_pool) -> d
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 def test_every_layout_trains_the_same_run(runs, layout):
     """Same initial weights, windows, schedules, metrics and held-out losses as one process."""
-    for got, want in zip(records(runs[layout]), records(runs["one"]), strict=True):
-        assert got.keys() == want.keys()
-        for key, value in want.items():
-            if key in ("tokens_per_second", "peak_memory_bytes", "data_wait"):
-                continue
-            if isinstance(value, float):
-                assert got[key] == pytest.approx(value, rel=RELATIVE_TOLERANCE), key
-            else:
-                assert got[key] == value, key
+    assert_same_records(records(runs[layout]), records(runs["one"]))
     got, want = (RunDirectory(runs[name]).evals_jsonl for name in (layout, "one"))
     for record, expected in zip(read_jsonl(got), read_jsonl(want), strict=True):
         assert record["step"] == expected["step"]

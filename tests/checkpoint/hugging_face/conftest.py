@@ -2,6 +2,9 @@
 
 import importlib
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
@@ -104,6 +107,28 @@ class Exported(NamedTuple):
 def convert(*arguments: object) -> None:
     """Run `titan-loop convert`, which must succeed."""
     assert cli.main(["convert", *map(str, arguments)]) == 0
+
+
+KILLED = """
+import os, signal, sys
+from titan_loop.cli.main import main
+import {module} as module
+
+module.{function} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+main(sys.argv[1:])
+"""
+
+
+def convert_killed(at: Callable[..., object], module: ModuleType, *arguments: object) -> None:
+    """Run `titan-loop convert` in a process that is killed where `module` calls the function."""
+    text = KILLED.format(module=module.__name__, function=at.__name__)
+    killed = subprocess.run(
+        [sys.executable, "-c", text, "convert", *map(str, arguments)],
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
 
 
 @pytest.fixture(scope="session")

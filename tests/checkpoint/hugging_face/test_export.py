@@ -3,9 +3,6 @@
 import json
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -22,16 +19,19 @@ from tests.checkpoint.hugging_face.conftest import (
     WINDOW,
     Exported,
     convert,
+    convert_killed,
     random_model,
     write_run,
     write_source,
 )
 from tests.checkpoint.hugging_face.reference import run_reference
 from tests.checkpoint.hugging_face.strict_reader import read_strictly
+from titan_loop.checkpoint.hugging_face import exporting
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main as cli
 from titan_loop.models.sizes import ModelOptions
+from titan_loop.storage.json_files import write_json
 
 # fp32 against float64 through 2 layers and 3 steps, at states of size 1.
 TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
@@ -276,30 +276,11 @@ def test_a_model_without_a_gate_is_refused(tmp_path, capsys, tokenizer_file, pla
     assert "has shape (192, 64), its manifest says (128, 64)" in message
 
 
-KILLED = """
-import os, signal, sys
-from titan_loop.checkpoint.hugging_face import exporting
-from titan_loop.cli.main import main
-
-def kill(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-exporting.write_json = kill  # all is there but config.json
-main(sys.argv[1:])
-"""
-
-
 def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, capsys):
     output = tmp_path / "out"
     tokenizer = plain.folder / "tokenizer.json"
-    arguments = ["export", plain.run, "--output", output, "--tokenizer", tokenizer]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "convert", *map(str, arguments)],
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
+    arguments = ("export", plain.run, "--output", output, "--tokenizer", tokenizer)
+    convert_killed(write_json, exporting, *arguments)  # all is there but config.json
     assert not output.exists()
     (left,) = tmp_path.iterdir()
     assert not (left / "config.json").exists()

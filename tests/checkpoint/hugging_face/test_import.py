@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint.hugging_face.conftest import VOCABULARY, Exported, convert
+from tests.checkpoint.hugging_face.conftest import VOCABULARY, Exported, convert, convert_killed
 from tests.checkpoint.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
+from titan_loop.checkpoint import tensors
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.hugging_face.importing import model_options
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main as cli
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
@@ -82,28 +81,9 @@ def test_fp16_weights_are_kept_exactly(plain, edited, tmp_path):
     assert state["norm.weight"][0] == 2.0**-24
 
 
-KILLED = """
-import os, signal, sys
-from titan_loop.checkpoint import tensors
-from titan_loop.cli.main import main
-
-def kill(*_, **__):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-tensors.write_manifest = kill  # all tensors are there, and are not committed
-main(sys.argv[1:])
-"""
-
-
 def test_a_killed_import_leaves_no_run(plain, tmp_path, capsys):
-    arguments = ["import", plain.folder, "--output", tmp_path / "run"]
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, "convert", *map(str, arguments)],
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
+    arguments = ("import", plain.folder, "--output", tmp_path / "run")
+    convert_killed(write_manifest, tensors, *arguments)  # all tensors are there, not committed
     (left,) = tmp_path.iterdir()
     assert left.name == ".run.unfinished"
     message = error_of(capsys, "export", left, "--output", tmp_path / "out")

@@ -13,15 +13,11 @@ from tests.checkpoint.hugging_face.conftest import (
     write_source,
 )
 from tests.checkpoint.hugging_face.strict_reader import read_strictly
+from tests.readme import example, readme_of, run_example
 from titan_loop.cli import main as cli
 from titan_loop.models.sizes import ModelOptions
 
-README = Path(titan_loop.checkpoint.hugging_face.__path__[0]) / "README.md"
-
-
-def example(language: str) -> str:
-    (text,) = README.read_text().split(f"```{language}\n")[1:]
-    return text.split("```")[0]
+README = readme_of(titan_loop.checkpoint.hugging_face)
 
 
 @pytest.fixture
@@ -35,7 +31,7 @@ def in_a_folder_with_a_run(
 
 
 def run_commands() -> None:
-    for line in example("bash").splitlines():
+    for line in example(README, "bash").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "titan-loop"
         assert cli.main(arguments) == 0
@@ -52,8 +48,7 @@ def test_the_commands_run():
 @pytest.mark.usefixtures("in_a_folder_with_a_run", "transformers")
 def test_the_python_example_runs():
     run_commands()
-    names: dict = {}
-    exec(compile(example("python"), str(README), "exec"), names)
+    names = run_example(README)
     prompts = names["prompts"]["input_ids"]
     for answer in (names["full"], names["shallow"], names["early"]):
         assert answer.shape[0] == 2

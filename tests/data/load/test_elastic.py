@@ -15,13 +15,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from titan_loop.data.load.batches import Batch
+from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.testing.multiprocess import RankError
-
-L = 12
-GLOBAL_BATCH = 24
-STEPS = 6
 
 WriteSource = Callable[..., Path]
 DocumentMaker = Callable[[int, int, int], list[list[int]]]
@@ -43,18 +39,6 @@ def mixture(write_source: WriteSource, documents: DocumentMaker) -> list[str]:
     return [f"{a}=0.5", f"{b}=0.3", f"{c}=0.2:max_epochs=1"]
 
 
-def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
-    """Return every window of a rank's micro-batches as one tuple of all its numbers."""
-    return [
-        tuple(torch.cat([inputs["input"][i], inputs["positions"][i], labels[i]]).tolist())
-        for inputs, labels in batches
-        for i in range(len(labels))
-    ]
-
-
-splits = st.sampled_from([(r, b) for r in (1, 2, 3, 4, 6) for b in (1, 2, 3, 4, 6)]).filter(
-    lambda split: GLOBAL_BATCH % (split[0] * split[1]) == 0
-)
 attempts = st.lists(st.tuples(splits, st.integers(0, STEPS), st.booleans()), min_size=1, max_size=4)
 
 

@@ -10,14 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.batches import Batch
+from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
 from titan_loop.data.load.held_out import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
-
-L = 12
-GLOBAL_BATCH = 24
-STEPS = 6
 
 DocumentMaker = Callable[[int, int, int], list[list[int]]]
 Build = Callable[..., WindowLoader]
@@ -42,20 +38,6 @@ def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
         )
 
     return build
-
-
-def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
-    """Return every window of a rank's micro-batches as one tuple of all its numbers."""
-    return [
-        tuple(torch.cat([inputs["input"][i], inputs["positions"][i], labels[i]]).tolist())
-        for inputs, labels in batches
-        for i in range(len(labels))
-    ]
-
-
-splits = st.sampled_from([(r, b) for r in (1, 2, 3, 4, 6) for b in (1, 2, 3, 4, 6)]).filter(
-    lambda split: GLOBAL_BATCH % (split[0] * split[1]) == 0
-)
 
 
 @settings(
