@@ -60,9 +60,9 @@ def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return "; nearest: a, b" for what is close to `name`, else "; known: …" with everything.
 
     Args:
-        name: What the user wrote.
-        candidates: What would have been valid.
-        count: The most names to offer.
+        name: Name the user wrote.
+        candidates: Valid names.
+        count: Largest number of names to offer.
     """
     known = sorted(set(candidates))
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)

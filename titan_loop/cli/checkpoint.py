@@ -1,4 +1,4 @@
-"""`titan-loop checkpoint VERB`: look at, check, compare, name and delete checkpoints."""
+"""`titan-loop checkpoint VERB`: list, check, compare, name and delete checkpoints."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from titan_loop.checkpoint.choosing import ListedCheckpoint
 
 EXIT_FOUND = 1
-"""Damage, or a difference, was found; as `diff` and `cmp` have it."""
+"""Exit code if damage or a difference was found, as of `diff` and `cmp`."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
 
     Args:
         checkpoints: Folders step-N.
-        force: Delete these, too.
+        force: Delete such checkpoints, too.
     """
     from titan_loop.checkpoint.choosing import look_at, why_not_delete
     from titan_loop.checkpoint.retention import discard

@@ -1,4 +1,4 @@
-"""`titan-loop doctor`: what this machine offers a run, what is wrong, and how to fix it.
+"""`titan-loop doctor`: report what this machine offers a run, and a fix for every problem.
 
 Every check is a function that returns `Finding`s; it starts no process group and allocates nothing
 on a device. The exit code is 1 if a finding would keep a run from training.
@@ -30,9 +30,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        section: What it is about.
-        text: What was found.
-        fix: What to do, if something is wrong.
+        section: Subject, such as "device".
+        text: Description of what was found.
+        fix: Remedy; None if nothing is wrong.
         blocks_training: Whether a run would fail.
     """
 
@@ -43,7 +43,7 @@ class Finding:
 
 
 def doctor(*, run_directory: Path = Path("runs")) -> int:
-    """Check this machine, and say how to fix what is wrong.
+    """Check this machine, and suggest a fix for every problem.
 
     Args:
         run_directory: Folder that runs will be written to.
@@ -96,7 +96,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """Say on what a run would compute, and in which precision."""
+    """Report the device and the precision of a run."""
     import torch
 
     from titan_loop import compat
@@ -127,7 +127,7 @@ def _why_no_gpu(cuda_of_torch: str | None) -> str | None:
 
 
 def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Say which ranks there will be and how many threads each gets."""
+    """Report the ranks a run would have and the threads of each."""
     from titan_loop import compat
 
     cores = len(os.sched_getaffinity(0))
@@ -177,7 +177,7 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_compiler() -> Iterator[Finding]:
-    """Look for what `torch.compile` needs on this device."""
+    """Look for the compiler that `torch.compile` needs on this device."""
     from titan_loop import compat
     from titan_loop.distributed.compiler import missing_compiler
 
@@ -227,7 +227,7 @@ def _existing_parent(folder: Path) -> Path:
 
 
 def check_room(run_directory: Path) -> Iterator[Finding]:
-    """Say how much disk and memory is left."""
+    """Report how much disk and memory is free."""
     existing = _existing_parent(run_directory)
     free = shutil.disk_usage(existing).free
     yield Finding(

@@ -19,7 +19,7 @@ DEPTHS = (1, 2, 3, 4, 5, 6)
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What to score, and how.
+    """Depths, tasks and settings of a scoring.
 
     Attributes:
         depths: Recurrent steps to score, all in one pass.
@@ -117,7 +117,7 @@ def evaluate(
 
     Args:
         run: Run directory; with --tasks also a checkpoint's folder.
-        scoring: What to score, and how.
+        scoring: Depths, tasks and settings.
         frontier: Score every depth, and every exit policy at many settings.
         beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
         beats_bigram: Fail unless they are this share below the bigram model's.
@@ -194,7 +194,7 @@ def watch(
 
     Args:
         run: Run directory; it need not exist yet.
-        scoring: What to score, and how.
+        scoring: Depths, tasks and settings.
         once: Stop when nothing is left to evaluate.
         interval: Seconds between two looks.
         wandb: Log to the training run's W&B, too.

@@ -23,7 +23,7 @@ _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What to generate, and how.
+    """Prompts and settings of the generation.
 
     Attributes:
         prompt: Text to complete; repeat the flag for a batch.
@@ -89,7 +89,7 @@ def generate(checkpoint: str, given: Generation) -> None:
 
     Args:
         checkpoint: Folder of a checkpoint, or of a run for its newest one.
-        given: What to generate, and how.
+        given: Prompts and settings.
     """
     given.check()
 
@@ -146,7 +146,7 @@ def generate(checkpoint: str, given: Generation) -> None:
 
 
 class _Session:
-    """Prints completions and, in a chat, remembers what was said."""
+    """Prints completions and, in a chat, remembers the turns."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Session:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input, with a mark to type behind at a terminal."""
+    """Yield the lines of standard input, with a prompt if it is a terminal."""
     while True:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)

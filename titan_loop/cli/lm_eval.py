@@ -15,7 +15,7 @@ _MISTAKES = {
     "tasks of its own besides",
     "Attempted to load model": "a checkpoint of this package is --model titan_loop",
 }
-"""How the harness' messages about a user's mistake begin, and what helps."""
+"""Beginning of a harness message about a user's mistake → hint."""
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -32,24 +32,24 @@ EXIT_CODES: dict[type[Exception], int] = {
     RunFailedError: EXIT_CRASH,
     NonFiniteError: EXIT_NON_FINITE,
 }
-"""What ends with one line, and with which code."""
+"""Exit code of every error that is reported in one line."""
 
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
-    "data": "build, tokenise and look at training data",
-    "plan": "memory, steps, communication and GPU-days of a recipe on GPUs that are not here",
+    "data": "build, tokenise and inspect training data",
+    "plan": "estimate memory, steps, communication and GPU-days of a recipe without a GPU",
     "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
-    "lm_eval": "lm-evaluation-harness' own command with the model titan_loop in it",
+    "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
     "convert": "read and write Ouro and Hugging Face folders",
     "checkpoint": "list, verify, compare, name, delete and consolidate checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
-    "status": "stages and forks of a recipe: how far, loss, what is next",
+    "status": "show how far the stages and forks of a recipe are, and what is next",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",
-    "report": "one HTML page of a run, with everything in it",
+    "report": "write one HTML page with everything about a run",
     "recipes": "list the recipes that `train` finds by name",
-    "doctor": "check this machine, and say how to fix what is wrong",
+    "doctor": "check this machine, and suggest a fix for every problem",
 }
 
 USAGE = f"""usage: titan-loop VERB [ARGUMENTS]
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Without the program's name; None takes this process's.
+        arguments: Command line without the program's name; None takes this process's.
 
     Returns:
         The exit code.
@@ -122,7 +122,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}")
     try:
         return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
-    except SystemExit as stop:  # argparse and tyro leave this way after printing their help
+    except SystemExit as stop:  # tyro leaves this way after printing help
         if stop.code in (None, EXIT_OK):
             return EXIT_OK
         raise

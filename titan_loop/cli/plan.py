@@ -1,4 +1,4 @@
-"""`titan-loop plan RECIPE [--nodes N …]`: what every stage would need on GPUs that are not here."""
+"""`titan-loop plan RECIPE [--nodes N …]`: estimate what every stage needs, without a GPU."""
 
 import itertools
 from collections.abc import Sequence

@@ -42,10 +42,10 @@ def resolve_recipe(
 def apply_to_stages(
     recipe: "Recipe", flags: Sequence[str], program: str, *, only: str | None = None
 ) -> None:
-    """Set fields of the stages' configs; what is said of one stage wins over what is said of all.
+    """Set fields of the stages' configs; a flag for one stage wins over a flag for all.
 
     Args:
-        recipe: Its configs are replaced.
+        recipe: Recipe whose configs are replaced.
         flags: As `apply_overrides` takes them. The words after a flag for one stage, up to the next
             flag, belong to it.
         program: Command that `--help` names.
@@ -77,7 +77,7 @@ def apply_to_stages(
 def split_by_stage(
     flags: Sequence[str], names: Sequence[str]
 ) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the flags for all stages, and those for single ones without their prefix.
+    """Return the flags for all stages, and the flags for single ones without their prefix.
 
     Args:
         flags: Flags and values.
