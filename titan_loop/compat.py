@@ -143,11 +143,11 @@ _add_set_timeout()
 def sum_gradients_as_declared(unit: nn.Module) -> None:
     """Let autograd cast every contribution to a gradient to the parameter's `grad_dtype`.
 
-    torch 2.15's FSDP takes that back before each backward pass, to save a cast per parameter, and
-    so has the contributions of all visits added up in the compute dtype. Delete when it does not.
+    torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
+    the contributions of all visits would be added up in the compute dtype. Delete when it does not.
 
     Args:
-        unit: An FSDP unit that has been gathered before.
+        unit: An FSDP unit that has been gathered at least once.
     """
     if not isinstance(unit, FSDPModule):
         return

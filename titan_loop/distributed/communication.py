@@ -1,6 +1,6 @@
 """Which collectives one training step needs, and how many bytes a rank receives through them.
 
-Counts and bytes are those `tests/distributed/test_loop_fsdp.py` counts at the process group. Left
+Counts and bytes are those `tests/distributed/test_collectives.py` counts at the process group. Left
 out: under tensor parallelism, sums over a chunk's softmax and over the gradients of norms, which
 are small. Tensor parallelism without sequence parallelism is counted as if it had it.
 
@@ -28,7 +28,7 @@ class Traffic:
         kind: all-gather, reduce-scatter or all-reduce.
         what: What it moves.
         count: Collectives.
-        received_bytes: Of all of them together.
+        received_bytes: Bytes that all of them together bring to this rank.
     """
 
     kind: str

@@ -163,9 +163,9 @@ def shard_units(
 def reshard_units(model: nn.Module) -> None:
     """Free every gathered weight and put the sharded parameters, with their gradients, back.
 
-    To be called after the last backward pass of a training step and before the gradients are read:
-    under `per_step` the layers' gradients are nowhere to be seen before. Does nothing for units
-    that are sharded already, and nothing to a model without FSDP.
+    Call it after the last backward pass of a training step and before reading gradients: under
+    `per_step` the layers' `.grad` is None until this call. It does nothing for units that are
+    sharded already, or for a model without FSDP.
 
     Args:
         model: All of its units are resharded.

@@ -90,7 +90,8 @@ class StepMemory:
         recomputed: Activations of the layer that is being recomputed.
         readout: Alive while the streamed loss is computed, the gathered head included.
         readout_chunk: The part of `readout` that is logits.
-        unsharded_gradients: Of layers, before they are reduced, and one layer's reduction buffers.
+        unsharded_gradients: Layers' gradients before they are reduced, and one layer's reduction
+            buffers.
         embedding_gradient: Unsharded, with its reduction buffer.
         steps_with_backward: Recurrent steps that the backward pass reaches.
     """

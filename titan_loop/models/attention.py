@@ -52,7 +52,7 @@ def document_block_mask(
     Args:
         positions_BL: (B, L) positions of whole windows, restarting per document.
         share: Which queries, and keys in which order.
-        block_size: Of the kernel.
+        block_size: Block size of the kernel.
     """
     document_BL = (positions_BL == 0).cumsum(dim=1)
     query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)

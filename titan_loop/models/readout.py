@@ -60,8 +60,8 @@ class LMHead(Linear):
         CE_r = −log softmax(W h_r)[label]        loss = Σ_{r, b, l} w_r (CE_r + ζ z_r²)
         z_r = log Σ_v exp(W h_r)_v
 
-    The z-loss, off with ζ = 0, keeps the logits from drifting and costs no pass of its own. In it
-    w_r is a constant: no gate shall learn to prefer a step for its small logits.
+    The z-loss, off with ζ = 0, keeps the logits from drifting and costs no pass of its own. There
+    w_r is a constant, so that no gate learns to prefer a step for its small logits.
 
     | symbol | code |
     |---|---|
@@ -326,7 +326,7 @@ def _cross_entropy_to_gradient_(
         weight_C: Loss weights, 0 at ignored labels, in the dtype to compute in.
         vocabulary: Rows of the slice, and reductions over the others.
         z_loss: ζ.
-        needs_gradient: Whether anyone asks for the gradient; else the logits are only lost.
+        needs_gradient: Whether to compute the gradient; the logits are lost in any case.
 
     Returns:
         (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that

@@ -49,7 +49,7 @@ class Recurrence(Module):
         self._wrap: Callable[[Step], Step] | None = None
 
     def wrap_steps(self, wrap: Callable[[Step], Step]) -> None:
-        """Run `wrap(step)` wherever a step is to be run, for example to recompute it later."""
+        """Run `wrap(step)` in place of every step, for example to recompute it when needed."""
         self._wrap = wrap
 
     def between_steps(self, model: LoopedModel, hidden_BLD: Tensor, step: int) -> Tensor:

@@ -286,8 +286,8 @@ def _steps(config: LoopTrainer.Config) -> int:
 def _mean_recurrent_steps(config: LoopTrainer.Config) -> tuple[float, float]:
     """Return the means, over the stage's tokens, of R and of the steps the backward pass reaches.
 
-    Of a random R it is the mean of its law, unclipped. Sampled at equal distances: exact for a
-    constant, within 1/4,096 of the range for one jump.
+    A random R counts with the mean of its distribution, unclipped. The schedule is sampled at equal
+    distances: exact for a constant, within 1/4,096 of the range for one jump.
     """
     recurrence = config.recurrence
 

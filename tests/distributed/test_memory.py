@@ -1,0 +1,207 @@
+"""The memory estimate against what the allocator sees."""
+
+from typing import Any
+
+import pytest
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+
+from tests.distributed.sharded_model import (
+    LAYERS,
+    PER_STEP,
+    PER_VISIT,
+    SEQ_LEN,
+    VOCABULARY,
+    WINDOWS,
+    build,
+    forward_backward,
+    is_sharded,
+    loss_of,
+    micro_batch,
+)
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.memory import estimate_memory, unit_parameters
+from titan_loop.distributed.step_shape import StepShape
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.testing.allocations import AllocationTrace
+
+# The estimate leaves out temporaries, and gloo's thread frees its buffers when it likes.
+ESTIMATE_TOLERANCE = 0.2
+
+
+def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float]:
+    """Return transient peaks, and bytes alive between the backward passes of steps 2 and 1."""
+    options = ModelOptions(size="quickstart", n_layers=4, vocab_size=VOCABULARY)
+    fsdp = FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False))
+    model = build(
+        fsdp,
+        options=options,
+        checkpointing=case["checkpointing"],
+        dtype=case["dtype"],
+        reshard=case.get("reshard", "default"),
+    )
+    tokens = micro_batch(0, case["windows"], case["seq_len"])
+    steps = case["steps"]
+
+    def run(trace: AllocationTrace | None) -> None:
+        output = model(tokens[:, :-1], recurrent_steps=steps)
+        if trace is not None:
+            output.hidden_RBLD[0].register_hook(lambda _: trace.mark("step 1"))
+        loss, _ = loss_of(model)(output, tokens[:, 1:], float(tokens.numel()))
+        loss.backward()
+        reshard_units(model)
+
+    run(None)
+    run(None)
+    with AllocationTrace() as trace:
+        run(trace)
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=case["windows"],
+        seq_len=case["seq_len"],
+        recurrent_steps=steps,
+        checkpointing=case["checkpointing"],
+        compute_bytes=getattr(torch, case["dtype"]).itemsize,
+        shard_degree=dist.get_world_size(),
+        fp32_visit_sum=case.get("wide", False),
+        reshard_after_forward=case.get("reshard", "default"),
+        fused_norms=False,
+    )
+    estimate = estimate_memory(config, shape, hold_layers=case["policy"] == "per_step")
+    layers = LAYERS * unit_parameters(config).layer
+    return trace.peak_bytes, estimate.transient_peak, trace.at("step 1"), layers
+
+
+LONG = {"windows": 2, "seq_len": 128}  # activations dominate
+SHORT = {"windows": 1, "seq_len": 8}  # weights dominate
+MEMORY_CASES = {
+    "R1": dict(LONG, policy="per_visit", checkpointing="none", dtype="float32", steps=1),
+    "R4": dict(LONG, policy="per_visit", checkpointing="none", dtype="float32", steps=4),
+    "R4-held": dict(LONG, policy="per_step", checkpointing="none", dtype="float32", steps=4),
+    "R4-bf16": dict(LONG, policy="per_step", checkpointing="none", dtype="bfloat16", steps=4),
+    "selective": dict(LONG, policy="per_step", checkpointing="selective", dtype="float32", steps=4),
+    "full": dict(LONG, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+    "by-step": dict(
+        LONG, policy="per_step", checkpointing="recurrent-step", dtype="float32", steps=4
+    ),
+    "by-step-and-layer": dict(
+        LONG, policy="per_step", checkpointing="recurrent-step+full", dtype="float32", steps=4
+    ),
+    "never": dict(
+        LONG, policy="per_visit", checkpointing="full", dtype="float32", steps=4, reshard="never"
+    ),
+    "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
+}
+
+
+@pytest.mark.parametrize("case", MEMORY_CASES)
+def test_estimated_peak_is_near_the_measured_one(gloo_pool, case):
+    """With `-rP` the numbers are shown: the table of `titan_loop/distributed/README.md`."""
+    ranks = gloo_pool(2).run(measured_and_estimated, MEMORY_CASES[case])
+    peak, estimated, _, _ = ranks[0]
+    print(f"{case} | {peak / 2**20:.1f} | {estimated / 2**20:.1f} | {estimated / peak - 1:+.0%}")
+    for peak, estimated, _, _ in ranks:
+        assert estimated == pytest.approx(peak, rel=ESTIMATE_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "wide", "bytes_per_parameter"),
+    [
+        ("per_visit", "float32", False, 4),
+        ("per_visit", "bfloat16", False, 2),
+        ("per_visit", "bfloat16", True, 4),
+        ("per_step", "bfloat16", False, 2 + 2),  # gradient and gathered weight
+        ("per_step", "bfloat16", True, 4 + 2),
+    ],
+)
+def test_all_layers_unsharded_gradients_are_alive_between_steps_2_and_1(
+    gloo_pool, policy, dtype, wide, bytes_per_parameter
+):
+    """With 8 tokens there is hardly anything but weights; one gathered layer of four at most."""
+    case = dict(SHORT, policy=policy, checkpointing="full", dtype=dtype, steps=2, wide=wide)
+    for _, _, alive, parameters in gloo_pool(2).run(measured_and_estimated, case):
+        print(f"{policy} {dtype} {wide} | {alive / parameters:.2f} | {bytes_per_parameter}")
+        in_flight = 3 * getattr(torch, dtype).itemsize / LAYERS  # per_visit's gathers
+        assert alive >= 0.98 * bytes_per_parameter * parameters
+        assert alive <= 1.15 * (bytes_per_parameter + in_flight) * parameters
+
+
+def layers_gathered_at_norm(checkpointing: str) -> list[int]:
+    """Return how many layers are gathered whenever the norm has run: forward, then recomputed."""
+    model = build(PER_VISIT, checkpointing=checkpointing)
+    gathered: list[int] = []
+
+    def count(*_: Any) -> None:
+        layers = model.layers.values()
+        gathered.append(sum(not any(map(is_sharded, layer.parameters())) for layer in layers))
+
+    model.norm.register_forward_hook(count)
+    forward_backward(model, 2)
+    return gathered
+
+
+def test_a_recomputed_step_gathers_all_of_its_layers_under_per_visit_too(gloo_pool):
+    """So the estimate counts them all, as under per_step."""
+    forward, recomputed = [0, 0], [LAYERS, LAYERS]
+    assert gloo_pool(2).run(layers_gathered_at_norm, "recurrent-step") == 2 * [forward + recomputed]
+    config = decoder_config(ModelOptions(size="134m"), max_seq_len=128)
+    for checkpointing, all_of_them in (("recurrent-step", True), ("full", False)):
+        shape = StepShape(windows=1, seq_len=128, recurrent_steps=4, checkpointing=checkpointing)
+        held, visited = (estimate_memory(config, shape, hold_layers=h) for h in (True, False))
+        assert (held.gathered == visited.gathered) == all_of_them
+
+
+def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
+    """Return allocated and estimated bytes of parameters, gradients and AdamW's moments."""
+    model = build(PER_STEP, options=ModelOptions(size="quickstart", tie_weights=tie))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    forward_backward(model, 2)
+    reshard_units(model)
+    optimizer.step()
+    local = [parameter.to_local() for parameter in model.parameters()]  # pyright: ignore
+    gradients = [parameter.grad.to_local() for parameter in model.parameters()]  # pyright: ignore
+    moments = [
+        value.to_local()
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    ]
+    config = model.config
+    assert isinstance(config, LoopDecoder.Config)
+    shape = StepShape(
+        windows=WINDOWS,
+        seq_len=SEQ_LEN,
+        recurrent_steps=2,
+        compute_bytes=4,
+        shard_degree=dist.get_world_size(),
+    )
+    memory = estimate_memory(config, shape, hold_layers=True)
+    measured = [
+        sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in part}.values())
+        for part in (local, gradients, moments)
+    ]
+    return measured, [memory.parameters, memory.gradients, memory.optimizer]
+
+
+# The gate's only rows are on one rank, which alone has moments of them.
+GATE_ELSEWHERE = 1e-3
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_persistent_bytes_are_those_allocated(gloo_pool, tie):
+    for measured, estimated in gloo_pool(2).run(persistent_bytes, tie):
+        assert estimated == pytest.approx(measured, rel=GATE_ELSEWHERE)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_unit_parameters_are_those_of_the_built_model(size, tie):
+    config = decoder_config(ModelOptions(size=size, tie_weights=tie), max_seq_len=32)
+    with torch.device("meta"):
+        model = config.build()
+    units = unit_parameters(config)
+    assert units.total == sum(p.numel() for p in model.parameters())
+    assert units.layer == sum(p.numel() for p in model.layers["0"].parameters())
