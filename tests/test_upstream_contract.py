@@ -4,8 +4,11 @@ An upgrade fails here first, with the name of the seam, instead of somewhere ins
 """
 
 import dataclasses
+import importlib
 import inspect
 import re
+import subprocess
+import sys
 from importlib import metadata
 from typing import Literal
 
@@ -25,7 +28,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common import decoder_sharding
-from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.attention import FlexAttention, GQAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.module import Module
@@ -249,3 +252,51 @@ def test_cpu_shims_are_in_place_before_torchtitan_copies_them():
     assert callable(dist.set_timeout)
     stats = titan_utils.device_module.memory_stats()
     assert stats["active_bytes.all.peak"] > 1e7
+
+
+def test_unused_parts_of_torchtitan_are_imported_on_demand():
+    """`datasets` with pandas and, without a GPU, the compiler: half of the time to import."""
+    unused = ["datasets", "pandas"]
+    if not torch.cuda.is_available():
+        unused.append("torch._inductor.compile_fx")
+    code = (
+        "import sys, titan_loop.training.trainer\n"
+        f"print([name for name in {unused!r} if name in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "[]\n"
+
+
+def test_what_is_imported_on_demand_works(tmp_path):
+    text_datasets = importlib.import_module("torchtitan.hf_datasets.text_datasets")
+    imported = re.findall(r"^from datasets.*", inspect.getsource(text_datasets), re.MULTILINE)
+    assert imported == [
+        "from datasets import Dataset, load_dataset",
+        "from datasets.distributed import split_dataset_by_node",
+    ]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    loaded = text_datasets.load_dataset(
+        "json", data_files=str(tmp_path / "a.jsonl"), split="train", cache_dir=str(tmp_path)
+    )
+    assert isinstance(loaded, text_datasets.Dataset)
+    assert not isinstance([], text_datasets.Dataset)
+    assert text_datasets.split_dataset_by_node(loaded, 1, 2)["text"][0] == "b"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="functions are compiled at once beside a GPU")
+def test_functions_compiled_on_demand_are_part_of_a_larger_graph():
+    assert "torch.compile(" in inspect.getsource(FlexAttention)
+    assert FlexAttention._compiled_flex_attn.__qualname__ == "flex_attention"
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    double = compat._compile_on_demand(lambda x: 2 * x, backend=backend)
+    one = torch.ones(2)
+    assert torch.equal(double(one), 2 * one)
+    assert len(graphs) == 1
+    whole = torch.compile(lambda x: double(x) + 1, backend=backend, fullgraph=True)
+    assert torch.equal(whole(one), 2 * one + 1)
+    assert len(graphs) == 2

@@ -12,11 +12,17 @@ import importlib
 import logging
 import os
 import resource
+import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import cache, wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Literal
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -135,9 +141,99 @@ def _add_set_timeout() -> None:
         dist.set_timeout = set_timeout  # type: ignore[attr-defined]
 
 
+@contextmanager
+def _datasets_on_demand() -> Iterator[None]:
+    """Let a module import names of `datasets` that are looked up when they are used.
+
+    torchtitan's trainer imports its validator, that its Hugging Face loaders, and those `datasets`
+    with pandas: 0.9 s at every start, for classes nobody builds here.
+    """
+    if "datasets" in sys.modules:
+        yield
+        return
+
+    class DatasetType(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, importlib.import_module("datasets").Dataset)
+
+    def on_demand(module: str, name: str) -> Callable[..., Any]:
+        return lambda *args, **options: getattr(importlib.import_module(module), name)(
+            *args, **options
+        )
+
+    package, distributed = ModuleType("datasets"), ModuleType("datasets.distributed")
+    vars(package).update(
+        Dataset=DatasetType("Dataset", (), {}), load_dataset=on_demand("datasets", "load_dataset")
+    )
+    vars(distributed).update(
+        split_dataset_by_node=on_demand("datasets.distributed", "split_dataset_by_node")
+    )
+    stand_ins = {"datasets": package, "datasets.distributed": distributed}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def _compile_on_demand(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return what `torch.compile` would, which imports the compiler only when it is called."""
+    compiled = cache(lambda: torch.compile(function, **options))
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # as part of a larger graph, where both are the same
+            return function(*args, **kwargs)
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _compiler_on_demand() -> Iterator[None]:
+    """Let a module compile functions while it is imported, but not import the compiler: 0.9 s."""
+    real = torch.compile
+    torch.compile = _compile_on_demand  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = real
+
+
+class _LighterLoader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        with _LIGHTER[module.__name__]():
+            super().exec_module(module)
+
+
+class _LighterImports(MetaPathFinder):
+    """Imports some of torchtitan 0.3.0's modules without what their unused parts need.
+
+    Delete a module's line when it imports less by itself.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _LIGHTER:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.origin is not None:
+            spec.loader = _LighterLoader(fullname, spec.origin)
+        return spec
+
+
+_LIGHTER: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "torchtitan.hf_datasets.text_datasets": _datasets_on_demand,
+}
+
 if not torch.cuda.is_available():
     _run_on_cpu()
+    _LIGHTER["torchtitan.models.common.attention"] = _compiler_on_demand  # Flex runs on CUDA alone
 _add_set_timeout()
+if not any(isinstance(finder, _LighterImports) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _LighterImports())
 
 
 def sum_gradients_as_declared(unit: nn.Module) -> None:
