@@ -1,4 +1,4 @@
-"""What every objective shares that reads all recurrent steps out through the streamed head.
+"""The base of objectives that read out every recurrent step through the streamed head.
 
 `StreamedLoss` gives such an objective to torchtitan's Trainer. A subclass writes `compute`, and its
 config says what it wants of a run: schedules, parameters that train, an R. One mean over the valid

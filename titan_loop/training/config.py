@@ -90,7 +90,7 @@ class RunConfig(Trainer.Config):
     """Name of the stage in its recipe; recorded in every checkpoint."""
 
     total_tokens: int = 1_000_000
-    """Global tokens to train on."""
+    """Number of tokens to train on, all ranks together."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     trainable: Trainable = "all"
@@ -112,15 +112,16 @@ class RunConfig(Trainer.Config):
     """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 
     hang_seconds: float = 1800.0
-    """A rank without progress for so long leaves its stacks and the flight recorder's trace and
-    ends with exit code 75. Longer than any step, save or evaluation takes; 0 is never."""
+    """Seconds without progress after which a rank writes its stacks and the flight recorder's trace
+    and ends with exit code 75. Keep it above the longest step, save or evaluation; 0 is never."""
 
     comm: CommConfig = field(
         # Longer than `hang_seconds`, which leaves more to find the culprit with.
         default_factory=lambda: CommConfig(init_timeout_seconds=2400, train_timeout_seconds=2400)
     )
     training: TrainingConfig = field(default_factory=_default_training)
-    """Upstream's; `steps` > 0 stops the run early, 0 trains on all of `total_tokens`."""
+    """torchtitan's training settings; `steps` > 0 ends the run early, 0 trains on all of
+    `total_tokens`."""
 
     parallelism: ParallelismConfig = field(
         default_factory=lambda: ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
@@ -141,7 +142,7 @@ class RunConfig(Trainer.Config):
     loss: StreamedLoss.Config = field(default_factory=ExpectedExitLoss.Config)
 
     callbacks: Annotated[tuple[Callback, ...], tyro.conf.Suppress] = ()
-    """What the recipe wants called; recorded in `config.json`, not settable."""
+    """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.
     optimizer: Annotated[OptimizersContainer.Config, tyro.conf.Suppress] = field(

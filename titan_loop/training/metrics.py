@@ -57,7 +57,7 @@ class StepRecord:
         total_steps: Steps planned for the whole run.
         tokens: Global tokens consumed after this step.
         loss: Mean over the valid tokens of the global batch.
-        grad_norm: Before clipping.
+        grad_norm: Gradient norm before clipping.
         lr: Learning rate of this step.
         recurrent_steps: R of this step.
         schedules: Values of the objective's schedules in this step, by name.
@@ -248,7 +248,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         """Send the numbers among `metrics` to TensorBoard and W&B, where enabled; on any rank.
 
         Args:
-            metrics: Name → value; what is no number is left out.
+            metrics: Name → value; values that are not numbers are skipped.
             step: Training steps done.
         """
         numbers = {

@@ -28,10 +28,10 @@ class RecurrenceConfig:
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
 
     max_steps: int | None = None
-    """The most steps ever run; None for no limit."""
+    """Largest R of any step; None for no limit."""
 
     min_steps: int = 1
-    """The fewest steps ever run."""
+    """Smallest R of any step."""
 
     backward_steps: int | None = None
     """Train through the last k steps only; None for all. The layers then see no gradient of

@@ -135,11 +135,11 @@ class SkippedSteps:
         """Note a step whose verdict is to be read.
 
         Args:
-            verdict: Of `agree_on_step`.
-            step: The training step.
+            verdict: The step's verdict, from `agree_on_step`.
+            step: Number of the training step.
             windows: The global window numbers the step read, to find the data again.
             loss: This rank's loss, for the log; read only if the step is skipped.
-            grad_norm: The gradient norm, likewise.
+            grad_norm: The gradient norm, read like the loss.
         """
         self._unread.append(_JudgedStep(verdict, step, windows, loss, grad_norm))
 

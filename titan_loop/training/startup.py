@@ -42,7 +42,7 @@ class StartupClock:
 
     @property
     def finished(self) -> bool:
-        """Whether the first step is done: later marks count for nothing."""
+        """Whether the first step is done; later marks have no effect."""
         return FIRST_STEP in self.seconds
 
     def mark(self, part: str) -> None:

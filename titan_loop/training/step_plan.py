@@ -1,4 +1,4 @@
-"""What one training step takes from the schedules: a pure function of config, step and tokens."""
+"""The values of all schedules in one training step, and what that step costs and trains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -47,7 +47,7 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UserError(f"{GRACE_VARIABLE}={text} is no number of seconds above 0")
+        raise UserError(f"{GRACE_VARIABLE}={text} must be a number of seconds above 0")
     return seconds
 
 
