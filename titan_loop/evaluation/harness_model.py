@@ -12,7 +12,7 @@ its share, so the harness needs to know nothing of ranks.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -48,21 +48,19 @@ logger = logging.getLogger(__name__)
 
 MODEL_NAME = "titan_loop"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_REQUESTS_AT_A_TIME = 512
-"""Scored between two writes of the cache."""
 _DEFAULT_NEW_TOKENS = 256  # the harness' own
 
 
 @dataclass
 class StepCount:
-    """Recurrent steps behind the answers so far, in all, and over how many tokens."""
+    """Recurrent steps and tokens behind the answers so far."""
 
     steps: int = 0
     tokens: int = 0
 
     @property
     def mean(self) -> float | None:
-        """Steps a token; None before the first."""
+        """Steps per token; None before the first."""
         return self.steps / self.tokens if self.tokens else None
 
 
@@ -74,15 +72,16 @@ class LoopLM(TemplateLM):
         recurrent_steps: R; None takes that of training.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
-        kv_cache: What generation keeps of earlier tokens.
-        batch_size: Rows at a time, at least 1.
-        max_batch_size: Accepted because the harness passes it; must not differ.
-        device: None, or the harness' default "cuda:0", takes this rank's.
-        dtype: Of the weights.
-        max_length: Tokens of context; None takes the trained window.
+        kv_cache: Cache strategy of generated tokens.
+        batch_size: Number of rows at a time, at least 1.
+        max_batch_size: Same as `batch_size`, or None; the harness passes it.
+        device: Name of the device; None, or the harness' default "cuda:0", takes this rank's.
+        dtype: Type of the weights.
+        max_length: Number of tokens of context; None takes the trained window.
         tokenizer: A `tokenizer.json`; None takes the source's.
-        cache: Folder of results of single requests; None keeps them in memory only.
+        cache: Folder for the results of single requests; None keeps them in memory only.
         readings: Several ways to read at once, instead of `exit`.
+        loaded: A loaded checkpoint, instead of `checkpoint`.
 
     Attributes:
         reading: Index of the reading that answers.
@@ -147,8 +146,7 @@ class LoopLM(TemplateLM):
         self._ends = text_ends(loaded, self._text_tokenizer)
         self._scorer = TokenScorer(loaded.model, self.readings, batch_rows=rows)
         self._rows = rows
-        self._memory: dict[str, Any] = {}
-        self._cache = None if cache is None else RequestCache(Path(cache), self._identity())
+        self._cache = RequestCache(None if cache is None else Path(cache), self._identity())
         self._truncated = 0
         self._said: set[str] = set()
 
@@ -247,7 +245,7 @@ class LoopLM(TemplateLM):
             digest([*how, 0 if one.is_greedy() else index, *one.key()])
             for index, one in enumerate(asked)
         ]
-        answers = self._remembered(
+        answers = self._cache.results(
             keys, asked, lambda share: self._generate(share, reading), kept=_Generation.is_greedy
         )
         for answer in answers:
@@ -336,33 +334,8 @@ class LoopLM(TemplateLM):
         keys = [digest(["score", request.context, request.continuation]) for request in requests]
         return [
             ContinuationScores(*value)
-            for value in self._remembered(keys, requests, self._scorer.score)
+            for value in self._cache.results(keys, requests, self._scorer.score)
         ]
-
-    def _remembered(
-        self,
-        keys: Sequence[str],
-        items: Sequence[Any],
-        work: Callable[[Sequence[Any]], list[Any]],
-        kept: Callable[[Any], bool] = lambda item: True,
-    ) -> list[Any]:
-        """Return a result for each item, computing those that are not known by their key."""
-        if self._cache is not None:
-            found = ((key, self._cache.get(key)) for key in keys)
-            self._memory.update({key: value for key, value in found if value is not None})
-        missing = dict(zip(keys, items, strict=True))
-        missing = {key: item for key, item in missing.items() if key not in self._memory}
-        order = list(missing)
-        drawn: dict[str, Any] = {}
-        for start in range(0, len(order), _REQUESTS_AT_A_TIME):
-            part = order[start : start + _REQUESTS_AT_A_TIME]
-            for key, result in zip(part, work([missing[key] for key in part]), strict=True):
-                drawn[key] = result
-                if kept(missing[key]):
-                    self._memory[key] = result
-                    if self._cache is not None:
-                        self._cache.put(key, result)
-        return [drawn[key] if key in drawn else self._memory[key] for key in keys]
 
     def _count(self, score: ContinuationScores) -> ContinuationScores:
         self.count.steps += score.steps[self.reading]

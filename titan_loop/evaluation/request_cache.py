@@ -1,6 +1,6 @@
 """Results of single requests on disk, so that an interrupted evaluation does not score them again.
 
-    FOLDER/IDENTITY.jsonl     a line a request: key, value
+    FOLDER/IDENTITY.jsonl     one line per request: key, value
 
 `IDENTITY` is a hash of everything a result depends on besides the request: the checkpoint's
 manifest, the readings, dtype, context and cache strategy. Another checkpoint or depth never finds
@@ -9,13 +9,16 @@ these entries. Rank 0 alone touches the file and tells the others what it holds.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
+
+_REQUESTS_AT_A_TIME = 512
+"""Requests computed between two writes."""
 
 
 def digest(value: Any) -> str:
@@ -24,30 +27,52 @@ def digest(value: Any) -> str:
 
 
 class RequestCache:
-    """Keys and JSON values of one model's requests; opening one is collective.
+    """Results of one model's requests by key; opening one is collective.
 
     Args:
-        folder: Of all caches.
-        identity: What results depend on; JSON-like.
+        folder: Folder of all caches; None keeps results in memory only.
+        identity: What results depend on besides the request; JSON-like.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        rank, _ = join_ranks()
-        self._writes = rank == 0
-        self._path = folder / f"{digest(identity)}.jsonl"
-        self._known: dict[str, Any] = from_rank_zero(
-            all_ranks(),
-            lambda: {record["key"]: record["value"] for record in read_jsonl(self._path)},
-        )
-
-    def get(self, key: str) -> Any | None:
-        """Return what is stored under `key`, None if nothing is."""
-        return self._known.get(key)
-
-    def put(self, key: str, value: Any) -> None:
-        """Store a value."""
-        if key in self._known:
+    def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:
+        self._known: dict[str, Any] = {}
+        self._written: Path | None = None
+        if folder is None:
             return
+        path = folder / f"{digest(identity)}.jsonl"
+        self._known = from_rank_zero(
+            all_ranks(), lambda: {record["key"]: record["value"] for record in read_jsonl(path)}
+        )
+        self._written = path if join_ranks()[0] == 0 else None
+
+    def results(
+        self,
+        keys: Sequence[str],
+        items: Sequence[Any],
+        work: Callable[[Sequence[Any]], list[Any]],
+        kept: Callable[[Any], bool] = lambda item: True,
+    ) -> list[Any]:
+        """Return a result for each item, computing those whose key is not known.
+
+        Args:
+            keys: Key of each item.
+            items: Requests.
+            work: Returns the JSON-like results of some items, in order.
+            kept: Whether the result of an item may answer for it again.
+        """
+        items_by_key = dict(zip(keys, items, strict=True))
+        missing = [key for key in items_by_key if key not in self._known]
+        drawn: dict[str, Any] = {}
+        for start in range(0, len(missing), _REQUESTS_AT_A_TIME):
+            part = missing[start : start + _REQUESTS_AT_A_TIME]
+            for key, result in zip(part, work([items_by_key[key] for key in part]), strict=True):
+                if kept(items_by_key[key]):
+                    self._put(key, result)
+                else:
+                    drawn[key] = result
+        return [drawn[key] if key in drawn else self._known[key] for key in keys]
+
+    def _put(self, key: str, value: Any) -> None:
         self._known[key] = value
-        if self._writes:
-            append_jsonl(self._path, {"key": key, "value": value})
+        if self._written is not None:
+            append_jsonl(self._written, {"key": key, "value": value})
