@@ -35,12 +35,12 @@ class FrontierPoint(NamedTuple):
     """One reading of one task.
 
     Attributes:
-        task: What was asked.
-        metric: Its headline metric.
+        task: Name of the task.
+        metric: Headline metric of the task.
         policy: Family of the exit policy, a key of `FAMILIES`.
-        reading: The policy with its setting.
-        mean_steps: Over the scored tokens.
-        value: Of the metric.
+        reading: Policy with its setting.
+        mean_steps: Mean recurrent steps over the scored tokens.
+        value: Value of the metric.
     """
 
     task: str

@@ -55,8 +55,8 @@ class Section(NamedTuple):
     """A part of the page: a heading, a sentence, and an image or a table.
 
     Attributes:
-        title: The heading.
-        text: What to see in it.
+        title: Heading.
+        text: A sentence about it.
         image: A PNG; None for none.
         rows: A table, header first; empty for none.
     """

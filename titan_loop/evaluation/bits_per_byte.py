@@ -58,7 +58,7 @@ def bootstrap_bits_per_byte(
     Args:
         nats_RW: (R, W) summed negative log likelihood.
         bytes_W: (W) bytes.
-        seed: Decides the resamples; all depths share them.
+        seed: Seed of the resamples, which all depths share.
         resamples: Bootstrap replicates.
         confidence: Mass of the interval, in (0, 1).
 
@@ -89,10 +89,10 @@ def paired_difference(
     the interval, which makes it far narrower than the two separate ones.
 
     Args:
-        nats_W: (W) of the first model or depth.
-        other_nats_W: (W) of the second.
+        nats_W: (W) nats of the first model or depth.
+        other_nats_W: (W) nats of the second.
         bytes_W: (W) bytes.
-        seed: Decides the resamples.
+        seed: Seed of the resamples.
         resamples: Bootstrap replicates.
         confidence: Mass of the interval, in (0, 1).
     """

@@ -135,7 +135,7 @@ def summarise_source(
         nats_RW: (R, W) summed negative log likelihood of every window at every depth.
         bytes_W: (W) bytes every window predicts.
         baseline_nats: Name → summed negative log likelihood over all windows.
-        seed: Of the bootstrap.
+        seed: Seed of the bootstrap.
     """
     intervals = bootstrap_bits_per_byte(nats_RW, bytes_W, seed=seed)
     return SourceDepths(

@@ -22,13 +22,13 @@ WHILE_TRAINING = "while training"
 
 
 def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seconds: float) -> None:
-    """Append one evaluation; waits for whoever else is writing a line.
+    """Append one evaluation; waits while another process writes a line.
 
     Args:
         run: The run.
-        report: What was found.
-        asked: Which questions.
-        seconds: How long it took.
+        report: Results.
+        asked: Hash of the questions, or `WHILE_TRAINING`.
+        seconds: Duration of the evaluation.
     """
     record = {
         "step": report.step,

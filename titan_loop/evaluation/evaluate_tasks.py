@@ -1,4 +1,4 @@
-"""Evaluates one checkpoint on tasks, under every reading, and loses nothing when one of them fails.
+"""Evaluates one checkpoint on tasks, under every reading; a task that fails costs no other result.
 
 tasks, suites ─► each on its own: held_out │ exam on ids │ harness ─► TaskReport, saved after each
 """
@@ -55,19 +55,19 @@ class TaskOptions:
     """How to evaluate; everything but the checkpoint.
 
     Attributes:
-        tasks: What to ask, from `suites.expand_tasks`.
+        tasks: Tasks to ask, from `suites.expand_tasks`.
         recurrent_steps: R of the exit policy; None takes that of training.
         exit: One exit policy; excludes `depths` and `frontier`.
         depths: Recurrent steps to read in one pass.
         frontier: Whether to read every depth and every policy at many settings.
-        kv_cache: What generated tokens keep.
-        windows: Held-out windows a source.
-        limit: Documents a task, for a first look; None for all.
-        batch_size: Rows at a time.
+        kv_cache: Cache strategy of generated tokens.
+        windows: Number of held-out windows per source.
+        limit: Number of documents per task, for a first look; None for all.
+        batch_size: Number of rows at a time.
         max_length: Context in tokens; None takes the trained window.
-        dtype: Of the weights.
+        dtype: Type of the weights.
         tokenizer: A `tokenizer.json`; None takes the source's.
-        include_path: A folder of harness tasks of one's own.
+        include_path: Folder of your own harness tasks.
         cache: Whether to keep the results of single requests on disk.
         confirm_run_unsafe_code: Consent to run, on this machine and outside of any sandbox, the
             programs that the model writes in code tasks.
@@ -126,7 +126,7 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
 
     Args:
         checkpoint: A checkpoint's folder, or a run's for its newest whole one.
-        options: What to ask and how.
+        options: Tasks and settings.
 
     Returns:
         The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
@@ -150,7 +150,7 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
 
 
 class _Evaluation:
-    """One call of `evaluate_tasks`: what is expensive is made once, when first needed."""
+    """One call of `evaluate_tasks`; expensive parts are built once, when first needed."""
 
     def __init__(self, loaded: Loaded, options: TaskOptions) -> None:
         self._loaded = loaded
@@ -192,7 +192,7 @@ class _Evaluation:
         return self._report
 
     def _settings(self, task: SuiteTask) -> str:
-        """Return what decides a task's questions, and how the model sees them."""
+        """Return the settings that decide a task's questions and how the model sees them."""
         options = self._options
         shots = "own" if task.num_fewshot is None else task.num_fewshot
         return (

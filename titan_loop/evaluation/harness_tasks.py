@@ -1,4 +1,4 @@
-"""Loads tasks of lm-evaluation-harness, runs one under every reading, says plainly what failed."""
+"""Loads tasks of lm-evaluation-harness and runs them under every reading."""
 
 import logging
 import math
@@ -30,8 +30,8 @@ class HarnessTasks:
     """Finds tasks by name; indexing all of the harness takes long, so that waits until needed.
 
     Args:
-        include_path: A folder of task files of one's own; None for none.
-        home: The folder of the harness' own tasks; None takes the installed one.
+        include_path: Folder of your own task files, if any.
+        home: Folder of the harness' own tasks; None takes the installed one.
     """
 
     def __init__(self, include_path: Path | None = None, *, home: Path | None = None) -> None:
@@ -114,7 +114,7 @@ def run_task(
     Args:
         lm: The model with its readings.
         loaded: From `HarnessTasks.load`.
-        limit: At most this many documents a task, for a first look.
+        limit: Largest number of documents per task, for a first look; None for all.
         confirm_run_unsafe_code: Consent to run programs that the model writes.
     """
     from lm_eval.evaluator import evaluate
@@ -144,7 +144,7 @@ def run_task(
 
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
-    """Return a task's metrics without aliases and what is not a number."""
+    """Return the metrics of a task that are numbers."""
     return {
         name: float(value)
         for name, value in raw.items()

@@ -164,7 +164,7 @@ def score_windows(
 
     Args:
         windows: W windows, the same on every rank.
-        forward: What to compute of a batch.
+        forward: Scores a batch, such as `at_depths(…)`.
         device: Device of the model.
         batch_windows: Windows per forward pass.
         divide: How the ranks share the windows; by default every rank has the whole model.
@@ -228,7 +228,7 @@ def with_total(scores: Mapping[str, WindowScores]) -> dict[str, WindowScores]:
 
 
 def name_of_total(sources: Collection[str]) -> str:
-    """Return a name for all sources together: "all", in parentheses if a source is called so."""
+    """Return a name for all sources together: "all", in parentheses if a source has that name."""
     name = ALL_SOURCES
     while name in sources:
         name = f"({name})"

@@ -85,7 +85,7 @@ class UnigramModel:
     """P(b) = (c(b) + k) / (n + k V).
 
     Args:
-        counts: What was read.
+        counts: Counts of the tokens read.
         add_k: k > 0, the count every token starts with.
     """
 
@@ -104,7 +104,7 @@ class BigramModel:
     """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen.
 
     Args:
-        counts: What was read.
+        counts: Counts of the tokens read.
         add_k: k of the unigram below it.
     """
 

@@ -4,9 +4,8 @@
                                                                  └─ policy ─► exit step ─► selects
 
 A depth is a reading (`static:3`), and so is any exit policy (`q:0.9`). Layers run once for all of
-them; a readout is made once per step. Every reading sees the states of a full-depth pass: what
-later tokens would see of a token that really left early is the engine's affair
-(`titan_loop.inference`).
+them, and the readout once per step. Every reading sees the states of a full-depth pass; only the
+engine (`titan_loop.inference`) lets later tokens see that a token left early.
 
 Shapes: P readings, R steps, T scored positions, C of one chunk.
 """
@@ -44,8 +43,8 @@ class Reading:
 
     Attributes:
         name: As `--exit` takes it; a depth r is `static:r`.
-        policy: The rule.
-        recurrent_steps: R of that rule.
+        policy: Exit policy.
+        recurrent_steps: R of that policy.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Reading:
 
 
 class Scores(NamedTuple):
-    """What each reading makes of T positions.
+    """Scores of T positions at P readings.
 
     Attributes:
         nats_PT: Negative log likelihood of the label, at least fp32.
@@ -168,10 +167,10 @@ def score_states(
     """Read the same states in every way.
 
     Args:
-        model: For gate and readout.
+        model: Model with the gate and the readout.
         hidden_RTD: States after each step, (T, D) each, at least as many as the deepest reading.
         labels_T: The token that follows each position.
-        readings: P of them.
+        readings: P readings.
     """
     steps = _steps_to_read(readings)
     chunk = max(1, _LOGITS_AT_A_TIME // (len(steps) * model.config.vocab_size))

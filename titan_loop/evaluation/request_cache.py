@@ -31,7 +31,7 @@ class RequestCache:
 
     Args:
         folder: Folder of all caches; None keeps results in memory only.
-        identity: What results depend on besides the request; JSON-like.
+        identity: Everything a result depends on besides the request; JSON-like.
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any]) -> None:

@@ -35,11 +35,11 @@ class SuiteTask:
     """One task of a suite.
 
     Attributes:
-        name: Of a task, group or tag of the harness, or of an offline task.
-        num_fewshot: Examples in front of each question; None keeps the task's own number.
-        metric: What the suite reports, as the harness names it: metric, comma, filter.
-        optional: Whether it is passed over, not failed, where it cannot be asked: it came with a
-            suite and was not named itself.
+        name: Name of a task, group or tag of the harness, or of an offline task.
+        num_fewshot: Number of examples before each question; None keeps the task's own.
+        metric: Metric that the suite reports, as the harness names it: metric, comma, filter.
+        optional: Whether a run that cannot be asked skips the task instead of failing it: it came
+            with a suite and was not named itself.
     """
 
     name: str
@@ -164,5 +164,5 @@ def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
 
 
 def unknown_task(name: str, known: list[str]) -> UserError:
-    """Return the error for a task that nobody knows."""
+    """Return the error for an unknown task."""
     return UserError(f"task {name!r} is unknown{nearest(name, [*known, *SUITES, *OFFLINE_TASKS])}")

@@ -6,7 +6,7 @@
     tasks      name -> reading -> {"metrics": {name: value}, "mean_steps": …}
     settings   name -> windows, documents, shots, context and dtype it was asked with
     failures   name -> why it has no result
-    skipped    name -> why a suite passed it over
+    skipped    name -> why the suite skipped it
 
 Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
 `m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
@@ -28,11 +28,11 @@ from titan_loop.storage.json_files import write_json
 
 @dataclass(kw_only=True)
 class ReadingResult:
-    """What one reading of one task gave.
+    """Result of one reading of one task.
 
     Attributes:
         metrics: Name → value.
-        mean_steps: Recurrent steps a scored token was read from; None without any.
+        mean_steps: Mean recurrent steps per scored token; None without scored tokens.
     """
 
     metrics: dict[str, float]
@@ -61,12 +61,12 @@ class TaskReport:
         step: Training steps of the checkpoint.
         tokens: Global tokens it has read.
         trained_recurrent_steps: R at the end of training so far.
-        manifest_sha256: Which checkpoint it was.
-        kv_cache: What generated tokens kept.
+        manifest_sha256: Hash of the checkpoint's manifest; empty for a model in training.
+        kv_cache: Cache strategy of generated tokens.
         tasks: Task → reading → result.
-        settings: Task → what it was asked with.
+        settings: Task → the settings it was asked with.
         failures: Task → why it has no result.
-        skipped: Task of a suite → why it was passed over.
+        skipped: Task of a suite → why it was skipped.
     """
 
     step: int

@@ -29,7 +29,7 @@ class ContinuationScores(NamedTuple):
         nats: Negative log likelihood, summed over the continuation.
         greedy: Whether greedy decoding would have produced all of it.
         steps: Recurrent steps, summed over the continuation.
-        tokens: In the continuation.
+        tokens: Number of tokens in the continuation.
     """
 
     nats: list[float]
@@ -44,7 +44,7 @@ class TokenScorer:
     Args:
         model: In evaluation mode, whole on every rank.
         readings: At least one.
-        batch_rows: Sequences in one forward pass.
+        batch_rows: Number of sequences in one forward pass.
 
     Attributes:
         forward_steps: Recurrent steps run so far, times rows: what scoring has cost this rank.

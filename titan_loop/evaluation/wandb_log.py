@@ -19,10 +19,10 @@ STEP_AXIS = "eval/step"
 
 
 class WandbLog:
-    """One open W&B run; stays silent if it cannot be had.
+    """One open W&B run; logs nothing if it cannot be opened.
 
     Args:
-        run_directory: Of the training.
+        run_directory: Run directory of the training.
     """
 
     def __init__(self, run_directory: RunDirectory) -> None:

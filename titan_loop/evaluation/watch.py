@@ -3,9 +3,8 @@
     committed checkpoints − what evals.jsonl has ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
 
 - *Once*: a checkpoint is known by its manifest's hash, so one that a restarted run wrote anew
-  counts as new. What was evaluated stands in `evals.jsonl`, written after the evaluation; a watcher
-  that is killed repeats at most the checkpoint it was at, and of that only requests its cache
-  lacks.
+  counts as new. `evals.jsonl` gets its line after the evaluation; a watcher that is killed repeats
+  at most the checkpoint it was at, and of that only the requests its cache lacks.
 - *Deletion*: the keep policy deletes a manifest first. Weights are checked against the manifest's
   hashes while they are read, and nothing of the checkpoint is needed afterwards; one that goes away
   before that is passed over, not an error. The oldest is evaluated first, since it goes first.
@@ -51,11 +50,11 @@ class Watcher:
 
     Args:
         run: The run directory.
-        options: What to ask of each checkpoint.
-        wandb: Whether to log to the W&B run of the training, too.
+        options: Tasks to ask of each checkpoint, and settings.
+        wandb: Whether to log to the training's W&B run, too.
 
     Attributes:
-        incomplete: Steps that a task had no result for, or that could not be evaluated at all.
+        incomplete: Steps where a task has no result, or that could not be evaluated at all.
 
     Raises:
         UserError: Options that cannot work.
@@ -76,7 +75,7 @@ class Watcher:
 
         Args:
             once: End as soon as nothing waits.
-            interval_seconds: Between two looks at the folder.
+            interval_seconds: Seconds between two looks at the folder.
 
         Raises:
             UserError: The interval is not positive; or, with `once`, there is no such run.
