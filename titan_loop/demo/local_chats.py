@@ -9,13 +9,9 @@ is held out here.
 """
 
 import ast
-import hashlib
 import json
 import logging
-import platform
 import random
-import shlex
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -29,11 +25,13 @@ from titan_loop.demo.local_python import (
     document_identity,
     installed_distributions,
     licences,
+    make_folder,
     python_files,
     split_of,
+    write_card,
+    write_lines,
 )
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ def build_local_chats(
         raise UserError(f"held_out_fraction {held_out_fraction} must lie in [0, 1)")
     require_local(output, "output")
     output = Path(output)
-    _create(output)
+    make_folder(output)
     distributions = installed_distributions()
     chats = _Chats()
     for file in python_files(distributions):
@@ -184,37 +182,19 @@ def _size(chat: Chat) -> int:
     return sum(len(part.encode(errors="ignore")) for part in chat)
 
 
-def _create(output: Path) -> None:
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
-
-
 def _write(
-    output: Path,
-    chats: _Chats,
-    licences_used: dict[str, dict[str, str]],
-    command: str | None,
+    output: Path, chats: _Chats, licences_used: dict[str, dict[str, str]], command: str | None
 ) -> dict[str, object]:
-    splits: dict[str, object] = {}
-    card = {
-        "format_version": 1,
-        "splits": splits,
-        "licences": licences_used,
-        "versions": {"python": platform.python_version()},
-        "command": shlex.join(sys.argv) if command is None else command,
-    }
     try:
-        for split, lines in chats.lines.items():
-            content = b"".join(lines)
-            (output / f"{split}.jsonl").write_bytes(content)
-            splits[split] = {
+        splits: dict[str, object] = {
+            split: {
                 "chats": len(lines),
                 "text_bytes": chats.text_bytes[split],
-                "sha256": hashlib.sha256(content).hexdigest(),
+                "sha256": write_lines(output / f"{split}.jsonl", lines),
             }
-        write_json(output / "card.json", card)
+            for split, lines in chats.lines.items()
+        }
+        card = write_card(output, "splits", splits, licences_used, command)
     except OSError as error:
         raise UserError(f"output {output} cannot be written ({error.strerror})") from error
     logger.info("%s: %s", output.name, splits)

@@ -131,10 +131,7 @@ def build_local_python_corpus(
     distributions = installed_distributions()
     if "sympy" not in distributions:
         raise UserError("the math domain needs sympy, which is not installed: pip install sympy")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
+    make_folder(output)
     domains = {
         name: DomainFiles(output / name, held_out_fraction, int(size * _MEGABYTE))
         for name, size in sizes.items()
@@ -147,15 +144,43 @@ def build_local_python_corpus(
             f"this environment has {found:.1f} MB of text and at_least_megabytes is "
             f"{at_least_megabytes:g}; install more packages into it, or ask for less"
         )
+    written: dict[str, object] = {name: _write_domain(domain) for name, domain in domains.items()}
+    packages = set().union(*(domain.packages for domain in domains.values()))
+    return write_card(output, "domains", written, licences(distributions, packages), command)
+
+
+def write_card(
+    output: Path,
+    parts_name: str,
+    parts: dict[str, object],
+    licences_used: dict[str, dict[str, str]],
+    command: str | None,
+) -> dict[str, object]:
+    """Write and return `card.json`: the parts under their name, licences, versions and command."""
     card = {
         "format_version": 1,
-        "domains": {name: _write_domain(domain) for name, domain in domains.items()},
-        "licences": licences(distributions, set().union(*(d.packages for d in domains.values()))),
+        parts_name: parts,
+        "licences": licences_used,
         "versions": {"python": platform.python_version()},
         "command": shlex.join(sys.argv) if command is None else command,
     }
     write_json(output / "card.json", card)
     return card
+
+
+def write_lines(path: Path, lines: list[bytes]) -> str:
+    """Write a JSONL file and return its SHA-256."""
+    content = b"".join(lines)
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def make_folder(output: Path) -> None:
+    """Make the folder of a corpus, before any work is done for it."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written ({error.strerror})") from error
 
 
 def _fill_from_sources(
@@ -306,13 +331,10 @@ def _write_domain(domain: DomainFiles) -> dict[str, object]:
     try:
         domain.folder.mkdir(parents=True, exist_ok=True)
         for split, lines in domain.lines.items():
-            content = b"".join(lines)
-            path = domain.folder / f"{split}.jsonl"
-            path.write_bytes(content)
             splits[split] = {
                 "documents": domain.documents[split],
                 "text_bytes": domain.text_bytes[split],
-                "sha256": hashlib.sha256(content).hexdigest(),
+                "sha256": write_lines(domain.folder / f"{split}.jsonl", lines),
             }
     except OSError as error:
         raise UserError(f"output {domain.folder} cannot be written ({error.strerror})") from error
