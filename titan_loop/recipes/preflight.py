@@ -50,7 +50,7 @@ def carry_refusals(
     Args:
         stage: The stage.
         parent: The stage that it starts from.
-        wanted: Architecture of the stage, see `titan_loop.checkpoint.architecture`.
+        wanted: Architecture of the stage, see `titan_loop.checkpoint.model`.
         trained: Architecture of the parent.
     """
     carry = stage.config.checkpoint.carry

@@ -15,7 +15,7 @@ from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.errors import EXIT_OK, UserError, raise_first
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
@@ -160,11 +160,11 @@ def check_resumable(run: ResolvedRun) -> bool:
                 f"{[s for s in steps if s > step]} of another attempt in {folder}; delete their "
                 "folders to go back for good"
             )
-        manifest = read_manifest(folder / f"step-{step}")
+        manifest = read_manifest(step_folder(folder, step))
     state = manifest["trainer"]
     check_architecture(state["architecture"], run.architecture)
     config.open_data().check_state(manifest["data"])
-    if state["tokens"] == 0 and not has_moments(folder / f"step-{step}"):
+    if state["tokens"] == 0 and not has_moments(step_folder(folder, step)):
         raise UserError(
             f"{config.dump_folder} starts with weights that have no optimizer's moments, as after "
             "an import; train another run from it: --dump-folder NEW --checkpoint.carry.parent "
@@ -174,7 +174,7 @@ def check_resumable(run: ResolvedRun) -> bool:
     if state["tokens"] < config.total_tokens and not 0 < limit <= state["step"]:
         return True
     # Done, if the checkpoint that says so is whole; otherwise loading finds an older one.
-    return inspect(folder / f"step-{step}", "sizes")[0] is None
+    return inspect(step_folder(folder, step), "sizes")[0] is None
 
 
 def _check_start(run: ResolvedRun) -> None:
