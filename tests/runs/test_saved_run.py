@@ -97,6 +97,10 @@ def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
     assert LoopCheckpointManager.Config().folder == RunDirectory(old_run).checkpoints.name
     with pytest.raises(TypeError, match="folder"):
         LoopCheckpointManager.Config(folder="elsewhere")  # pyright: ignore[reportCallIssue]
+    config = LoopCheckpointManager.Config()
+    config.folder = "elsewhere"
+    with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere is not supported"):
+        config.check()
     assert newest_checkpoints(old_run.parent, None) == {"old": 79}
     checkpoint = {**json.loads((old_run / "config.json").read_text())["checkpoint"]}
     edit_config(old_run, checkpoint={**checkpoint, "folder": "elsewhere"})

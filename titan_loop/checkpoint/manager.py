@@ -138,6 +138,11 @@ class LoopCheckpointManager(BaseCheckpointManager):
                         f"checkpoint.{name}={getattr(self, name)} is not supported: {reason}; "
                         "leave it unset"
                     )
+            if self.folder != CHECKPOINTS:
+                raise UserError(
+                    f"checkpoint.folder={self.folder} is not supported: checkpoints are always in "
+                    f"{CHECKPOINTS!r}; leave it unset"
+                )
             if self.last_save_model_only or self.last_save_in_hf:
                 raise UserError(
                     "checkpoint.last_save_model_only=True would leave a last checkpoint that "

@@ -18,6 +18,7 @@ from titan_loop.models.sizes import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
+from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 
 def upcycle_run(
@@ -54,6 +55,8 @@ def upcycle_run(
     with staged_folder(output) as staged:
         new = RunDirectory(staged)
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
+        if (run.path / TOKENIZER_NAME).is_file():  # an import has no sources to take it from
+            shutil.copyfile(run.path / TOKENIZER_NAME, staged / TOKENIZER_NAME)
         new.create_or_open(command, config=config)
     return source.path, RunDirectory(output).checkpoint(source.step)
 

@@ -17,10 +17,13 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.hugging_face.importing import model_options
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.cli import main as cli
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.conversion import upcycle_run
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
 
 
 def load_run(run: Path) -> LoopDecoder:
@@ -287,6 +290,15 @@ def test_a_tokenizer_of_another_vocabulary_is_one_line(edited, tmp_path, capsys)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
     assert f"has {VOCABULARY + 1} token ids, the model's vocabulary has {VOCABULARY}" in message
+
+
+def test_an_upcycled_import_keeps_its_tokenizer(plain, tmp_path):
+    convert("import", plain.folder, "--output", tmp_path / "run")
+    layers = 2 * len(plain.model.layers)
+    upcycle_run(tmp_path / "run", tmp_path / "deeper", Upcycling(layers), ["test"])
+    found = SavedRun(tmp_path / "deeper").tokenizer()
+    assert found == (tmp_path / "deeper" / "tokenizer.json", True)
+    assert found.path.read_bytes() == (plain.folder / "tokenizer.json").read_bytes()
 
 
 def test_another_tokenizer_than_the_imported_one_is_refused(plain, tmp_path, capsys):
