@@ -68,7 +68,7 @@ def test_it_finds_what_the_checkpoint_gives_and_disturbs_nothing(source: Path, t
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(asked.tensorboard))
+    events = EventAccumulator(str(asked.path / "tb"))
     events.Reload()
     (first, last) = events.Scalars("suite/held_out/source/bits_per_byte/step_3")
     assert (first.step, last.step) == (2, 3)
@@ -92,7 +92,7 @@ def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(source
         assert 3 < record["results"]["held_out/source/nats_per_token/static:6"] < 7
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run.tensorboard))
+    events = EventAccumulator(str(run.path / "tb"))
     events.Reload()
     assert len(events.Scalars("held_out/source/bits_per_byte/step_6")) == 2
 
