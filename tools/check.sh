@@ -16,7 +16,7 @@ fi
 check ruff format --check --quiet
 check ruff check --quiet
 # Import-linter's banner and basedpyright's baseline hints are noise here.
-check basedpyright --level error
+check basedpyright --level error --pythonpath "$VENV/bin/python"
 check lint-imports --no-logo
 check codespell
 if [ ${#failed[@]} -gt 0 ]; then

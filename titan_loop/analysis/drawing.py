@@ -119,7 +119,7 @@ def plain(axes: "Axes") -> None:
 
 
 def only_marker(values: np.ndarray) -> str | None:
-    """Return the marker of a curve: a single record is no line, and would not be seen."""
+    """Return the marker of a curve: a curve of one point would be invisible without one."""
     return "o" if len(values) == 1 else None
 
 

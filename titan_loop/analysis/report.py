@@ -71,7 +71,7 @@ def write_report(run_directory: RunDirectory) -> Path:
     """Draw everything a run has data for and write `report.html`; return its path.
 
     Raises:
-        UserError: It is no run, or has logged nothing.
+        UserError: The folder is not a run, or the run has logged nothing.
     """
     run_directory.read_run()
     records = run_directory.read_metrics()

@@ -49,7 +49,7 @@ def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -
     """Return aligned columns with a rule below the first row.
 
     Args:
-        rows: Of equal lengths, the header first.
+        rows: Rows of equal lengths, the header first.
         left: Columns aligned to the left; the others are to the right.
     """
     lines = columns(rows, left=left)

@@ -38,7 +38,7 @@ SMALLEST_DOCUMENT_BYTES = 200
 LARGEST_DOCUMENT_BYTES = 200_000
 _MEGABYTE = 1_000_000
 _MANO_SHARE = 0.1
-"""Of the math domain, so that the model sees the task's format without it taking over."""
+"""Share of the math domain: the model sees the task's format without it taking over."""
 _QUESTIONS_PER_DOCUMENT = 50
 _STANDARD_LIBRARY = "python"
 _OURSELVES = "titan-loop"

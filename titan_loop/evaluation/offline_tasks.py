@@ -5,8 +5,8 @@
     mmlu_dev    the MMLU dev questions that the harness ships, zero-shot, out of four: a smoke
                 test, since these very questions stand in everybody's few-shot prompts
 
-Each is a config that the harness' task manager loads like one of its own. `held_out`, the fourth,
-is no task of the harness: `titan_loop.evaluation.held_out_task`.
+Each is a config that the harness' task manager loads like one of its own. A fourth offline task,
+`held_out`, bypasses the harness: `titan_loop/evaluation/held_out.py`.
 
 Source: Mano and multi-hop QA after Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.
 Deviations: the paper trains on these tasks; here they are asked of a model trained on text, so Mano

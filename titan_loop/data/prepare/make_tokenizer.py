@@ -47,8 +47,8 @@ def train_tokenizer(
     the same for the same documents.
 
     Args:
-        inputs: JSONL, Parquet or text files, or folders of one of these. Of a folder with
-            `train.jsonl` and `held_out.jsonl`, the first.
+        inputs: JSONL, Parquet or text files, or folders of one of these. From a folder with
+            `train.jsonl` and `held_out.jsonl` only the first is read.
         vocab_size: Tokens in all, special tokens and the 256 bytes included.
         output: The file to write, or an existing folder for `tokenizer.json`.
         text_key: The field that holds a document's text.
