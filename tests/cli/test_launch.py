@@ -51,7 +51,7 @@ def test_four_ranks_train_the_quick_start_recipe(source, tmp_path):
     run = RunDirectory(tmp_path / "run")
     assert [record["step"] for record in run.read_metrics()] == [1, 3]
     assert committed_steps(run.checkpoints) == [3]
-    assert list(run.tensorboard.glob("events.*"))
+    assert list((run.path / "tb").glob("events.*"))
 
 
 def run_command(world: int, arguments: list[str]) -> tuple[int, str]:
