@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 
+from titan_loop.distributed.vocabulary_parallel import SlicedVocabulary
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, collapse_warning
@@ -285,6 +286,7 @@ def check_tensor_parallel_loss(rank: int, world: int) -> None:
 
     sliced = build_head()
     sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    sliced.vocabulary = SlicedVocabulary(sliced.out_features, mesh.get_group())
     spread = LoopOutput(
         tuple(replicated(h) for h in pred.hidden_RBLD),
         tuple(replicated(g) for g in pred.exit_logit_RBL),
