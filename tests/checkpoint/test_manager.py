@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -210,6 +211,26 @@ def test_what_the_keep_policy_cannot_read_it_neither_counts_nor_deletes(source, 
         (checkpoints / "step-1" / "tags.json").mkdir()
     train(source, tmp_path / "run", **settings)
     assert committed_steps(checkpoints) == [1, 5, 6]
+
+
+def test_the_keep_policy_does_not_count_a_copy(source, tmp_path):
+    checkpoints = train(source, tmp_path / "run", steps=4, keep_latest_k=3)
+    shutil.copytree(checkpoints / "step-4", checkpoints / "step-3")
+    train(source, tmp_path / "run", keep_latest_k=3)
+    assert committed_steps(checkpoints) == [2, 3, 4, 6]  # the newest three, and the copy
+
+
+def test_the_keep_policy_deletes_a_link_not_its_target(source, tmp_path):
+    settings = {"interval": 1, "keep_latest_k": 2}
+    checkpoints = train(source, tmp_path / "run", steps=2, **settings)
+    archived = tmp_path / "archive" / "step-1"
+    archived.parent.mkdir()
+    (checkpoints / "step-1").rename(archived)
+    (checkpoints / "step-1").symlink_to(archived)
+    before = {path.name: path.read_bytes() for path in archived.iterdir()}
+    assert committed_steps(train(source, tmp_path / "run", **settings)) == [5, 6]
+    assert not (checkpoints / "step-1").is_symlink()
+    assert {path.name: path.read_bytes() for path in archived.iterdir()} == before
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

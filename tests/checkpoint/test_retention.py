@@ -78,8 +78,22 @@ def test_the_commit_record_goes_first(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_of_a_link_only_the_link_is_deleted(tmp_path, caplog):
+    archived = tmp_path / "archive" / "step-7"
+    archived.mkdir(parents=True)
+    (archived / MANIFEST).write_text("{}")
+    for target in (archived, tmp_path / "gone"):
+        link = tmp_path / "step-7"
+        link.symlink_to(target)
+        discard(link)
+        assert not link.is_symlink()
+        assert f"only the link was deleted, not {target}" in caplog.text
+        assert (archived / MANIFEST).read_text() == "{}"
+
+
 def test_only_folders_named_after_a_step_count(tmp_path):
-    for name in ("step-3", "damaged-step-4", "step-5-copy", "step-x"):
+    names = ("step-3", "damaged-step-4", "step-5-copy", "step-x", "step-006", "step-٩", "step-00")
+    for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / MANIFEST).write_text("{}")
     (tmp_path / "step-9").write_text("a file")

@@ -1,6 +1,7 @@
 """`titan-loop checkpoint`: what it prints, what it refuses, and its exit codes."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from titan_loop.checkpoint import retention
-from titan_loop.checkpoint.choosing import list_checkpoints
+from titan_loop.checkpoint.choosing import list_checkpoints, newest_good
 from titan_loop.checkpoint.manifest import read_manifest, write_manifest
 from titan_loop.checkpoint.retention import read_tags
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
@@ -199,6 +200,78 @@ def test_rm_deletes_nothing_but_checkpoints(checkpoints, call, tmp_path):
     assert "is not a checkpoint" in call("rm", tmp_path / "step-3").error
     assert "is not a checkpoint" in call("rm", tmp_path).error
     assert checkpoints.is_dir()
+
+
+def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):
+    """No run loads one, so the newest good one is what a run would load."""
+    shutil.copytree(checkpoints / "step-6", checkpoints / "step-10")
+    (checkpoints / "step-4").rename(checkpoints / "step-12")
+    for verb in ("ls", "verify"):
+        lines = call(verb, checkpoints.parent).out.splitlines()
+        states = [line for line in lines if "manifest.json is that of step" in line]
+        assert ["damaged" in state for state in states] == [True, True]
+    assert call("verify", checkpoints / "step-10").code == 1
+    assert "it is the newest good one" in call("rm", checkpoints / "step-6").error
+    assert call("rm", checkpoints / "step-10").code == 0
+    found = newest_good(checkpoints)
+    assert found is not None
+    assert found[0] == 6
+
+
+@pytest.mark.parametrize("name", ["step-006", "step-٩"])
+def test_only_the_names_that_saves_give_count(checkpoints, call, name):
+    (checkpoints / "step-6").rename(checkpoints / name)
+    assert [listed.step for listed in list_checkpoints(checkpoints)] == [2, 4, 8]
+    assert f"{name} is not a checkpoint" in call("verify", checkpoints / name).error
+    assert f"{name} is not a checkpoint" in call("rm", checkpoints / name).error
+    error = call("rm", "--force", checkpoints / "step-2", checkpoints / name).error
+    assert "is not a checkpoint" in error
+    assert (checkpoints / "step-2").is_dir()
+
+
+def test_rm_of_a_link_leaves_its_target_whole(checkpoints, call, tmp_path):
+    archived = tmp_path / "archive" / "step-2"
+    archived.parent.mkdir()
+    (checkpoints / "step-2").rename(archived)
+    (checkpoints / "step-2").symlink_to(archived)
+    assert "step-2: good" in call("verify", checkpoints.parent).out
+    assert call("rm", checkpoints / "step-2").code == 0
+    assert not (checkpoints / "step-2").is_symlink()
+    assert "step-2: good" in call("verify", archived).out
+
+
+def test_links_that_lead_nowhere(checkpoints, call, tmp_path):
+    gone = tmp_path / "gone"
+    (checkpoints / "step-9").symlink_to(gone)
+    (checkpoints / "step-10").symlink_to(checkpoints / "step-10")
+    (checkpoints / "step-11").symlink_to(checkpoints.parent / "run.json")
+    reason = f"damaged: it is a link to {gone}, which is not there"
+    assert reason in call("ls", checkpoints.parent).out
+    answer = call("verify", checkpoints.parent)
+    assert f"step-9: {reason}" in answer.out
+    assert answer.out.endswith("6 looked at, 2 damaged\n")
+    assert answer.code == 1
+    assert "step-11 is not a checkpoint" in call("rm", checkpoints / "step-11").error
+    assert call("rm", checkpoints / "step-9", checkpoints / "step-10").code == 0
+    assert [listed.step for listed in list_checkpoints(checkpoints)] == [2, 4, 6, 8]
+
+
+def test_a_folder_of_checkpoints_that_is_a_link(checkpoints, call, tmp_path):
+    elsewhere = tmp_path / "scratch"
+    checkpoints.rename(elsewhere)
+    checkpoints.symlink_to(elsewhere)
+    assert call("verify", checkpoints.parent).out.endswith("4 looked at, 0 damaged\n")
+    assert call("rm", checkpoints / "step-2").code == 0
+    assert not (elsewhere / "step-2").exists()
+    elsewhere.rename(tmp_path / "gone")
+    for target in (elsewhere, checkpoints):
+        checkpoints.unlink()
+        checkpoints.symlink_to(target)
+        assert call("ls", checkpoints.parent).out.count("\n") == 1
+        assert call("verify", checkpoints.parent).out == "0 looked at, 0 damaged\n"
+        assert "has no checkpoints" in call("ls", checkpoints).error
+        assert "is not a checkpoint" in call("rm", checkpoints / "step-4").error
+    assert (tmp_path / "gone" / "step-4").is_dir()
 
 
 def test_rm_leaves_the_save_of_a_live_run_alone(checkpoints, call):

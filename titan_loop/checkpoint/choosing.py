@@ -18,6 +18,7 @@ from titan_loop.checkpoint.manifest import (
     read_manifest,
 )
 from titan_loop.checkpoint.retention import (
+    STEP_NAME,
     committed_steps,
     read_tags,
     step_folder,
@@ -102,13 +103,19 @@ def _manifest_or_reason(checkpoint: Path) -> tuple[dict[str, Any] | None, str]:
         if not (checkpoint / MANIFEST).exists():
             return None, f"it has no {MANIFEST}"
         raise
-    step = manifest["step"]
+    reason = _wrong_step(checkpoint, manifest)
+    return (None, reason) if reason else (manifest, "")
+
+
+def _wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
+    """Return a phrase if the folder was copied or renamed from another step; else nothing."""
+    step = manifest.get("step")
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{step}":
-        return None, f"{MANIFEST} is that of step {step}"
-    return manifest, ""
+        return f"{MANIFEST} is that of step {step}"
+    return ""
 
 
-_NAME = re.compile(r"(damaged-)?step-(\d+)")
+_NAME = re.compile(rf"(damaged-)?{STEP_NAME}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class ListedCheckpoint:
     """The commit record, if there is a readable one."""
 
     faults: list[str]
-    """Faults found; empty if it is good, or was never committed."""
+    """Faults found; empty if it is good, or an unfinished save."""
 
     kept: list[str]
     """Why the keep policy never deletes it."""
@@ -152,7 +159,8 @@ def list_checkpoints(
     """
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    found = [path for path in named if path.is_dir() or _leads_nowhere(path)]
     listed = [look_at(path, hashes=hashes, keep_every=keep_every) for path in found]
     return sorted(listed, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
 
@@ -164,9 +172,12 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
         UserError: The folder does not exist, or is not named like a checkpoint.
     """
     match = _NAME.fullmatch(path.name)
-    if match is None or not path.is_dir():
+    if match is None or not (path.is_dir() or _leads_nowhere(path)):
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
     step = int(match[2])
+    if not path.is_dir():
+        fault = f"it is a link to {path.readlink()}, which is not there"
+        return ListedCheckpoint(path, step, None, [fault], [], 0)
     manifest = None
     faults: list[str] = []
     kept: list[str] = []
@@ -188,15 +199,22 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
     return ListedCheckpoint(path, step, manifest, faults, kept, size)
 
 
+def _leads_nowhere(path: Path) -> bool:
+    """Return whether it is a link without a target, such as into an archive that is not mounted."""
+    return path.is_symlink() and not path.exists()
+
+
 def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
-    """Return everything wrong with the files of a committed checkpoint, a phrase each.
+    """Return everything wrong with a committed checkpoint, a phrase each.
 
     Args:
         checkpoint: Its folder.
         manifest: Its commit record.
         hashes: Whether to read the files, DCP's metadata among them; else sizes only.
     """
-    faults = find_damage(checkpoint, manifest["files"], hashes=hashes)
+    wrong_step = _wrong_step(checkpoint, manifest)
+    faults = [wrong_step] if wrong_step else []
+    faults += find_damage(checkpoint, manifest["files"], hashes=hashes)
     if hashes:
         try:
             stored = read_metadata(checkpoint).storage_data

@@ -277,13 +277,15 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 continue  # another attempt's, or found damaged: not ours to count
             checkpoint = step_folder(self.path, step)
             try:
-                manifest = read_manifest(checkpoint)
-                if manifest.get("stage_end") or read_tags(checkpoint):
+                manifest, reason = inspect(checkpoint, "manifest")
+                if manifest is not None and (manifest.get("stage_end") or read_tags(checkpoint)):
                     kept.append(step)
             except UserError as error:
-                logger.warning("%s is neither counted nor deleted: %s", checkpoint, error)
-                continue
-            steps.append(step)
+                manifest, reason = None, str(error)
+            if manifest is None:
+                logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)
+            else:
+                steps.append(step)
         stale = stale_steps(
             steps, kept=kept, latest=self.config.keep_latest_k, every=self.config.keep_every
         )

@@ -5,6 +5,7 @@ that is killed half-way leaves something that does not count, never something th
 """
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Collection
@@ -14,11 +15,17 @@ from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 
+logger = logging.getLogger(__name__)
+
 CHECKPOINTS = "checkpoints"
 """Folder of all checkpoints inside a run directory."""
 
 TAGS = "tags.json"
-_STEP = re.compile(r"step-(\d+)")
+
+STEP_NAME = r"step-(0|[1-9][0-9]*)"
+"""Pattern of the names that `step_folder` gives, and of no others such as step-006."""
+
+_STEP = re.compile(STEP_NAME)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -56,9 +63,16 @@ def stale_steps(
 def discard(checkpoint: Path) -> None:
     """Delete a checkpoint, its commit record first; nothing happens if there is none.
 
+    If it is a symbolic link, only the link is deleted; the checkpoint it points to stays whole.
+
     Raises:
         OSError: It cannot be deleted.
     """
+    if checkpoint.is_symlink():
+        target = checkpoint.readlink()
+        checkpoint.unlink()
+        logger.warning("%s was a link: only the link was deleted, not %s", checkpoint, target)
+        return
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     if checkpoint.exists():
         shutil.rmtree(checkpoint)

@@ -212,11 +212,9 @@ def _keep_every(run: Path) -> int:
 
 def _state(checkpoint: "ListedCheckpoint") -> str:
     aside = "" if checkpoint.path.name.startswith("step-") else " (set aside)"
-    if not checkpoint.committed:
-        return f"unfinished{aside}"
-    if not checkpoint.faults:
-        return f"good{aside}"
-    return f"damaged{aside}: {'; '.join(checkpoint.faults)}"
+    if checkpoint.faults:
+        return f"damaged{aside}: {'; '.join(checkpoint.faults)}"
+    return f"good{aside}" if checkpoint.committed else f"unfinished{aside}"
 
 
 def _size(size_bytes: float) -> str:
