@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torchtitan.config import CompileConfig
 
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.checkpoint.retention import committed_steps
@@ -346,6 +348,21 @@ def test_a_new_gate_may_keep_its_initial_values(source, tmp_path):
                 run_recipe(recipe)
         else:
             run_recipe(recipe)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_no_stage_inherits_the_recompilations_of_those_before(source, tmp_path):
+    """Each width is a recompilation of the same code; dynamo allows eight, and here fewer."""
+    stages = []
+    for number in range(1, 5):
+        config = tiny_config(source, tmp_path, steps=2)
+        config.model.dim, config.model.n_heads = 16 * number, number
+        config.compile = CompileConfig(enable=True, components=["model"], backend="eager")
+        stages.append(Stage(name=f"s{number}", config=config))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=3):
+        run_recipe(Recipe(name="widths", folder=str(tmp_path), stages=stages))
+    assert all(stage.complete for stage in read_status(tmp_path))
 
 
 def resident_bytes() -> int:

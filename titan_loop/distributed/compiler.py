@@ -1,4 +1,4 @@
-"""Whether `torch.compile` can run, and where what it compiled is kept for the next start.
+"""Whether `torch.compile` can run, and what of its work is kept for the next stage and start.
 
 Inductor calls a C++ compiler, on CUDA Triton a C compiler. Compiled graphs and kernels are found
 again by their content, so one folder serves all ranks and stages of a recipe.
@@ -43,3 +43,14 @@ def keep_compiled_code(folder: Path) -> None:
         folder: Made by torch when it compiles something.
     """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
+
+
+def forget_compiled_stage() -> None:
+    """Let the next stage compile as in a process of its own; the folder of compiled code is kept.
+
+    Dynamo counts the recompilations of a layer's code over the whole process and fails at the
+    eighth (`recompile_limit`); stages that differ in window, width or trained weights reach it.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:  # importing it takes seconds, and only compilation needs it
+        dynamo.reset()

@@ -12,7 +12,7 @@ from pathlib import Path
 import titan_loop.compat as compat  # before any torchtitan module
 from torchtitan.tools.logging import init_logger, logger
 
-from titan_loop.distributed.compiler import keep_compiled_code
+from titan_loop.distributed.compiler import forget_compiled_stage, keep_compiled_code
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.while_training import evaluations
@@ -79,6 +79,7 @@ def run_recipe(
             )
             if startup.finished:
                 startup = StartupClock()  # for the next stage
+            forget_compiled_stage()
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
         shutdown()
