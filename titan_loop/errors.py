@@ -14,6 +14,7 @@ EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3  # max_skipped_steps non-finite steps in a row
 EXIT_STOPPED = 75  # ended by a signal or the watchdog (EX_TEMPFAIL): start again to go on
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 class UserError(ValueError):

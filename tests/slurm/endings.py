@@ -1,8 +1,11 @@
 """Recipes that end a job as a run may end, at once: nothing here imports torch."""
 
 import os
+import signal
 import sys
 from pathlib import Path
+
+from titan_loop.errors import NonFiniteError, StoppedError, UserError
 
 
 def done_at_once():
@@ -22,3 +25,16 @@ def interrupted_once():
         sys.exit(0)
     marker.touch()
     sys.exit(75)
+
+
+def as_told():
+    """End each rank as TEST_ENDINGS says: by an error with that code, or at 128 + N by signal N."""
+    code = int(os.environ["TEST_ENDINGS"].split()[int(os.environ["SLURM_PROCID"])])
+    errors = {1: RuntimeError, 2: UserError, 3: NonFiniteError, 75: StoppedError}
+    if code in errors:
+        raise errors[code]("as told")
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code > 128:
+        signal.raise_signal(signal.Signals(code - 128))
+    sys.exit(code)

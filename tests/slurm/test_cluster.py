@@ -179,13 +179,13 @@ def test_a_whole_chain_is_cancelled_at_once(cluster, tmp_path, monkeypatch, caps
         assert cluster.wait_until_it_ends(job) == "CANCELLED"
 
 
-def test_a_job_that_gets_nowhere_stops_after_three_restarts(cluster, tmp_path):
+def test_a_job_that_gets_nowhere_stops_after_three_starts(cluster, tmp_path):
     job = cluster.batch("gets_nowhere", tmp_path)
     log = cluster.log(tmp_path, "job")
     assert cluster.wait_until_it_ends(job, log) == "FAILED"
-    assert show("job", job)["Restarts"] == "3"
-    assert "3 restarts without a new checkpoint: not started again" in log.read_text()
-    assert read_restarts(tmp_path, "job").fruitless == 3
+    assert show("job", job)["Restarts"] == "2"
+    assert "3 starts without a new checkpoint: not started again" in log.read_text()
+    assert read_restarts(tmp_path, "job").fruitless == 2
 
 
 def test_where_requeueing_is_refused_a_successor_takes_the_place(cluster, tmp_path, monkeypatch):
@@ -207,7 +207,7 @@ def test_where_requeueing_is_refused_a_successor_takes_the_place(cluster, tmp_pa
     assert jobs == {"job": successor, "next": dependent}
 
 
-def test_a_crash_is_not_started_again(cluster, tmp_path):
+def test_a_mistake_is_not_started_again(cluster, tmp_path):
     job = cluster.batch("no_such_recipe", tmp_path)
     log = cluster.log(tmp_path, "job")
     assert cluster.wait_until_it_ends(job, log) == "FAILED"

@@ -18,7 +18,7 @@ from titan_loop.slurm.record import (
     write_jobs,
     write_restarts,
 )
-from titan_loop.slurm.requeue import wants_requeue
+from titan_loop.slurm.requeue import final_code
 from titan_loop.slurm.site import Site
 
 ALLOCATION = Allocation(
@@ -169,16 +169,21 @@ def test_a_batch_script_must_say_how_many_ranks(tasks):
 
 
 @pytest.mark.parametrize(
-    ("code", "warned", "killed", "again"),
+    ("code", "exits", "final"),
     [
-        (75, False, False, True),  # stopped and saved
-        (138, True, False, True),  # died of SIGUSR1 before Python could handle it
-        (138, False, False, False),
-        (137, True, True, True),  # did not end in time
-        (137, True, False, False),
-        (0, True, False, False),
-        (1, True, False, False),
+        (0, [0, 0], 0),
+        (75, [75, 75], None),  # stopped and saved
+        (134, [75], None),  # a hung rank's peer aborted
+        (137, [1], None),
+        (75, [75, 1], None),
+        (138, [], None),  # died of SIGUSR1 before Python could handle it
+        (134, [0], None),  # complete, but a rank aborted on its way out
+        (1, [], None),  # srun itself failed
+        (2, [2, 2], 2),
+        (137, [2], 2),  # the others waited for it and were killed
+        (134, [75, 3], 3),
+        (130, [], 130),
     ],
 )
-def test_which_exit_codes_have_a_job_requeued(code, warned, killed, again):
-    assert wants_requeue(code, warned=warned, killed=killed) == again
+def test_which_exits_have_a_job_started_again(code, exits, final):
+    assert final_code(code, exits) == final

@@ -17,6 +17,7 @@ from titan_loop.errors import EXIT_STOPPED, StoppedError, UserError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.resolved_run import resolve
@@ -135,12 +136,18 @@ with StopListener(grace={grace}, echo={echo}) as listener:
         ({"echo": 0.01, "signals": 2}, "a second signal, SIGUSR1"),
     ],
 )
-def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason):
+def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path):
     program = STUCK.format(**{"grace": 300, "echo": 5, "hang": 0, "signals": 0, **settings})
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == EXIT_STOPPED
+    assert read_exits(tmp_path) == [EXIT_STOPPED]
     assert f"rank 0: {reason}; ended without a new checkpoint" in ended.stderr
     assert "in stuck_here" in ended.stderr
     assert ended.stdout == "dumped\n"

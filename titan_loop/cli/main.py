@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from titan_loop import __version__
 from titan_loop.errors import (
     EXIT_CRASH,
+    EXIT_INTERRUPTED,
     EXIT_NON_FINITE,
     EXIT_OK,
     EXIT_STOPPED,
@@ -23,8 +24,8 @@ from titan_loop.errors import (
     UserError,
     nearest,
 )
+from titan_loop.runs.exit_reports import report_exit
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 EXIT_CODES: dict[type[Exception], int] = {
@@ -72,6 +73,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    code = EXIT_CRASH
+    try:
+        code = _run(arguments)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else EXIT_CRASH
+        raise
+    finally:
+        report_exit(code)
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()  # while a reader that has left can still be answered

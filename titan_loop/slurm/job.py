@@ -2,8 +2,9 @@
 
     SIGUSR1 from SLURM ─► srun ─► ranks save and exit with REQUEUE_EXIT_CODE
         they do not end in time ─► they are killed
-    REQUEUE_EXIT_CODE or a bad node ─► requeued, at most three times without a new checkpoint
-    0 ─► the next stage's job begins        any other code ─► failed: the next stage never begins
+    0 ─► the next stage's job begins
+    a rank's 2, 3 or 130 (mistake, non-finite, interrupt) ─► failed: the next stage never begins
+    any other code, or a bad node ─► requeued, until three starts in a row leave no new checkpoint
 
 The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from titan_loop.errors import EXIT_CRASH, EXIT_OK
+from titan_loop.runs.exit_reports import REPORTS_VARIABLE, describe_exits, read_exits
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.commands import CommandFailedError, show
 from titan_loop.slurm.health import NodeCheck, bad_nodes
@@ -34,13 +36,13 @@ from titan_loop.slurm.requeue import (
     REQUEUE_EXIT_CODE,
     SUCCESSOR_VARIABLE,
     end_steps,
+    final_code,
     start_again,
-    wants_requeue,
 )
 from titan_loop.slurm.site import Site
 from titan_loop.training.stop_request import GRACE_VARIABLE
 
-FRUITLESS_RESTARTS = 3
+FRUITLESS_STARTS = 3
 RANKS_SHARE, STEP_SHARE = 0.8, 0.9
 """Shares of `save_seconds` after which ranks give up, and after which they are killed. The rest is
 left for requeueing."""
@@ -86,26 +88,37 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
     restarts.begin(newest_checkpoints(job.folder, job.stage), is_restart=is_restart)
     write_restarts(job.folder, job.name, restarts)
     _say(f"job {allocation.job}, start {allocation.restarts + 1}, on {', '.join(allocation.nodes)}")
-    if restarts.fruitless > FRUITLESS_RESTARTS:  # SLURM's own requeues come here unasked
+    if restarts.fruitless >= FRUITLESS_STARTS:  # SLURM's own requeues come here unasked
         return _stop_restarting()
     with _Steps(job, allocation) as steps:
         if job.check is not None:
             code = _check(job, job.check, allocation, site, steps, restarts)
             if code != EXIT_OK:
                 return code
-        code = REQUEUE_EXIT_CODE if steps.warned else steps.run(*_training(job, allocation, site))
-        if code == EXIT_OK or not steps.may_start_again(code):
-            _say("finished" if code == EXIT_OK else f"failed with code {code}: not started again")
-            return code
+        if not steps.warned:
+            code = _train(job, allocation, site, steps)
+            if code is not None:
+                return code
         return _start_again(job, allocation, restarts, ())
 
 
-def _training(job: Job, allocation: Allocation, site: Site) -> tuple[list[str], dict[str, str]]:
+def _train(job: Job, allocation: Allocation, site: Site, steps: "_Steps") -> int | None:
+    """Train; return the job's exit code, or None if it is to be started again."""
     stage = [] if job.stage is None else ["--stage", job.stage]
     command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
     variables = allocation.rank_environment(site, port=allocation.port())
     variables[GRACE_VARIABLE] = str(RANKS_SHARE * job.save_seconds)
-    return allocation.srun(site, *command), variables
+    reports = slurm_folder(job.folder) / f"exit-{allocation.job}-{allocation.restarts}"
+    variables[REPORTS_VARIABLE] = str(reports)
+    code = steps.run(allocation.srun(site, *command), variables)
+    exits = read_exits(reports)
+    final = final_code(code, exits)
+    if code != EXIT_OK:
+        ranks = len(allocation.nodes) * allocation.ranks_per_node
+        _say(f"srun ended with code {code}; {describe_exits(exits, ranks)}")
+    if final is not None:
+        _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
+    return final
 
 
 def _check(
@@ -148,7 +161,7 @@ def _start_again(
         _say(f"the job is {state.lower()}: not started again")
         return REQUEUE_EXIT_CODE
     now = newest_checkpoints(job.folder, job.stage)
-    if restarts.fruitless >= FRUITLESS_RESTARTS and not is_newer(now, restarts.checkpoints):
+    if restarts.fruitless + 1 >= FRUITLESS_STARTS and not is_newer(now, restarts.checkpoints):
         return _stop_restarting()
     # SLURM ends this process with SIGTERM as soon as it has requeued the job, commands included.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -158,7 +171,7 @@ def _start_again(
 
 def _stop_restarting() -> int:
     _say(
-        f"{FRUITLESS_RESTARTS} restarts without a new checkpoint: not started again; find the "
+        f"{FRUITLESS_STARTS} starts without a new checkpoint: not started again; find the "
         "reason, then submit the job again"
     )
     return EXIT_CRASH
@@ -173,7 +186,6 @@ class _Steps:
         self._step: subprocess.Popen[bytes] | None = None
         self._killer: threading.Timer | None = None
         self.warned = False
-        self._killed = False
 
     def __enter__(self) -> "_Steps":
         signal.signal(signal.SIGUSR1, self._warn)
@@ -189,7 +201,6 @@ class _Steps:
         self, command: Sequence[str], environment: Mapping[str, str], limit: float | None = None
     ) -> int:
         """Run one step, for `limit` seconds at most; return its exit code as a shell gives it."""
-        self._killed = False
         with subprocess.Popen(command, env=dict(environment)) as step:
             self._step = step
             if self.warned:
@@ -201,10 +212,6 @@ class _Steps:
                 code = step.wait()
             self._step = None
         return 128 - code if code < 0 else code
-
-    def may_start_again(self, code: int) -> bool:
-        """Return whether a step that ended with `code` is to be started again."""
-        return wants_requeue(code, warned=self.warned, killed=self._killed)
 
     def _warn(self, number: int, frame: FrameType | None) -> None:
         if self._step is not None:
@@ -221,7 +228,6 @@ class _Steps:
         if step is None:
             return
         _say("the ranks did not end in time: they are killed")
-        self._killed = True
         try:
             end_steps(self._job)
         except CommandFailedError as error:

@@ -5,6 +5,7 @@ STAGE.log      output of all starts of the stage's job
 jobs.json      stage → its latest job
 STAGE.json     number of restarts without a new checkpoint, and the bad nodes
 check-JOB-K/   reports of the node check before start K
+exit-JOB-K/    exit code of every rank that ended start K by itself
 """
 
 from collections.abc import Mapping

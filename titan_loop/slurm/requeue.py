@@ -1,17 +1,22 @@
 """Starts a job again: which exit codes ask for it, and how it is done.
 
-ranks exit with REQUEUE_EXIT_CODE, or were killed because they did not ─► scontrol requeue:
-the same job, log and place in the chain
+ranks saved, hung, crashed or were killed ─► scontrol requeue: the same job, log and place in the
+chain
 refused ─► sbatch the same script, after this job ─► dependents wait for the successor
 """
 
 import re
 import shlex
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_loop.errors import EXIT_STOPPED
+from titan_loop.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_NON_FINITE,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+)
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
 from titan_loop.slurm.record import replace_job, slurm_folder
 
@@ -22,20 +27,24 @@ REQUEUE_EXIT_CODE = EXIT_STOPPED
 """Exit code of ranks that stopped at a signal or were ended by the watchdog: 75. The exit codes of
 all commands are in `titan_loop/errors.py`."""
 
+FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_INTERRUPTED)
+"""Exit codes of failures that another start would repeat, or that somebody asked for."""
+
 _UPDATE_ATTEMPTS = 5
 
 
-def wants_requeue(code: int, *, warned: bool, killed: bool) -> bool:
-    """Return whether a job is started again after its ranks ended.
+def final_code(code: int, exits: Sequence[int]) -> int | None:
+    """Return the exit code of a job whose ranks ended, or None if it is to be started again.
+
+    One rank's mistake or non-finite loss decides, whatever its peers died of when it left.
 
     Args:
-        code: Exit code of the step, as a shell gives it.
-        warned: The job was told that its time limit comes.
-        killed: The ranks did not end in time and were killed.
+        code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.
+        exits: Codes that the ranks reported themselves.
     """
-    # A rank may get SIGUSR1 before Python can handle it, and dies of it.
-    too_early = warned and code == 128 + signal.SIGUSR1
-    return code == REQUEUE_EXIT_CODE or too_early or killed
+    if code == EXIT_OK:
+        return EXIT_OK
+    return next((final for final in FINAL_EXIT_CODES if final in (code, *exits)), None)
 
 
 def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:

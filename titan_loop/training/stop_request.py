@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 
 from titan_loop.errors import EXIT_STOPPED, UserError
+from titan_loop.runs.exit_reports import report_exit
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 GRACE_VARIABLE = "TITAN_LOOP_GRACE_SECONDS"
@@ -177,10 +178,11 @@ class StopListener:
             flush=True,
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        # The dump may need a lock that what hangs holds.
-        dumping = threading.Thread(target=self._dump, daemon=True)
-        dumping.start()
-        dumping.join(_DUMP_SECONDS)
+        # The disk may hang, too, and the dump may need a lock that what hangs holds.
+        for last in (lambda: report_exit(EXIT_STOPPED), self._dump):
+            thread = threading.Thread(target=last, daemon=True)
+            thread.start()
+            thread.join(_DUMP_SECONDS)
         os._exit(EXIT_STOPPED)
 
 
