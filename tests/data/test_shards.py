@@ -78,9 +78,39 @@ def test_opening_touches_no_shard(source: Path) -> None:
 
 
 def edit_card(source: Path, edit: Callable[[dict], None]) -> None:
+    """Edit a card and leave it without a hash of its own, like those of version 0.1."""
     card = json.loads((source / CARD_NAME).read_text())
+    card.pop("card_sha256", None)
     edit(card)
     (source / CARD_NAME).write_text(json.dumps(card))
+
+
+def test_an_edited_card_is_refused(source: Path) -> None:
+    path = source / CARD_NAME
+    sound = path.read_text()
+    for old, new in (('"eos_id": 0', '"eos_id": 1'), ('"licence": "test"', '"licence": ""')):
+        assert sound.count(old) == 1
+        path.write_text(sound.replace(old, new))
+        with pytest.raises(UserError, match=r"source card .* was changed after it was written"):
+            TokenShards(source)
+    path.write_text(json.dumps(json.loads(sound), sort_keys=True))  # another spelling of the same
+    TokenShards(source)
+
+
+@pytest.mark.parametrize("layout", [SHARDS, [[], *SHARDS]])
+def test_a_wrong_eos_id_is_refused_without_a_hash_too(
+    write_source: Callable[..., Path], layout: list
+) -> None:
+    source = write_source("s", layout)
+    edit_card(source, lambda card: None)
+    TokenShards(source)
+    edit_card(source, lambda card: card.update(eos_id=1))
+    with pytest.raises(UserError, match=r"0000[01]\.ds ends in token 0, its card says in EOS id 1"):
+        TokenShards(source)
+    for outside in (-1, 300):
+        edit_card(source, lambda card, eos_id=outside: card.update(eos_id=eos_id))
+        with pytest.raises(UserError, match=f"eos_id {outside} is outside its vocabulary of 300"):
+            TokenShards(source)
 
 
 def test_missing_folder_and_missing_card(tmp_path: Path) -> None:
@@ -186,6 +216,32 @@ def test_an_index_that_does_not_ascend_ends_the_search(write_source: Callable[..
     for number in (1532, 1533):  # one ends beyond its shard, the next before it begins
         with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
             shards.document(number)
+
+
+@pytest.mark.parametrize("damage", ["swapped", "zeroed", "raised", "lowered"])
+@pytest.mark.parametrize("number", [0, 1, 1023, 3000])
+def test_a_damaged_index_never_gives_wrong_ends(
+    write_source: Callable[..., Path], damage: str, number: int
+) -> None:
+    folder, ends = one_shard(write_source, np.full(4000, 5))
+    damaged = ends.copy()
+    if damage == "swapped":
+        damaged[[number, number + 1]] = ends[[number + 1, number]]
+    else:
+        damaged[number] = {"zeroed": 0, "raised": ends[number + 1], "lowered": -1}[damage]
+    damaged.astype("<i8").tofile(index_path(folder / "train" / "00000.ds"))
+    shards = TokenShards(folder)
+    count = 5117  # the first block read ends near the end of the window
+    refused = 0
+    for start in range(0, shards.tokens - count, 7):
+        try:
+            found = shards.read(start, count)[1]
+        except UserError:
+            refused += 1
+        else:
+            expected = ends[(ends > start) & (ends <= start + count)] - start
+            assert found.tolist() == expected.tolist()
+    assert refused
 
 
 def test_missing_shard(source: Path) -> None:

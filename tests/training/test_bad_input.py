@@ -245,6 +245,7 @@ def test_a_source_that_holds_nothing_out(source, tmp_path):
     empty = shutil.copytree(source, tmp_path / "empty")
     config.held_out.sources = [str(empty)]
     card = json.loads((empty / CARD_NAME).read_text())
+    del card["card_sha256"]
     seq_len = config.training.seq_len
     card["splits"]["held_out"]["tokens"] = seq_len
     (empty / CARD_NAME).write_text(json.dumps(card))

@@ -3,7 +3,7 @@
 The format is datatrove's: `.ds` holds little-endian token ids of 2 or 4 bytes, `.ds.index` the ends
 of its documents (uint64, in tokens, from the start of the shard), `.ds.loss`, where the card says
 so, a byte per token that is 0 where nothing is learnt. Files are opened when first touched, so
-opening a source costs one `stat` per file, however large the files are.
+opening a source costs one `stat` per file, however large the files are, and one token read.
 
 Where the split's card says that EOS stands at the ends of documents and nowhere else, a window is
 one read and its ends are its EOS tokens. Otherwise they are searched for in the index by
@@ -59,8 +59,9 @@ class TokenShards:
 
     Raises:
         UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
-            or an index's size is not what the card says; later, from reading, for a file that
-            disappeared, an id outside the vocabulary or an index that contradicts its shard.
+            or an index's size is not what the card says, or the first shard does not end in EOS
+            where the card says so; later, from reading, for a file that disappeared, an id outside
+            the vocabulary or an index that does not ascend or contradicts its shard.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class TokenShards:
             )
         self.files = OpenFiles() if files is None else files
         self.disk_bytes = self._require_sizes()
+        if self.split.eos_only_at_ends:
+            self._require_eos()
 
     def _require_sizes(self) -> int:
         """Compare all files with the card; return their size."""
@@ -119,6 +122,21 @@ class TokenShards:
                 _require_size(file, found_bytes, expected_bytes)
                 size_bytes += found_bytes
         return size_bytes
+
+    def _require_eos(self) -> None:
+        """Compare the last token of the first shard that has one with the card's EOS id."""
+        tokens, path = next(
+            (shard.tokens, path)
+            for path, shard in zip(self._paths, self.split.shards, strict=True)
+            if shard.tokens
+        )
+        # With files of its own: those that windows are read from are opened when first touched.
+        last = int(OpenFiles(most=1).read(path, self._dtype, tokens - 1, 1)[0])
+        if last != self.card.eos_id:
+            raise UserError(
+                f"shard {path} ends in token {last}, its card says in EOS id {self.card.eos_id}: "
+                "one of them was changed; restore it or prepare the source again"
+            )
 
     def contents(self) -> str:
         """Return a digest of the card's checksums: 32 hexadecimal digits."""
@@ -174,8 +192,6 @@ class TokenShards:
             if number < card.documents:
                 first = int(self._index(shard, number - 1, 1)[0]) if number else 0
                 last = int(self._index(shard, number, 1)[0])
-                if not 0 <= first < last <= card.tokens:
-                    raise self._not_ascending(shard)
                 return self._tokens_of(shard, first, last).astype(np.int64)
             number -= card.documents
         raise IndexError(number)
@@ -222,6 +238,8 @@ class TokenShards:
             start = max(low, min(guess - _INDEX_BLOCK // 2, documents - _INDEX_BLOCK))
             block = self._index(shard, start, _INDEX_BLOCK)
             stop = start + len(block)
+            if block[0] <= low_end:
+                break
             if block[0] > token and start > low:
                 high, high_end = start, int(block[0])
             elif block[-1] <= token:
@@ -241,19 +259,33 @@ class TokenShards:
         return self.files.read(self._paths[shard], self._dtype, first, last - first)
 
     def _index(self, shard: int, first: int, count: int) -> np.ndarray:
-        """Return at most `count` document ends from number `first`."""
-        count = min(count, self._documents[shard] - first)
-        return self.files.read(self._index_paths[shard], _DOCUMENT_END, first, count)
+        """Return at most `count` document ends from number `first`.
+
+        They are compared with each other and with the ends before and after them.
+
+        Raises:
+            UserError: If they do not ascend, or lie outside the shard.
+        """
+        documents, tokens = self._documents[shard], self._starts[shard + 1] - self._starts[shard]
+        count = min(count, documents - first)
+        before, after = int(first > 0), int(first + count < documents)
+        ends = self.files.read(
+            self._index_paths[shard], _DOCUMENT_END, first - before, before + count + after
+        )
+        if ends[0] <= 0 or ends[-1] > tokens or (ends[1:] <= ends[:-1]).any():
+            raise self._not_ascending(shard)
+        return ends[before : before + count]
 
     def _check_index(self, shard: int) -> None:
         if self._index_is_checked[shard]:
             return
         card = self.split.shards[shard]
-        end = int(self._index(shard, card.documents - 1, 1)[0])
+        path = self._index_paths[shard]
+        end = int(self.files.read(path, _DOCUMENT_END, card.documents - 1, 1)[0])
         if end != card.tokens:
             raise UserError(
-                f"index {self._index_paths[shard]} ends at token {end}, its shard has "
-                f"{card.tokens}: prepare the source again"
+                f"index {path} ends at token {end}, its shard has {card.tokens}: prepare the "
+                "source again"
             )
         self._index_is_checked[shard] = 1
 

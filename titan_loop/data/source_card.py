@@ -6,20 +6,21 @@ sizes (and checks them against the files) instead of opening every shard.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.folder_lock import FolderLock
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import finite_or_null, write_json
 from titan_loop.text.text_format import TextFormat
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CARD_NAME = "source.json"
+_OWN_HASH = "card_sha256"
 LOCK_NAME = "source.lock"
 FORMAT_VERSION = 2
 
@@ -118,16 +119,18 @@ class SourceCard:
     format_version: int = field(default=FORMAT_VERSION)
 
     def write(self, folder: Path) -> None:
-        """Write the card to `folder`, atomically: a temporary file, fsync, rename."""
-        write_json(folder / CARD_NAME, asdict(self))
+        """Write the card and its hash to `folder`, atomically: temporary file, fsync, rename."""
+        record = asdict(self)
+        write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
 
     @classmethod
     def read(cls, folder: Path) -> "SourceCard":
         """Read the card of the prepared source in `folder`.
 
         Raises:
-            UserError: If the folder or its card is missing, or the card is unreadable or of another
-                format.
+            UserError: If the folder or its card is missing, or the card is unreadable, of another
+                format, not what was written (cards of version 0.1 carry no hash to tell), or its
+                EOS id lies outside the vocabulary.
         """
         path = folder / CARD_NAME
         if not folder.is_dir():
@@ -147,6 +150,12 @@ class SourceCard:
                     f"source {folder} has format {version}, this version reads {FORMAT_VERSION}: "
                     "prepare it again"
                 )
+            own_hash = raw.pop(_OWN_HASH, None)
+            if own_hash is not None and own_hash != _record_sha256(raw):
+                raise UserError(
+                    f"source card {path} was changed after it was written: restore it or prepare "
+                    "the source again"
+                )
             raw["splits"] = {
                 name: SplitCard(
                     **{
@@ -157,7 +166,13 @@ class SourceCard:
                 )
                 for name, split in raw["splits"].items()
             }
-            return cls(**raw)
+            card = cls(**raw)
+            if not 0 <= card.eos_id < card.vocab_size:
+                raise UserError(
+                    f"source card {path}: eos_id {card.eos_id} is outside its vocabulary of "
+                    f"{card.vocab_size}: restore it or prepare the source again"
+                )
+            return card
         except (
             AttributeError,
             KeyError,
@@ -168,6 +183,12 @@ class SourceCard:
             raise UserError(
                 f"source card {path} is unreadable ({error}): prepare it again"
             ) from error
+
+
+def _record_sha256(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a card's contents, however the JSON file spells them."""
+    text = json.dumps(finite_or_null(record), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:

@@ -29,6 +29,7 @@ def add_masks(source: Path) -> np.ndarray:
     """Give every shard a random mask; return the training split's, joined."""
     card = json.loads((source / CARD_NAME).read_text())
     card["has_loss_mask"] = True
+    del card["card_sha256"]
     (source / CARD_NAME).write_text(json.dumps(card))
     generator = np.random.default_rng(0)
     masks: dict[str, list[np.ndarray]] = {"train": [], "held_out": []}

@@ -122,5 +122,5 @@ def test_an_index_whose_ends_do_not_ascend_is_named(
     ends[[4, 5]] = ends[[5, 4]]
     ends.tofile(path)
     loader = load(source, prefetch=False)
-    with pytest.raises(UserError, match=r"document index near token .* is damaged"):
+    with pytest.raises(UserError, match=r"00000\.ds\.index does not ascend: restore it"):
         loader.read_step(2 * loader.sources[0].windows_per_epoch)

@@ -13,7 +13,7 @@ from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.packed_index import PIECE, PackedIndex, index_paths
 from titan_loop.data.prepare import packing
 from titan_loop.data.prepare.packing import best_fit_decreasing, pack_source
-from titan_loop.data.shards import TokenShards
+from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import UserError
 
@@ -212,3 +212,11 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     index.write_bytes(index.read_bytes()[::-1])
     with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
         pack_source(source, 8, long_documents="split")
+
+
+def test_document_ends_that_miss_the_end_of_their_shard(write_source: Callable[..., Path]) -> None:
+    source = write_source("two", [[[5, 6, 0], [7, 0]], [[8, 9, 0], [9, 0]]])
+    for number, ends in enumerate(([3, 6], [3, 4])):  # their sum is right
+        np.asarray(ends, "<u8").tofile(index_path(source / "train" / f"{number:05d}.ds"))
+    with pytest.raises(UserError, match="do not ascend to the last token of every shard"):
+        pack_source(source, 8)

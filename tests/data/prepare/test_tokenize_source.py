@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from titan_loop.data.inspect_source import show_source, verify_source
+from titan_loop.data.prepare.preparation import SETTINGS_NAME
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard, text_format
@@ -224,6 +225,34 @@ def test_finished_tasks_are_skipped_when_started_again(
     assert again == replace(first, name="out")
     assert [path.stat().st_mtime_ns for path in done] == times
     assert not (out / "work").exists()
+
+
+def test_an_input_edited_after_it_was_read_is_refused(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
+    sound = gzip.compress(files[2].read_bytes())
+    files[2] = files[2].with_suffix(".jsonl.gz")
+    files[2].write_bytes(sound[:-20] + bytes(20))
+    out = tmp_path / "out"
+    options = {"tokenizer_path": small_tokenizer, "tasks": 3, "command": ""}
+    with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
+        tokenize_source(files, out, **options)
+    files[2].write_bytes(sound)  # no task has finished reading this one
+    edited = files[1].read_text().replace("says", "said")
+    assert edited != files[1].read_text()
+    files[1].write_text(edited)
+    with pytest.raises(UserError, match=r"input .*/1\.jsonl was modified after .* pass overwrite"):
+        tokenize_source(files, out, **options)
+    unfinished = json.loads((out / SETTINGS_NAME).read_text())
+    del unfinished["modified_ns"]  # as version 0.1 left it
+    (out / SETTINGS_NAME).write_text(json.dumps(unfinished))
+    assert tokenize_source(files, out, **options) is not None
+    again = tokenize_source(files, out, **options, overwrite=True)
+    whole = tokenize_source(files, tmp_path / "whole", **options)
+    assert again is not None
+    assert whole is not None
+    assert again.splits == whole.splits
 
 
 def test_a_complete_source_is_replaced_only_when_told(

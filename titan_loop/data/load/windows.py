@@ -193,13 +193,7 @@ class CutWindows(SourceWindows):
         start = self.offset(epoch) + number * self.seq_len
         ids, ends = self.shards.read(start, self.seq_len + 1)
         mask = self.shards.read_mask(start, self.seq_len + 1)
-        try:
-            window.fill(ids, ends, mask)
-        except ValueError:
-            raise UserError(
-                f"source {self.shards.folder}: the document index near token {start} is damaged: "
-                "restore it or prepare the source again"
-            ) from None
+        window.fill(ids, ends, mask)
 
     def describe_epoch(self) -> str:
         """Return the windows of an epoch and the tokens outside the cuts."""

@@ -209,16 +209,16 @@ def _pieces(
 ) -> tuple[np.ndarray, int]:
     """Return the pieces to pack in stream order, and how many documents had to be split."""
     shards = TokenShards(source, split)
-    lengths = np.concatenate(
-        [
-            np.diff(np.fromfile(index_path(source / split / shard.file), "<u8"), prepend=0)
-            for shard in shards.split.shards
-        ]
-    ).astype(np.int64)
-    if int(lengths.min()) < 1 or int(lengths.sum()) != shards.tokens:
+    by_shard = [
+        np.diff(np.fromfile(index_path(source / split / shard.file), "<u8"), prepend=0)
+        for shard in shards.split.shards
+    ]
+    lengths = np.concatenate(by_shard).astype(np.int64)
+    sums = [int(of_shard.sum()) for of_shard in by_shard]
+    if int(lengths.min()) < 1 or sums != [shard.tokens for shard in shards.split.shards]:
         raise UserError(
-            f"source {source}: the document ends of {split!r} do not ascend to its last token: "
-            "restore the index or prepare the source again"
+            f"source {source}: the document ends of {split!r} do not ascend to the last "
+            "token of every shard: restore the index or prepare the source again"
         )
     first_token = np.cumsum(lengths) - lengths
     too_long = lengths > seq_len + 1

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 SPLITS = ("train", "held_out")
 SETTINGS_NAME = "preparation.json"
+_MODIFIED = "modified_ns"
 _FOLDERS = (*SPLITS, "logs", "work")
 
 
@@ -116,21 +118,48 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
         known = json.loads(unfinished.read_text())
-        changed = [name for name in settings if settings[name] != known.get(name)]
+        changed = [
+            name for name in settings if name != _MODIFIED and settings[name] != known.get(name)
+        ]
         if changed:
             raise UserError(
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
                 "those again to go on from there, or pass overwrite to begin anew"
             )
+        _refuse_modified(preparation, known.get(_MODIFIED), settings[_MODIFIED])
     (output / TOKENIZER_NAME).write_bytes(tokenizer)
     write_json(unfinished, settings)
 
 
+def _refuse_modified(
+    preparation: Preparation, known: Sequence[int] | None, found: Sequence[int]
+) -> None:
+    """Refuse inputs modified after a finished task read them; the other tasks read them again.
+
+    Args:
+        preparation: What goes on.
+        known: Modification times when it began; None where version 0.1 began it.
+        found: Those of now.
+    """
+    files = preparation.documents.all_files()
+    for number, (path, before, now) in enumerate(
+        zip(files, found if known is None else known, found, strict=True)
+    ):
+        task = number % preparation.tasks  # datatrove deals the files out to the tasks
+        if before != now and any((preparation.output / "logs").glob(f"*/completions/{task:05d}")):
+            raise UserError(
+                f"input {path} was modified after source {preparation.output} had read it: pass "
+                "overwrite to begin anew"
+            )
+
+
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
     """Return what decides which tokens are stored, as JSON gives it back."""
+    files = [Path(path).stat() for path in preparation.documents.all_files()]
     settings = {
         "documents": asdict(preparation.documents),
-        "bytes": [Path(path).stat().st_size for path in preparation.documents.all_files()],
+        "bytes": [file.st_size for file in files],
+        _MODIFIED: [file.st_mtime_ns for file in files],
         "tokenizer": file_sha256(tokenizer_path),
         "cleaning": preparation.config.cleaning(),
         **{
