@@ -18,7 +18,8 @@ reported as the median ratio over repetitions with its range:
   the loop calls pread on descriptors that it keeps, the faster way: a fault in a map of a file not
   in memory takes milliseconds, since it reads the device's whole read-ahead. Tokens and indices are
   holes of sparse files: sizes are true, but no device is waited for. Holes read as token 0, which
-  is not EOS here, so that every window is one document, for the loop as for the loader.
+  is not EOS here, so that every window is one document, for the loop as for the loader; only the
+  last token of a source's first shard is EOS, as opening it requires.
 
 A global batch has the same tokens at every window length. Loader and loop both keep every shard
 open, 5,000 files each at 1e12; a hard limit of open files that is too low for the sizes is refused.
@@ -379,7 +380,7 @@ def _dense_source(folder: Path, tokens: int, seed: int) -> Path:
 
 
 def _sparse_sources(folder: Path, tokens: int) -> list[Path]:
-    """Describe ten sources of `tokens` tokens in shards of at most SHARD, all of them holes."""
+    """Describe ten sources of `tokens` tokens in shards of at most SHARD: holes and one EOS."""
     shard = min(tokens, SHARD)
     documents = shard // MEAN_DOCUMENT
     sources = [folder / f"{tokens}" / f"source{number}" for number in range(SOURCES)]
@@ -391,6 +392,9 @@ def _sparse_sources(folder: Path, tokens: int) -> list[Path]:
                 (source / "train" / file).touch()
                 os.truncate(source / "train" / file, size)
             cards.append(_shard(f"{part}.ds", documents, shard, f"{number} {part}"))
+        with (source / "train" / "0.ds").open("r+b") as first:
+            first.seek(2 * (shard - 1))
+            first.write(np.asarray(HOLE_EOS, "<u2").tobytes())
         _write_card(source, cards, HOLE_EOS)
     return sources
 
