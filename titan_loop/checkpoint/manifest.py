@@ -6,7 +6,8 @@ Format version 2:
     trainer            what `LoopTrainer.state_dict` returns: tokens, R, the model's architecture
     data               what the loader's `state_dict` returns: windows consumed, and of what
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
-                       `upcycled`: which layer came from which (`upcycling.upcycle_checkpoint`)
+                       `upcycled`: which layer came from which (`upcycling.upcycle_checkpoint`);
+                       of a mean `merged`: its parents (`merging.merge_checkpoints`)
     stage_end          whether the stage ended here; such a checkpoint is kept for ever
     files              name -> {"bytes", "sha256"} of every file the ranks wrote
     sha256             of all of the above

@@ -1,6 +1,7 @@
-"""`titan-loop checkpoint VERB`: list, check, compare, name and delete checkpoints."""
+"""`titan-loop checkpoint VERB`: list, check, compare, name, delete and merge checkpoints."""
 
 import contextlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -175,6 +176,24 @@ def consolidate(
     print(f"{output}: {len(keys)} tensors, {_size(output.stat().st_size)}")
 
 
+def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, ...] = ()) -> None:
+    """Write the weighted mean of checkpoints of one architecture as a new run.
+
+    The run has one checkpoint of step 0 without the optimiser's moments. `eval`, `generate` and
+    `convert export` take it like any other; `train` starts a run from it with
+    --checkpoint.carry.parent RUN --checkpoint.carry.no-optimizer.
+
+    Args:
+        checkpoints: Two or more folders step-N, or runs for their newest whole checkpoints. The
+            first one's data and recurrent steps are the new run's.
+        output: New run directory.
+        weights: Weight of each checkpoint, at least 0; divided by their sum. Equal by default.
+    """
+    from titan_loop.runs.conversion import merge_runs
+
+    print(merge_runs(checkpoints, output, weights, sys.argv))
+
+
 def _is_checkpoint(path: Path) -> bool:
     from titan_loop.checkpoint.manifest import MANIFEST
 
@@ -232,4 +251,5 @@ VERBS = {
     "rm": rm,
     "tag": tag,
     "consolidate": consolidate,
+    "merge": merge,
 }

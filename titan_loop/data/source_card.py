@@ -23,6 +23,8 @@ CARD_NAME = "source.json"
 _OWN_HASH = "card_sha256"
 LOCK_NAME = "source.lock"
 FORMAT_VERSION = 2
+SHORT_DIGEST = 16
+"""Hexadecimal digits of a SHA-256 in a loader's description."""
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:

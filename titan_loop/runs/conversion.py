@@ -1,6 +1,6 @@
-"""Run directories that are written, not trained: an upcycled run, or an imported one.
+"""Run directories that are written, not trained: an upcycled run, an imported or a merged one.
 
-Either begins with one checkpoint and has the `config.json` of a trained run, so that training,
+Each begins with one checkpoint and has the `config.json` of a trained run, so that training,
 evaluation and conversion take it like any other. It appears whole or not at all.
 """
 
@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from titan_loop.checkpoint.hugging_face.importing import OuroFolder, import_folder, model_options
+from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.model import architecture, check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
+from titan_loop.errors import UserError
 from titan_loop.models.sizes import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -55,10 +57,53 @@ def upcycle_run(
     with staged_folder(output) as staged:
         new = RunDirectory(staged)
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
-        if (run.path / TOKENIZER_NAME).is_file():  # an import has no sources to take it from
-            shutil.copyfile(run.path / TOKENIZER_NAME, staged / TOKENIZER_NAME)
+        _copy_tokenizer(run, staged)
         new.create_or_open(command, config=config)
     return source.path, RunDirectory(output).checkpoint(source.step)
+
+
+def merge_runs(
+    parents: Sequence[Path], output: Path, weights: Sequence[float], command: Sequence[str]
+) -> Path:
+    """Write a new run whose one checkpoint, of step 0, is the weighted mean of others.
+
+    Model options, window, data and text format are those of the first parent, so that the new run
+    is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
+
+    Args:
+        parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
+        output: The new run directory.
+        weights: One for each parent, see `merge_checkpoints`; empty for equal ones.
+        command: Recorded in the new `run.json`.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: `output` is not empty, the weights do not fit, or a parent is missing, damaged,
+            or of another architecture or vocabulary than the first.
+    """
+    scaled_weights(weights, len(parents))  # refuses them before any file is read
+    runs = [SavedRun.open(parent) for parent in parents]
+    sources = [run.checkpoint() for run in runs]
+    first = runs[0]
+    saved = sources[0].manifest["trainer"]["architecture"]
+    check_architecture(saved, architecture(decoder_config(first.model_options, max_seq_len=1)))
+    _check_vocabularies(runs)
+    config = {
+        "total_tokens": 0,  # none are trained on here
+        "model": first.config["model"],
+        "training": {"seq_len": first.seq_len},
+        "dataloader": first.dataloader,
+        "text": first.config.get("text"),
+    }
+    with staged_folder(output) as staged:
+        new = RunDirectory(staged)
+        paths = [source.path for source in sources]
+        merge_checkpoints(paths, new.checkpoint(0), weights=weights)
+        _copy_tokenizer(first, staged)
+        new.create_or_open(command, config=config)
+    return RunDirectory(output).checkpoint(0)
 
 
 def import_run(
@@ -92,3 +137,20 @@ def import_run(
             shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
         new.create_or_open(command, config=config)
     return RunDirectory(output).checkpoint(0)
+
+
+def _copy_tokenizer(run: SavedRun, folder: Path) -> None:
+    """Copy the tokenizer that an import left, which is in none of the run's sources."""
+    if (run.path / TOKENIZER_NAME).is_file():
+        shutil.copyfile(run.path / TOKENIZER_NAME, folder / TOKENIZER_NAME)
+
+
+def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
+    """Raise `UserError` for two runs whose token ids are known to mean different things."""
+    known = [(run, name) for run in runs if (name := run.vocabulary()) is not None]
+    for run, name in known[1:]:
+        if name != known[0][1]:
+            raise UserError(
+                f"{run.path} has another vocabulary than {known[0][0].path}: {name} instead of "
+                f"{known[0][1]}; merge models of one vocabulary"
+            )

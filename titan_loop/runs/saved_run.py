@@ -17,7 +17,14 @@ from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.data.load.mixture import parse_mixture
-from titan_loop.data.source_card import CARD_NAME, SourceCard, file_sha256, text_format
+from titan_loop.data.source_card import (
+    CARD_NAME,
+    SHORT_DIGEST,
+    SourceCard,
+    file_sha256,
+    text_format,
+)
+from titan_loop.data.tasks.task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.text.text_format import TextFormat
@@ -239,6 +246,21 @@ class SavedRun:
                 f"tokenizer {path} is not the one {self.path} was trained with; use {own}"
             )
         return RunTokenizer(path, is_known=True)
+
+    def vocabulary(self) -> str | None:
+        """Return what the model's token ids stand for, as a phrase to compare and to show.
+
+        None where neither run nor checkpoint says: an import without a tokenizer, or streamed text.
+        """
+        state = self.checkpoint().manifest["data"]
+        task = recorded_task(state)
+        if task is not None:
+            return f"task {task.name} of {task.vocab_size} tokens"
+        if self._imported_tokenizer.is_file():
+            sha256 = file_sha256(self._imported_tokenizer)
+        else:
+            sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
+        return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
 
     @property
     def _imported_tokenizer(self) -> Path:

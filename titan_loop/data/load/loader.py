@@ -31,12 +31,10 @@ from titan_loop.data.load.mixture import (
 from titan_loop.data.load.windows import CutWindows, PackedWindows, SourceWindows, Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import SourceCard
+from titan_loop.data.source_card import SHORT_DIGEST, SourceCard
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-_SHORT_DIGEST = 16
 
 
 def named_sources(paths: Sequence[str]) -> dict[str, str]:
@@ -353,7 +351,7 @@ class WindowLoader(GlobalWindowLoader):
                 "path": entry.path,
                 "share": share / sum(shares),
                 "tokens": source.shards.tokens,
-                "contents": source.contents()[:_SHORT_DIGEST],
+                "contents": source.contents()[:SHORT_DIGEST],
             }
             if entry.packed:
                 fields["packed"] = True
@@ -363,7 +361,7 @@ class WindowLoader(GlobalWindowLoader):
         description: dict[str, Any] = {
             "seed": seed,
             "seq_len": seq_len,
-            "tokenizer": tokenizer_sha256[:_SHORT_DIGEST],
+            "tokenizer": tokenizer_sha256[:SHORT_DIGEST],
             SOURCES: sources,
         }
         if any(epochs is not None for epochs in self._max_epochs):

@@ -1,0 +1,384 @@
+"""The mean of checkpoints is what arithmetic says, names its parents, and is a run like any other.
+
+The reference sums in numpy's longdouble and rounds once, so that it shares no code with the merge.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.checkpoint.hugging_face.conftest import random_model, write_run
+from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
+from titan_loop.checkpoint.merging import merge_checkpoints
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.cli.main import main
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
+from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.models.sizes import ModelOptions
+from titan_loop.recipes.recipe import Recipe
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+
+ARCHITECTURE = {"dim": 5, "n_layers": 1}
+WEIGHTS = (1.0, 2.5, 0.0, 4.0)
+"""Some of these means lie exactly between two float32 numbers, which shares of 1/7.5 would miss."""
+
+
+def content(**architecture: int) -> dict[str, Any]:
+    return {
+        "step": 7,
+        "created": "2026-01-01T00:00:00+00:00",
+        "stage_end": False,
+        "trainer": {
+            "step": 7,
+            "tokens": 70,
+            "recurrent_steps": 4,
+            "architecture": {**ARCHITECTURE, **architecture},
+        },
+        "data": {"windows_consumed": 5},
+        "lineage": {"parent": None, "stage": "1a"},
+    }
+
+
+def entries(seed: int) -> dict[str, Any]:
+    """Return weights of three dtypes, what has no mean, and the optimiser's state."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(64, 257, generator=generator)
+    wide[0] = 1.0
+    wide[0, seed] = -0.0  # the sign is lost where 0 times another parent is added
+    wide[1] *= 1e-42  # denormals
+    return {
+        "layers.0.w": wide,
+        "half": torch.randn(999, generator=generator).bfloat16(),
+        "double": torch.randn(33, generator=generator, dtype=torch.float64),
+        "count": torch.tensor([3, 4]),
+        "mask": torch.tensor([True, False]),
+        "note": ("eps", 1e-6),
+        "optimizer.state.layers.0.w.exp_avg": wide + 1,
+        "optimizer.param_groups.layers.0.w.lr": 0.1 * seed,
+    }
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    """Return four checkpoints of one architecture."""
+    paths = [tmp_path / f"parent-{seed}" for seed in range(4)]
+    for seed, path in enumerate(paths):
+        write_checkpoint(path, entries(seed), content())
+    return paths
+
+
+def mean_by_hand(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return Σ w x / Σ w with 64 bits of mantissa, rounded to float64."""
+    total = sum(
+        np.longdouble(weight) * tensor.double().numpy().astype(np.longdouble)
+        for weight, tensor in zip(weights, tensors, strict=True)
+    )
+    return torch.from_numpy(np.asarray(total / sum(map(np.longdouble, weights))).astype(np.float64))
+
+
+@pytest.mark.parametrize("weights", [(), WEIGHTS, (2.0**1023,) * 4, (0, 5, 1, 1)])
+def test_every_weight_is_the_mean_rounded_once(
+    sources: list[Path], tmp_path: Path, weights: tuple[float, ...]
+):
+    merge_checkpoints(sources, tmp_path / "mean", weights=weights)
+    merged = CheckpointReader(tmp_path / "mean")
+    parents = [entries(seed) for seed in range(4)]
+    assert merged.keys() == sorted(key for key in parents[0] if not key.startswith("optimizer"))
+    for key in ("layers.0.w", "half", "double"):
+        found, dtype = merged.read(key), parents[0][key].dtype
+        expected = mean_by_hand([parent[key] for parent in parents], weights or (1.0,) * 4)
+        assert found.dtype == dtype
+        if dtype == torch.float64:  # here the order of the sum shows
+            torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-16)
+        else:
+            assert torch.equal(found, expected.to(dtype)), key
+    assert torch.equal(merged.read("count"), torch.tensor([3, 4]))
+    assert torch.equal(merged.read("mask"), torch.tensor([True, False]))
+    assert merged.read_object("note") == ("eps", 1e-6)
+
+
+@pytest.mark.parametrize("chosen", [0, 2])
+def test_a_weight_of_one_among_zeros_gives_that_checkpoint_bit_for_bit(
+    sources: list[Path], tmp_path: Path, chosen: int
+):
+    weights = [float(index == chosen) for index in range(4)]
+    merge_checkpoints(sources, tmp_path / "mean", weights=weights)
+    merged, parent = CheckpointReader(tmp_path / "mean"), entries(chosen)
+    for key in merged.tensor_keys():
+        bits = [tensor.contiguous().view(torch.uint8) for tensor in (merged.read(key), parent[key])]
+        assert torch.equal(*bits), key
+
+
+def test_the_manifest_names_the_parents_and_counts_no_tokens(sources: list[Path], tmp_path: Path):
+    merge_checkpoints(sources[:2], tmp_path / "mean", weights=(1, 3))
+    manifest = read_manifest(tmp_path / "mean")
+    assert manifest["lineage"] == {
+        "parent": None,
+        "merged": [
+            {**reference(sources[0]), "weight": 0.25},
+            {**reference(sources[1]), "weight": 0.75},
+        ],
+    }
+    assert manifest["step"] == manifest["trainer"]["step"] == manifest["trainer"]["tokens"] == 0
+    assert manifest["trainer"]["recurrent_steps"] == 4
+    assert manifest["trainer"]["architecture"] == ARCHITECTURE
+    assert manifest["data"] == content()["data"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": torch.tensor([3, 5])}, "count has no mean and differs between"),
+        ({"mask": torch.tensor([True, True])}, "mask has no mean and differs"),
+        ({"note": ("eps", 1e-5)}, "note has no mean and differs"),
+        ({"note": torch.zeros(2)}, r"note is torch.float32 \[2\] in .*, but an object in"),
+        ({"half": torch.zeros(999)}, r"half is torch.float32 \[999\] .* torch.bfloat16 \[999\]"),
+        ({"half": torch.zeros(3).bfloat16()}, r"half is torch.bfloat16 \[3\] in"),
+        ({"gate.w": torch.zeros(2)}, r"gate.w is torch.float32 \[2\] in .*, but missing in"),
+    ],
+)
+def test_entries_that_differ_are_refused_by_name(
+    sources: list[Path], tmp_path: Path, change: dict[str, Any], message: str
+):
+    write_checkpoint(tmp_path / "other", {**entries(9), **change}, content())
+    with pytest.raises(UserError, match=message):
+        merge_checkpoints([*sources, tmp_path / "other"], tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+
+
+_MEASURE = """
+import sys
+from pathlib import Path
+import titan_loop.compat as compat
+from titan_loop.checkpoint.merging import merge_checkpoints
+
+folder = Path(sys.argv[1])
+merge_checkpoints([folder / "small"] * 3, folder / "small-mean")  # allocates once
+before = compat.peak_resident_bytes()
+merge_checkpoints([folder / "large"] * 3, folder / "large-mean")
+print(compat.peak_resident_bytes() - before)
+"""
+
+
+def test_memory_is_a_few_copies_of_one_tensor(tmp_path: Path):
+    """96 MiB in tensors of 4 MiB, read three times; sum and summand are 8 MiB each in float64."""
+    numel = 1 << 20
+    for name, count in (("small", 4), ("large", numel)):
+        fill = partial(torch.ones, count)
+        tensors = {f"w{i}": LazyTensor((count,), torch.float32, fill) for i in range(24)}
+        write_checkpoint(tmp_path / name, tensors, content())
+    child = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)],
+        # Else glibc keeps what is freed, and what is counted is its habits.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(child.stdout) < 5.75 * 4 * numel  # and one float32 tensor, as it is read
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Return two runs of one architecture that was never trained."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        write_run(path, ModelOptions(), random_model(ModelOptions()))
+    return paths
+
+
+def error_of(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["checkpoint", "merge", *map(str, arguments)]) == EXIT_USER_ERROR
+    captured = capfd.readouterr().err
+    assert captured.count("\n") == 1, captured
+    return captured
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (["1"], "weights=1 has 1 values for 2 checkpoints"),
+        (["1", "2", "3"], "weights=1 2 3 has 3 values for 2 checkpoints"),
+        (["0", "0"], "weights=0 0 must be finite and at least 0, with a positive sum"),
+        (["nan", "1"], "weights=nan 1 must be finite"),
+        (["1", "inf"], "weights=1 inf must be finite"),
+        (["-1", "2"], "weights=-1 2 must be finite and at least 0"),
+        (["one", "2"], "--weights"),
+    ],
+)
+def test_weights_that_do_not_fit_are_one_line(
+    runs: list[Path],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    weights: list[str],
+    message: str,
+):
+    assert message in error_of(capfd, *runs, "--output", tmp_path / "mean", "--weights", *weights)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
+    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    first, second = runs
+    to_new = ("--output", tmp_path / "mean")
+    assert "at least two checkpoints, not 1" in error_of(capfd, first, *to_new)
+    assert "required: --output" in error_of(capfd, first, second)
+    assert "is not empty" in error_of(capfd, first, second, "--output", first)
+    assert "is not a folder" in error_of(capfd, first, tmp_path / "missing", *to_new)
+    assert "has no manifest" in error_of(capfd, first, second / "checkpoints", *to_new)
+
+    other = tmp_path / "other"
+    options = ModelOptions(n_layers=3, rope_theta=5e4)
+    write_run(other, options, random_model(options))
+    message = error_of(capfd, first, other, *to_new)
+    assert "another architecture" in message
+    assert "model.n_layers=3 (the first: 2), model.rope_theta=50000.0 (the first: 10000" in message
+
+    shard = next(second.glob("checkpoints/*/*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    assert "is damaged: __0_0.distcp has another SHA-256" in error_of(capfd, *runs, *to_new)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "other"}
+
+
+def test_other_vocabularies_are_refused(
+    runs: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    def read(run: Path, **data: object) -> None:
+        checkpoint = RunDirectory(run).checkpoint(7)
+        write_manifest(checkpoint, {**read_manifest(checkpoint), "data": {"data": data}})
+
+    first, second = runs
+    command = (*runs, "--output", tmp_path / "mean")
+    read(first, tokenizer="7f66fd1a603a64a9")
+    read(second, tokenizer="0123456789abcdef")
+    message = error_of(capfd, *command)
+    assert "has another vocabulary than" in message
+    assert "tokenizer 0123456789abcdef instead of tokenizer 7f66fd1a603a64a9" in message
+    mano = Mano(23, 4)
+    read(second, task=mano.name, modulus=23, max_operations=4)
+    assert f"task {mano.name} of {mano.vocab_size} tokens instead of" in error_of(capfd, *command)
+    read(second)
+    (second / "tokenizer.json").write_text("{}")  # as an import leaves one
+    assert "tokenizer 44136fa355b3678a instead of" in error_of(capfd, *command)
+    (first / "tokenizer.json").write_text("{}")
+    assert main(["checkpoint", "merge", *map(str, command)]) == EXIT_OK
+    assert (tmp_path / "mean" / "tokenizer.json").read_text() == "{}"
+
+
+KILLED = """
+import os, signal, sys
+from titan_loop.checkpoint import merging
+from titan_loop.cli.main import main
+
+mean, seen = merging._mean, []
+
+def killed(*arguments):
+    seen.append(arguments)
+    if len(seen) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return mean(*arguments)
+
+merging._mean = killed
+main(sys.argv[1:])
+"""
+
+
+def test_a_merge_that_is_killed_leaves_no_run_and_the_next_one_works(
+    runs: list[Path], tmp_path: Path
+):
+    command = ["checkpoint", "merge", *map(str, runs), "--output", str(tmp_path / "mean")]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *command], capture_output=True, check=False, env=os.environ
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", ".mean.unfinished"}
+    assert main(command) == EXIT_OK
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "mean"}
+    CheckpointReader(RunDirectory(tmp_path / "mean").checkpoint(0))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the module's trained run goes; the first test to need it trains it."""
+    return tmp_path_factory.mktemp("trained") / "run"
+
+
+@pytest.fixture
+def parents(alone: None, trained: Path, source: Path) -> list[Path]:
+    """Return the last two checkpoints of a trained run, with the optimiser's moments."""
+    if not trained.exists():
+        run_training(tiny_config(source, trained), command=["test"])
+    return [RunDirectory(trained).checkpoint(step) for step in (6, 4)]
+
+
+def merged_run(parents: list[Path], output: Path, *weights: float) -> Path:
+    command = ["checkpoint", "merge", *map(str, parents), "--output", str(output)]
+    flags = ["--weights", *map(str, weights)] if weights else []
+    assert main([*command, *flags]) == EXIT_OK
+    return output
+
+
+def evaluated(run: Path, step: int) -> DepthReport:
+    assert main(["eval", str(run), "--depths", "1", "2", "--windows", "4"]) == EXIT_OK
+    return DepthReport.load(RunDirectory(run).evaluations / f"depth-step-{step}.json")
+
+
+def test_a_merged_run_is_evaluated_completed_and_exported(
+    parents: list[Path], trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    same = merged_run(parents, tmp_path / "same", 1, 0)
+    mean = merged_run(parents, tmp_path / "mean")
+    before = evaluated(trained, 6)
+    assert evaluated(same, 0).sources == before.sources
+    assert evaluated(mean, 0).sources != before.sources
+    capfd.readouterr()
+    prompt = ["--prompt", "def f(", "--max-new-tokens", "8"]
+    texts = []
+    for run in (trained, same):
+        assert main(["generate", str(run), *prompt]) == EXIT_OK
+        texts.append(capfd.readouterr().out)
+    assert texts[0] == texts[1] != ""
+    assert main(["status", str(mean)]) == EXIT_OK
+    assert "complete, 0 tokens" in capfd.readouterr().out
+    folder = tmp_path / "folder"
+    assert main(["convert", "export", str(mean), "--output", str(folder)]) == EXIT_OK
+    assert (folder / "tokenizer.json").is_file()
+    assert '"merged"' in (folder / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_stage_starts_from_the_mean_without_moments(
+    parents: list[Path], source: Path, tmp_path: Path
+):
+    mean = merged_run(parents, tmp_path / "mean")
+    config = tiny_config(source, tmp_path / "child", steps=2)
+    config.learning_rate = Schedule.constant(0)  # so that the weights stay what was loaded
+    config.checkpoint.carry.parent = str(mean)
+    with pytest.raises(UserError, match=r"no optimizer's moments; .*--checkpoint\.carry\.no-opt"):
+        run_recipe(Recipe.of_one_run("child", config))
+    with pytest.raises(UserError, match="no optimizer's moments, as after"):
+        run_recipe(Recipe.of_one_run("mean", tiny_config(source, mean)))
+    config.checkpoint.carry.optimizer = False
+    run_recipe(Recipe.of_one_run("child", config))
+    first = CheckpointReader(RunDirectory(mean).checkpoint(0))
+    last = CheckpointReader(RunDirectory(tmp_path / "child").checkpoint(2))
+    assert last.manifest["lineage"]["origin"] == reference(first.checkpoint)
+    assert last.manifest["trainer"]["tokens"] == config.total_tokens
+    for key in first.tensor_keys():
+        assert torch.equal(last.read(key), first.read(key)), key

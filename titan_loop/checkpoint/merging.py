@@ -1,0 +1,173 @@
+"""The weighted mean of committed checkpoints of one architecture becomes a checkpoint of its own.
+
+    w = Σ_i a_i w_i / Σ_i a_i        a_i = weights[i]
+
+Sum and quotient are taken in float64, and the result is rounded to the tensor's own dtype. (Shares
+a_i / Σ a_i would have rounding errors of their own, which show where the mean lies half-way between
+two float32 numbers.) The mean has no optimiser state, since moments belong to the weights they were
+measured at.
+
+Source: Wortsman et al. 2022, "Model soups", arXiv:2203.05482, §2 (the uniform soup, with weights).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
+from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.errors import UserError
+
+_OBJECT = "an object"
+
+
+def merge_checkpoints(
+    sources: Sequence[Path], target: Path, *, weights: Sequence[float] = ()
+) -> None:
+    """Write and commit the weighted mean of committed checkpoints, as a checkpoint of step 0.
+
+    Memory: the largest tensor twice in float64 and once as it is saved, whatever their number.
+
+    The new manifest counts no tokens. R, the architecture and the position in the data are those of
+    the first checkpoint. `lineage.merged` has, for every checkpoint, its path, the hash of its
+    manifest and its share a_i / Σ a_i as `weight`.
+
+    Args:
+        sources: Folders of committed checkpoints, at least two.
+        target: Folder of the new one.
+        weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
+            A checkpoint of weight 0 is checked like the others, but not added.
+
+    Raises:
+        UserError: The weights or the number of checkpoints are not as above, one of `sources` is
+            not a committed checkpoint, or they differ in architecture, entries, shapes, dtypes or
+            anything that has no mean, such as integers.
+        DamagedCheckpointError: A file is missing, truncated or altered.
+    """
+    factors = scaled_weights(weights, len(sources))
+    manifests = [read_manifest(source) for source in sources]
+    _check_architectures(sources, manifests)
+    readers = [CheckpointReader(source) for source in sources]
+    first, *others = readers
+    forms = _forms(first)
+    for other in others:
+        _check_forms(first, other, forms)
+    entries: dict[str, Any] = {}
+    for name, form in forms.items():
+        if form == _OBJECT:
+            entries[name] = _shared(readers, name, CheckpointReader.read_object)
+        elif first.dtype(name).is_floating_point:
+            produce = partial(_mean, readers, factors, name)
+            entries[name] = LazyTensor(tuple(first.shape(name)), first.dtype(name), produce)
+        else:
+            entries[name] = _shared(readers, name, CheckpointReader.read)
+    content = {
+        "step": 0,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stage_end": True,
+        "trainer": {**manifests[0]["trainer"], "step": 0, "tokens": 0},
+        "data": manifests[0]["data"],
+        "lineage": {
+            "parent": None,
+            "merged": [
+                {**reference(source), "weight": factor / sum(factors)}
+                for source, factor in zip(sources, factors, strict=True)
+            ],
+        },
+    }
+    write_checkpoint(target, entries, content)
+
+
+def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
+    """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
+
+    Scaling is exact, and keeps products far from overflow.
+
+    Raises:
+        UserError: There are fewer than two checkpoints, or the weights do not fit.
+    """
+    if count < 2:
+        raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")
+    weights = weights or [1.0] * count
+    given = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != count:
+        raise UserError(
+            f"weights={given} has {len(weights)} values for {count} checkpoints; give one for "
+            "each, or none for equal weights"
+        )
+    if not all(0 <= weight < math.inf for weight in weights) or max(weights) == 0:
+        raise UserError(f"weights={given} must be finite and at least 0, with a positive sum")
+    exponent = math.frexp(max(weights))[1] - 1
+    return [math.ldexp(weight, -exponent) for weight in weights]
+
+
+def _check_architectures(sources: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
+    """Raise `UserError` naming every field in which a checkpoint's model is not the first's."""
+    first, *others = (manifest["trainer"].get("architecture", {}) for manifest in manifests)
+    for source, other in zip(sources[1:], others, strict=True):
+        differences = [
+            f"model.{field}={other.get(field)} (the first: {first.get(field)})"
+            for field in {**first, **other}
+            if other.get(field) != first.get(field)
+        ]
+        if differences:
+            raise UserError(
+                f"{source} is of another architecture than {sources[0]}: "
+                f"{', '.join(differences)}; merge checkpoints of one architecture"
+            )
+
+
+def _forms(reader: CheckpointReader) -> dict[str, str]:
+    """Return dtype and shape, as a phrase, of every entry that is not the optimiser's."""
+    keys, tensors = reader.keys(), set(reader.tensor_keys())
+    return {
+        key: f"{reader.dtype(key)} {[*reader.shape(key)]}" if key in tensors else _OBJECT
+        for key in keys
+        if not key.startswith(OPTIMIZER_PREFIX)
+    }
+
+
+def _check_forms(first: CheckpointReader, other: CheckpointReader, forms: dict[str, str]) -> None:
+    """Raise `UserError` for an entry that two checkpoints do not have in the same form."""
+    others = _forms(other)
+    for name in sorted({*forms, *others}):
+        here, there = forms.get(name, "missing"), others.get(name, "missing")
+        if here != there:
+            raise UserError(
+                f"{name} is {there} in {other.checkpoint}, but {here} in {first.checkpoint}; merge "
+                "checkpoints with the same tensors"
+            )
+
+
+def _shared(
+    readers: Sequence[CheckpointReader], name: str, read: Callable[[CheckpointReader, str], Any]
+) -> Any:
+    """Return an entry that has no mean, on which all checkpoints must agree."""
+    first, *others = readers
+    value = read(first, name)
+    for other in others:
+        there = read(other, name)
+        if not (torch.equal(value, there) if isinstance(value, Tensor) else value == there):
+            raise UserError(
+                f"{name} has no mean and differs between {first.checkpoint} and "
+                f"{other.checkpoint}; merge checkpoints that agree in it"
+            )
+    return value
+
+
+def _mean(readers: Sequence[CheckpointReader], factors: Sequence[float], name: str) -> Tensor:
+    """Return the mean of one tensor, in the dtype in which it is saved."""
+    # Adding 0 · w would turn -0 into 0: a lone weight is to give its checkpoint bit for bit.
+    parts = [(reader, a) for reader, a in zip(readers, factors, strict=True) if a]
+    (first, factor), *others = parts
+    total = first.read(name).double().mul_(factor)
+    for reader, factor in others:
+        total.add_(reader.read(name).double().mul_(factor))
+    return total.div_(sum(factors)).to(readers[0].dtype(name))
