@@ -43,7 +43,12 @@ def save(folder: Path, step: int, *, attempts: int = 1, delete: int | None = Non
     save_checkpoint(
         folder / f"step-{step}",
         lambda: tensors(step),
-        {"step": step, "trainer": {}, "data": {}, "lineage": {}},
+        {
+            "step": step,
+            "trainer": {"step": step, "tokens": 8, "recurrent_steps": 4, "architecture": {}},
+            "data": {},
+            "lineage": {},
+        },
         group=dist.group.WORLD,
         retry=RetryPolicy(attempts, 0.2),
         on_commit=lambda: None if delete is None else discard(folder / f"step-{delete}"),

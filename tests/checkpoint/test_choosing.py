@@ -1,6 +1,7 @@
 """Which checkpoint is chosen: the newest whole one, named reasons for the others."""
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
 from titan_loop.errors import UserError
 
+TRAINER = {"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {}}
+
 
 def committed(folder: Path, step: int) -> Path:
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (checkpoint / name).write_bytes(f"{name} of step {step}".encode() * 100)
-    content = {"step": step, "trainer": {}, "data": {}, "lineage": {}}
+    content = {"step": step, "trainer": TRAINER, "data": {}, "lineage": {}}
     write_manifest(checkpoint, {**content, "files": file_records(checkpoint)})
     return checkpoint
 
@@ -81,6 +84,62 @@ def test_a_damaged_manifest_does_not_commit_anything(tmp_path, caplog, text):
     assert found is not None
     assert found[0] == 2
     assert "Skipping checkpoint step-4" in caplog.text
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_text('{"step":' * 100_000 + "1" + "}" * 100_000),
+        lambda path: path.write_text('{"format_version": 2, "step": ' + "9" * 5000 + "}"),
+        lambda path: path.write_text('{"format_version": 2, "step": "\\ud800"}'),
+        loop,
+        fifo,
+    ],
+    ids=["nested", "huge integer", "surrogate", "link loop", "FIFO"],
+)
+def test_whatever_is_wrong_with_a_manifest_an_older_checkpoint_is_used(tmp_path, caplog, spoil):
+    committed(tmp_path, 2)
+    spoil(committed(tmp_path, 4) / MANIFEST)
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found[0] == 2
+    assert "Skipping checkpoint step-4: manifest.json" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"step": "4"}, "step='4' is not a number"),
+        ({"trainer": 5}, "it has no trainer"),
+        ({"trainer": {**TRAINER, "tokens": 1e9}}, "trainer.tokens=1000000000.0 is not a number"),
+        ({"trainer": {**TRAINER, "recurrent_steps": -4}}, "recurrent_steps=-4 is not a number"),
+        ({"trainer": {**TRAINER, "architecture": []}}, "it has no trainer.architecture"),
+        ({"lineage": {"origin": ["step-2"]}}, "lineage.origin is not a path and a hash"),
+        ({"files": None}, "it has no files"),
+        ({"files": {"a": 5}}, "a has no size and hash"),
+        ({"files": {"../a": {"bytes": 1, "sha256": ""}}}, "is not the name of a file"),
+        ({"files": {"a\0": {"bytes": 1, "sha256": ""}}}, "is not the name of a file"),
+    ],
+    ids=str,
+)
+def test_a_hashed_manifest_with_wrong_content_is_damaged(tmp_path, caplog, wrong, reason):
+    committed(tmp_path, 2)
+    checkpoint = committed(tmp_path, 4)
+    write_manifest(checkpoint, {**read_manifest(checkpoint), **wrong})
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found[0] == 2
+    assert reason in caplog.text
 
 
 def test_a_digit_that_flips_in_the_manifest_is_found(tmp_path, caplog):

@@ -23,7 +23,8 @@ class Run:
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.model = nn.Linear(64, 64)
-        self.state: dict[str, Any] = {"step": 0}
+        self.state: dict[str, Any] = {"step": 0, "tokens": 0, "recurrent_steps": 1}
+        self.state["architecture"] = {}
         config = LoopCheckpointManager.Config(interval=1, retry_seconds=0.01, **settings)
         self.manager = LoopCheckpointManager(
             config,

@@ -54,7 +54,7 @@ def test_tags_are_names_that_come_and_go(tmp_path):
     with pytest.raises(UserError, match="no tag 'best'; it has paper"):
         remove_tag(tmp_path, "best")
     (tmp_path / "tags.json").write_text("[")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is damaged"):
         read_tags(tmp_path)
 
 

@@ -26,7 +26,12 @@ from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_ch
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import ModelOptions, build_decoder
 
-CONTENT: dict[str, Any] = {"step": 3, "trainer": {}, "data": {}, "lineage": {}}
+CONTENT: dict[str, Any] = {
+    "step": 3,
+    "trainer": {"step": 3, "tokens": 24, "recurrent_steps": 4, "architecture": {}},
+    "data": {},
+    "lineage": {},
+}
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -38,7 +38,12 @@ def content(step: int, *, stage_end: bool = False) -> dict[str, Any]:
         "step": step,
         "created": f"2026-11-21T12:00:0{step}+00:00",
         "stage_end": stage_end,
-        "trainer": {"tokens": 1000 * step, "recurrent_steps": 4},
+        "trainer": {
+            "step": step,
+            "tokens": 1000 * step,
+            "recurrent_steps": 4,
+            "architecture": {},
+        },
         "data": {"windows_consumed": step},
         "lineage": {"parent": None, "stage": "main"},
     }
@@ -145,11 +150,12 @@ def test_diff(checkpoints, call):
         "manifest created: '2026-11-21T12:00:02+00:00' | '2026-11-21T12:00:04+00:00'",
         "manifest data.windows_consumed: 2 | 4",
         "manifest step: 2 | 4",
+        "manifest trainer.step: 2 | 4",
         "manifest trainer.tokens: 2000 | 4000",
         "layers.0.b: largest difference 2, relative 0.5",
         "optimizer.param_groups.layers.0.w.lr: 0.25 | 0.125",
         "optimizer.state.layers.0.w.exp_avg: largest difference 2, relative 0.5",
-        "7 differences, 5 entries in both",
+        "8 differences, 5 entries in both",
     ]
     same = call("diff", checkpoints.parent, checkpoints / "step-6")
     assert (same.code, same.out) == (0, "0 differences, 5 entries in both\n")

@@ -1,5 +1,7 @@
 """The front door: quick help without torch, one line for a mistake, documented exit codes."""
 
+import errno
+import os
 import subprocess
 import sys
 import time
@@ -118,6 +120,38 @@ def test_exit_codes(capsys, monkeypatch, raised, code, message):
     monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
     assert cli.main(["recipes"]) == code
     assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (errno.EACCES, 2),
+        (errno.ELOOP, 2),
+        (errno.ENAMETOOLONG, 2),
+        (errno.ENOTDIR, 2),
+        (errno.EIO, 1),
+        (errno.ENOSPC, 1),
+        (errno.ESTALE, 1),
+    ],
+    ids=errno.errorcode.get,
+)
+def test_what_the_system_says_about_a_file_is_one_line(capsys, monkeypatch, fault, code):
+    def fail(_: object) -> int:
+        raise OSError(fault, os.strerror(fault), "/runs/x")
+
+    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    assert cli.main(["recipes"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"titan-loop: error: /runs/x: {os.strerror(fault)}"
+
+
+def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch):
+    def fail(_: object) -> int:
+        raise OSError(errno.EINVAL, "no file")
+
+    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    with pytest.raises(OSError, match="no file"):
+        cli.main(["recipes"])
 
 
 def test_other_ranks_say_which_they_are(capsys, monkeypatch):

@@ -44,7 +44,7 @@ def test_a_config_that_is_missing_or_broken_is_one_line(tmp_path: Path):
     with pytest.raises(UserError, match=r"has no config\.json"):
         run.read_config()
     run.config_json.write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
+    with pytest.raises(UserError, match=r"config\.json is damaged .*; repair it"):
         run.create_or_open([], {})
     assert not run.run_json.exists()
 
@@ -102,7 +102,15 @@ def test_restart_supersedes_repeated_steps(tmp_path: Path):
     # Killed after step 40, restarted from 20 with another logging interval, killed again at 35.
     for attempt, steps in (("a", (10, 20, 30, 40)), ("b", (25, 35)), ("c", (30,))):
         for step in steps:
-            append_jsonl(run.metrics_jsonl, {"step": step, "attempt": attempt})
+            append_jsonl(run.metrics_jsonl, {"step": step, "tokens": 8, "attempt": attempt})
     series = [(record["step"], record["attempt"]) for record in run.read_metrics()]
     assert series == [(10, "a"), (20, "a"), (25, "b"), (30, "c")]
     assert len(read_jsonl(run.metrics_jsonl)) == 7
+
+
+@pytest.mark.parametrize("line", ["5", "{}", '{"step": "1", "tokens": 8}', '{"step": 1}'])
+def test_a_metrics_line_that_is_no_record_is_one_line(tmp_path: Path, line: str):
+    run = RunDirectory(tmp_path)
+    run.metrics_jsonl.write_text('{"step": 1, "tokens": 8}\n' + line + "\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl' line 2 "):
+        run.read_metrics()

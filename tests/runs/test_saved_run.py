@@ -108,3 +108,27 @@ def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
         SavedRun(old_run)
     with pytest.raises(UserError, match="rename 'elsewhere'"):  # as a restart would
         RunDirectory(old_run).create_or_open([], {"checkpoint": checkpoint})
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda run: run.model_options,
+        lambda run: run.seq_len,
+        lambda run: run.total_tokens,
+        lambda run: run.dataloader,
+    ],
+    ids=["model", "training.seq_len", "total_tokens", "dataloader"],
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"model": 5, "training": 5, "total_tokens": "8", "dataloader": []},
+    ],
+    ids=["empty", "wrong types"],
+)
+def test_a_config_of_the_wrong_shape_is_one_line(tmp_path, config, read):
+    RunDirectory(tmp_path).create_or_open([], config)
+    with pytest.raises(UserError, match=r"config\.json.*; repair it"):
+        read(SavedRun(tmp_path))

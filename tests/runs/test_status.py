@@ -28,7 +28,8 @@ def run(path: Path, tokens: int, *, saved: int, parent: str = "", total: int = 1
     record = {"step": 1, "tokens": tokens, "loss": 2.5, "tokens_per_second": 4.0}
     append_jsonl(directory.metrics_jsonl, record)
     if saved:
-        content = {"step": 1, "trainer": {"tokens": saved}, "data": {}, "lineage": {}, "files": {}}
+        trainer = {"step": 1, "tokens": saved, "recurrent_steps": 4, "architecture": {}}
+        content = {"step": 1, "trainer": trainer, "data": {}, "lineage": {}, "files": {}}
         write_manifest(directory.checkpoint(1), content)
 
 

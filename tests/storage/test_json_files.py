@@ -1,13 +1,22 @@
 """JSON files: atomic writes, and lines that survive a kill."""
 
+import errno
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import append_jsonl, read_jsonl, read_versioned_json, write_json
+from titan_loop.storage.json_files import (
+    append_jsonl,
+    read_json_object,
+    read_jsonl,
+    read_versioned_json,
+    write_json,
+)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path):
@@ -53,3 +62,48 @@ def test_a_versioned_file_that_cannot_be_read_is_one_line(tmp_path, text, messag
         read_versioned_json(path, format_version=2, fix="move it away")
     path.write_text('{"format_version": 2, "a": 1}')
     assert read_versioned_json(path, format_version=2, fix="")["a"] == 1
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "nested": lambda path: path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000),
+    "nested less": lambda path: path.write_text('{"a":' * 500 + "1" + "}" * 500),
+    "huge integer": lambda path: path.write_text('{"format_version": ' + "9" * 5000 + "}"),
+    "infinite": lambda path: path.write_text('{"format_version": 1e999}'),
+    "not UTF-8": lambda path: path.write_bytes(b'{"a": "\xff"}'),
+    "a number": lambda path: path.write_text("5"),
+    "FIFO": os.mkfifo,
+    "folder": Path.mkdir,
+    "link loop": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
+def test_what_is_not_a_json_object_is_one_line(tmp_path: Path, spoil):
+    path = tmp_path / "record.json"
+    spoil(path)
+    with pytest.raises(UserError, match=r"record\.json is damaged \(.+\); move it away$") as caught:
+        read_versioned_json(path, format_version=2, fix="move it away")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
+def test_a_jsonl_file_or_line_that_holds_no_object_is_one_line(tmp_path: Path, spoil):
+    path = tmp_path / "m.jsonl"
+    spoil(path)
+    if path.is_file():
+        path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(UserError, match=r"m\.jsonl('? line 1| is damaged).*; (remove|move)"):
+        read_jsonl(path, {"step": int})
+
+
+def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    write_json(tmp_path / "x.json", {})
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_json_object(tmp_path / "x.json", fix="")
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError):
+        read_json_object(tmp_path / "missing.json", fix="")

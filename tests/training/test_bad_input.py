@@ -269,6 +269,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_before_anything_starts(
             "architecture": saved.architecture,
             "step": 2,
             "tokens": 2 * BATCH_TOKENS,
+            "recurrent_steps": 2,
         },
         "data": {},
         "lineage": {},

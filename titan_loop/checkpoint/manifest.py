@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import finite_or_null, write_json
+from titan_loop.storage.json_files import (
+    DamagedJsonError,
+    finite_or_null,
+    nested,
+    read_json_object,
+    write_json,
+)
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -83,8 +89,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """
     path = checkpoint / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-        version = manifest["format_version"]
+        manifest = read_json_object(path, fix="use another checkpoint")
     except FileNotFoundError as error:
         raise UserError(
             f"{checkpoint} has no {MANIFEST}: it is not a checkpoint, or its save never finished; "
@@ -92,8 +97,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check its disk") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(path, f"not a manifest ({error})") from error
+    except DamagedJsonError as error:
+        raise DamagedCheckpointError(path, f"not a manifest ({error.reason})") from error
+    version = manifest.get("format_version")
+    if type(version) is not int:
+        raise DamagedCheckpointError(path, f"format_version={version!r} is not a number")
     if version != FORMAT_VERSION:
         raise UserError(
             f"{path} has format version {version}, this titan_loop reads {FORMAT_VERSION}; use the "
@@ -101,6 +109,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         )
     if manifest.get("sha256") != _digest({k: v for k, v in manifest.items() if k != "sha256"}):
         raise DamagedCheckpointError(path, "it has another SHA-256 than when it was written")
+    if wrong := _wrong_content(manifest):
+        raise DamagedCheckpointError(path, wrong)
     return manifest
 
 
@@ -165,9 +175,37 @@ def find_damage(
     return damage
 
 
+def _wrong_content(manifest: Mapping[str, Any]) -> str:
+    """Return what a manifest says that no checkpoint can have; empty if all is well."""
+    smallest = {"step": 0, "trainer.step": 0, "trainer.tokens": 0, "trainer.recurrent_steps": 1}
+    for name in ("trainer", "trainer.architecture", "data", "lineage", "files"):
+        if not isinstance(nested(manifest, name), dict):
+            return f"it has no {name}"
+    for name, least in smallest.items():
+        value = nested(manifest, name)
+        if type(value) is not int or not least <= value < 2**63:
+            return f"{name}={value!r} is not a number from {least} on"
+    for name in ("lineage.parent", "lineage.origin"):
+        source = nested(manifest, name)
+        if source is not None and not (
+            isinstance(nested(manifest, f"{name}.path"), str)
+            and isinstance(nested(manifest, f"{name}.manifest_sha256"), str)
+        ):
+            return f"{name} is not a path and a hash"
+    for name, record in manifest["files"].items():
+        if name in ("", "..") or Path(name).name != name or not name.isprintable():
+            return f"{name!r} is not the name of a file"
+        if not isinstance(record, dict) or not (
+            type(record.get("bytes")) is int and isinstance(record.get("sha256"), str)
+        ):
+            return f"{name} has no size and hash"
+    return ""
+
+
 def _digest(record: dict[str, Any]) -> str:
     canonical = json.dumps(finite_or_null(record), sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    # Text that UTF-8 does not have, half a surrogate pair, hashes to something, too.
+    return hashlib.sha256(canonical.encode(errors="backslashreplace")).hexdigest()
 
 
 def _record(path: Path) -> FileRecord:

@@ -4,7 +4,7 @@ A folder counts once it has a manifest. Deleting starts with the manifest, so a 
 that is killed half-way leaves something that does not count, never something that looks whole.
 """
 
-import json
+import errno
 import logging
 import re
 import shutil
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_json_object, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,16 @@ def discard(checkpoint: Path) -> None:
 
 def read_tags(checkpoint: Path) -> list[str]:
     """Return the names given to this checkpoint; a named checkpoint is kept for ever."""
+    path, fix = checkpoint / TAGS, "repair or delete it"
     try:
-        return list(json.loads((checkpoint / TAGS).read_text(encoding="utf-8"))["tags"])
+        tags = read_json_object(path, fix=fix).get("tags")
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{checkpoint / TAGS} cannot be read ({error}); repair or delete it"
-        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); {fix}") from error
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise UserError(f"{path} is damaged (tags={tags!r}); {fix}")
+    return tags
 
 
 def add_tag(checkpoint: Path, tag: str) -> None:
@@ -120,4 +122,8 @@ def _exists(path: Path) -> bool:
         path.stat()
     except FileNotFoundError:
         return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        # Links that lead to each other are something, too; whoever reads it finds the damage.
     return True

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_json_object, write_json
 
 _TYPES = {
     torch.float64: "F64",
@@ -104,12 +104,12 @@ class SafetensorsFolder:
                 )
             return {SINGLE: None}
         try:
-            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            placed = read_json_object(index, fix="download it again")["weight_map"]
             files: dict[str, set[str] | None] = {
                 file: {name for name in placed if placed[name] == file}
                 for file in sorted(set(placed.values()))
             }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is not an index of safetensors ({error!r}); download it again"
             ) from error

@@ -1,9 +1,12 @@
 """Entry point of `titan-loop`: finds the verb, and turns what it raises into an exit code.
 
 The codes are those of `titan_loop.errors`; an unexpected exception keeps its traceback and ends
-with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141.
+with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. What
+the operating system says about a file is one line: with 2 if it is up to the user, such as a
+permission, and with 1 if it is the machine, such as a failing or full disk.
 """
 
+import errno
 import importlib
 import os
 import select
@@ -34,6 +37,21 @@ EXIT_CODES: dict[type[Exception], int] = {
     NonFiniteError: EXIT_NON_FINITE,
 }
 """Exit code of every error that is reported in one line."""
+
+USER_ERRNOS = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ENXIO,
+    errno.EPERM,
+    errno.EROFS,
+}
+"""Faults of files that the user can remedy; the others are the machine's and may pass."""
 
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
@@ -90,10 +108,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()  # while a reader that has left can still be answered
         return code
     except tuple(EXIT_CODES) as error:
-        # Ranks may fail for reasons of their own (a node without the data), so all of them speak.
-        rank = os.environ.get("RANK", "0")
-        which = "" if rank == "0" else f"rank {rank}: "
-        print(f"titan-loop: error: {which}{error}", file=sys.stderr)
+        _report(str(error))
         return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
     except StoppedError as stop:
         if os.environ.get("RANK", "0") == "0":  # the ranks agreed
@@ -103,9 +118,21 @@ def _run(arguments: Sequence[str] | None) -> int:
         if not _reader_has_left():
             raise
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if not isinstance(error.filename, (str, bytes)):
+            raise
+        _report(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        return EXIT_USER_ERROR if error.errno in USER_ERRNOS else EXIT_CRASH
     except KeyboardInterrupt:
         print("titan-loop: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _report(problem: str) -> None:
+    # Ranks may fail for reasons of their own (a node without the data), so all of them speak.
+    rank = os.environ.get("RANK", "0")
+    which = "" if rank == "0" else f"rank {rank}: "
+    print(f"titan-loop: error: {which}{problem}", file=sys.stderr)
 
 
 def _reader_has_left() -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_loop.errors import UserError
 from titan_loop.storage.folder_lock import FolderLock
-from titan_loop.storage.json_files import finite_or_null, write_json
+from titan_loop.storage.json_files import finite_or_null, read_json_object, write_json
 from titan_loop.text.text_format import TextFormat
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class SourceCard:
                 "preparation was interrupted; run titan-loop data tokenize again"
             )
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json_object(path, fix="prepare it again")
             version = raw["format_version"]
             if version != FORMAT_VERSION:
                 raise UserError(
@@ -175,13 +175,7 @@ class SourceCard:
                     f"{card.vocab_size}: restore it or prepare the source again"
                 )
             return card
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            UnicodeDecodeError,
-            json.JSONDecodeError,
-        ) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise UserError(
                 f"source card {path} is unreadable ({error}): prepare it again"
             ) from error

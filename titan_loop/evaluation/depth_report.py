@@ -4,7 +4,6 @@ It stands in `evals/depth-step-N.json` of the run directory; tables and plots ar
 alone.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from numpy.typing import ArrayLike
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, bootstrap_bits_per_byte
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import DamagedJsonError, read_json_object, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,20 +60,28 @@ class DepthReport:
 
     @classmethod
     def load(cls, path: Path) -> "DepthReport":
-        """Read what `save` wrote."""
-        record = json.loads(path.read_text(encoding="utf-8"))
-        sources = {
-            name: SourceDepths(
-                depths={
-                    int(depth): Interval(*triple) for depth, triple in fields["depths"].items()
-                },
-                baselines=fields["baselines"],
-                windows=fields["windows"],
-                n_bytes=fields["n_bytes"],
-            )
-            for name, fields in record.pop("sources").items()
-        }
-        return cls(sources=sources, **record)
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: The file is damaged.
+        """
+        fix = "evaluate again"
+        record = read_json_object(path, fix=fix)
+        try:
+            sources = {
+                name: SourceDepths(
+                    depths={
+                        int(depth): Interval(*triple) for depth, triple in fields["depths"].items()
+                    },
+                    baselines=fields["baselines"],
+                    windows=fields["windows"],
+                    n_bytes=fields["n_bytes"],
+                )
+                for name, fields in record.pop("sources").items()
+            }
+            return cls(sources=sources, **record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedJsonError(path, repr(error), fix) from error
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":

@@ -20,6 +20,9 @@ from titan_loop.storage.json_files import append_jsonl, read_jsonl
 LOCKS = "claims"
 WHILE_TRAINING = "while training"
 
+EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
+"""Fields of every line that readers rely on, with their types."""
+
 
 def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seconds: float) -> None:
     """Append one evaluation; waits while another process writes a line.
@@ -72,9 +75,9 @@ def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
                 depth = int(reading.removeprefix(reading_prefix))
                 at.bits_per_byte.setdefault(source, {})[depth] = value
 
-    for record in read_jsonl(run.held_out_jsonl):
+    for record in read_jsonl(run.held_out_jsonl, {"step": int, "tokens": int}):
         add(record, {name: value for name, value in record.items() if "/" in name}, "step_")
-    for record in read_jsonl(run.evals_jsonl):
+    for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
         if record["asked"] == WHILE_TRAINING:
             results = record["results"].items()
             prefix = f"{HELD_OUT}/"

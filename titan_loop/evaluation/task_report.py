@@ -15,15 +15,13 @@ tokens. Writing again adds tasks and readings to what is there; a task that was 
 settings is replaced, since its readings could not be compared.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_json_object, write_json
 
 
 @dataclass(kw_only=True)
@@ -115,13 +113,13 @@ class TaskReport:
             UserError: The file is damaged.
         """
         try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json_object(path, fix="evaluate again")
             record["tasks"] = {
                 name: {reading: ReadingResult(**result) for reading, result in readings.items()}
                 for name, readings in record["tasks"].items()
             }
             return cls(**record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error}); evaluate again") from error
 
     @classmethod

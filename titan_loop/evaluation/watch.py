@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.errors import UserError
-from titan_loop.evaluation.evals_log import append_evaluation, lock_file
+from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
@@ -158,8 +158,8 @@ class Watcher:
 
     def _done(self) -> set[str]:
         return {
-            record["manifest_sha256"]
-            for record in read_jsonl(self._run.evals_jsonl)
+            str(record.get("manifest_sha256"))
+            for record in read_jsonl(self._run.evals_jsonl, EVALS_FIELDS)
             if record["asked"] == self._asked
         }
 

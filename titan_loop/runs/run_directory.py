@@ -34,6 +34,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
     finite_or_null,
+    read_json_object,
     read_jsonl,
     read_versioned_json,
     write_json,
@@ -193,17 +194,16 @@ class RunDirectory:
             UserError: If there is none, it is not JSON, or it names another folder for checkpoints.
         """
         try:
-            config = json.loads(self.config_json.read_text(encoding="utf-8"))
+            config = read_json_object(
+                self.config_json,
+                fix="repair it, or move it away and start the run once more to write it",
+            )
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} has no config.json; start the run once more to write it"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{str(self.config_json)!r} is not JSON; repair it, or move it away and start the "
-                "run once more to write it"
-            ) from error
-        folder = config.get("checkpoint", {}).get("folder", CHECKPOINTS)
+        checkpoint = config.get("checkpoint", {})
+        folder = checkpoint.get("folder", CHECKPOINTS) if isinstance(checkpoint, dict) else None
         if folder != CHECKPOINTS:  # an option of older versions
             raise UserError(
                 f"{str(self.config_json)!r} says checkpoint.folder={folder}, but checkpoints are "
@@ -219,7 +219,7 @@ class RunDirectory:
         every earlier record of its step or later, so the series never mixes two attempts.
         """
         series: list[dict[str, Any]] = []
-        for record in read_jsonl(self.metrics_jsonl):
+        for record in read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}):
             while series and series[-1]["step"] >= record["step"]:
                 series.pop()
             series.append(record)

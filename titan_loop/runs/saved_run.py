@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
@@ -27,6 +27,7 @@ from titan_loop.data.source_card import (
 from titan_loop.data.tasks.task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from titan_loop.models.sizes import ModelOptions  # imports torchtitan, which takes seconds
+
+
+_REPAIR = "repair it, or move it away and start the run once more to write it"
+
+T = TypeVar("T")
 
 
 class SavedCheckpoint(NamedTuple):
@@ -150,24 +156,26 @@ class SavedRun:
         from titan_loop.models.sizes import ModelOptions
 
         known = {field.name for field in fields(ModelOptions)}
-        return ModelOptions(
-            **{name: value for name, value in self._config["model"].items() if name in known}
-        )
+        options = self._option("model", dict)
+        try:
+            return ModelOptions(**{name: options[name] for name in options if name in known})
+        except TypeError as error:
+            raise UserError(f"{self.directory.config_json}: model: {error}; {_REPAIR}") from error
 
     @property
     def seq_len(self) -> int:
         """Tokens L of a training window."""
-        return self._config["training"]["seq_len"]
+        return self._option("training.seq_len", int)
 
     @property
     def total_tokens(self) -> int:
         """Global tokens that the run is to train on."""
-        return self._config["total_tokens"]
+        return self._option("total_tokens", int)
 
     @property
     def step_limit(self) -> int:
         """The option `training.steps`; 0 for none."""
-        return self._config["training"].get("steps", 0)
+        return self._option("training.steps", int, 0)
 
     @property
     def trainable(self) -> Literal["all", "exit_gate"] | None:
@@ -177,20 +185,41 @@ class SavedRun:
     @property
     def keep_every(self) -> int:
         """The option `checkpoint.keep_every`; 0 for a run of a version without it."""
-        return self._config.get("checkpoint", {}).get("keep_every", 0)
+        return self._option("checkpoint.keep_every", int, 0)
 
     @property
     def parent(self) -> Path | None:
         """The option `checkpoint.carry.parent`, a run or a checkpoint; None for initial weights."""
-        parent = self._config.get("checkpoint", {}).get("carry", {}).get("parent")
+        parent = self._option("checkpoint.carry.parent", str, "")
         return Path(parent) if parent else None
+
+    def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """Return the option with a dotted name.
+
+        Args:
+            name: Name.
+            kind: Type.
+            default: Value of an option that is absent or null; None if it must be there.
+
+        Raises:
+            UserError: It is missing, or of another type.
+        """
+        value = nested(self._config, name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not kind:
+            raise UserError(
+                f"{self.directory.config_json} has {name}={value!r:.40}, which must be of type "
+                f"{kind.__name__}; {_REPAIR}"
+            )
+        return value
 
     # Its data
 
     @property
     def dataloader(self) -> Mapping[str, Any]:
         """The options of the loader, as they were written."""
-        return self._config["dataloader"]
+        return self._option("dataloader", dict)
 
     @property
     def mixture(self) -> list[str]:

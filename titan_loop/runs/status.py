@@ -193,8 +193,8 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
     records = run.directory.read_metrics()
     if records:
         status.tokens = records[-1]["tokens"]
-        status.loss = records[-1]["loss"]
-        status.tokens_per_second = records[-1]["tokens_per_second"]
+        status.loss = records[-1].get("loss")
+        status.tokens_per_second = records[-1].get("tokens_per_second")
 
 
 def _read_plan(folder: Path) -> list[PlannedStage]:

@@ -1,9 +1,11 @@
 """Small files that survive being killed: atomic JSON and text, append-only lines."""
 
+import errno
 import json
 import logging
 import math
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +14,28 @@ from typing import Any
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+_DEEPEST = 100
+"""Levels of nesting that are read; Python's own recursion ends at a thousand."""
+
+
+class DamagedJsonError(UserError):
+    """A file is not the JSON that it should be.
+
+    Args:
+        path: The file.
+        reason: The fault, as a phrase.
+        fix: Remedy, as a phrase.
+    """
+
+    def __init__(self, path: Path, reason: str, fix: str) -> None:
+        super().__init__(path, reason, fix)  # all of them, so that it travels between ranks
+        self.path = path
+        self.reason = reason
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged ({self.reason}); {self.fix}"
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -53,6 +77,26 @@ def write_text(path: Path, text: str) -> None:
         os.close(folder)
 
 
+def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        path: The file.
+        fix: Remedy for a damaged file, for the message.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DamagedJsonError: It is not a regular file, or does not hold such an object.
+        UserError: It may not be read.
+        OSError: The disk fails, which says nothing about the file.
+    """
+    content = _read_regular(path, fix)
+    try:
+        return _parse_object(content)
+    except ValueError as error:
+        raise DamagedJsonError(path, str(error), fix) from error
+
+
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
     """Return a JSON object whose `format_version` this program knows.
 
@@ -64,12 +108,12 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
     Raises:
         FileNotFoundError: The file does not exist.
         UserError: The file is not such an object, or has a newer version.
+        OSError: The disk fails, which says nothing about the file.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        version = int(record["format_version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); {fix}") from error
+    record = read_json_object(path, fix=fix)
+    version = record.get("format_version")
+    if type(version) is not int:
+        raise DamagedJsonError(path, f"format_version={version!r} is not a number", fix)
     if version > format_version:
         raise UserError(
             f"{path} has format version {version}, this titan_loop reads up to {format_version}; "
@@ -98,27 +142,49 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
         file.write(line.encode())
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
     """Return the records of a `.jsonl` file; none if it does not exist.
 
+    Args:
+        path: The file.
+        fields: Names that every record has, and the types of their values.
+
     Raises:
-        UserError: If a line other than an incomplete last one is not JSON.
+        UserError: If a line other than an incomplete last one is not such a record, or the file
+            is not a regular one or may not be read.
     """
-    if not path.exists():
+    try:
+        lines = _read_regular(path, "move it away").split(b"\n")
+    except FileNotFoundError:
         return []
-    lines = path.read_bytes().split(b"\n")
     incomplete = lines.pop()
     if incomplete:
         logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(incomplete))
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            record = _parse_object(line)
+        except ValueError as error:
             raise UserError(
-                f"{str(path)!r} line {number} is not JSON; remove that line to read the rest"
+                f"{str(path)!r} line {number} is not JSON ({error}); remove that line to read the "
+                "rest"
             ) from error
+        for name, kind in (fields or {}).items():
+            if type(record.get(name)) is not kind:
+                raise UserError(
+                    f"{str(path)!r} line {number} has {name}={record.get(name)!r} instead of "
+                    f"{kind.__name__}; remove that line to read the rest"
+                )
+        records.append(record)
     return records
+
+
+def nested(record: Mapping[str, Any], name: str) -> Any:
+    """Return the value at a dotted name in nested objects; None if there is none."""
+    value: Any = record
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def finite_or_null(value: Any) -> Any:
@@ -130,3 +196,48 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def _read_regular(path: Path, fix: str) -> bytes:
+    """Return the content of a regular file: a FIFO would never end.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DamagedJsonError: It is something else than a file.
+        UserError: It may not be read.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DamagedJsonError(path, "not a regular file", fix)
+        return path.read_bytes()
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise DamagedJsonError(path, str(error.strerror), fix) from error
+        if isinstance(error, PermissionError):
+            raise UserError(f"{path} cannot be read ({error.strerror}); let it be read") from error
+        raise
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ValueError: It is not one, is nested too deeply, or holds a number that Python refuses.
+    """
+    try:
+        record = json.loads(content.decode())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    level: list[Any] = [record]
+    for _ in range(_DEEPEST):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (dict, list))
+            for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    if level:
+        raise ValueError("nested too deeply")
+    return record

@@ -327,7 +327,7 @@ def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
     whole = (plain.folder / single).stat().st_size
     never = "export or download never finished"
     assert never in error(plain.folder, lambda folder: (folder / "config.json").unlink())
-    assert "cannot be read as JSON" in error(
+    assert "config.json is damaged" in error(
         plain.folder, lambda folder: truncate(folder / "config.json", 20)
     )
     assert "only safetensors are read" in error(

@@ -5,7 +5,6 @@ config.json ─► OuroShape ─► names and shapes that must be there, no more
 """
 
 import hashlib
-import json
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.storage.json_files import read_json_object
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import (
     END_OF_TEXT,
@@ -187,7 +187,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} has no {CONFIG}: it is not a model, or its export or download never finished"
         )
-    return _read_json(file)
+    return read_json_object(file, fix="download it again")
 
 
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
@@ -195,7 +195,10 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
 
     The two differ in released folders, whose config.json names the end of a document.
     """
-    settings = _read_json(path / TOKENIZER_CONFIG) if (path / TOKENIZER_CONFIG).exists() else {}
+    try:
+        settings = read_json_object(path / TOKENIZER_CONFIG, fix="download it again")
+    except FileNotFoundError:
+        settings = {}
     template = settings.get("chat_template")
     if (path / TEMPLATE).exists():
         template = (path / TEMPLATE).read_bytes().decode()
@@ -228,16 +231,6 @@ def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | N
             "one, or leave the field out"
         )
     return token
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON ({error}); download it again") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is not a JSON object; download it again")
-    return config
 
 
 def _some(names: set[str]) -> str:

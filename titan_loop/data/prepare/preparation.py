@@ -13,7 +13,7 @@ from titan_loop.data.prepare.config import PrepareConfig
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.data.source_card import CARD_NAME, LOCK_NAME, file_sha256
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import write_json
+from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 SPLITS = ("train", "held_out")
@@ -117,7 +117,7 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
             shutil.rmtree(output / name, ignore_errors=True)
         unfinished.unlink(missing_ok=True)
     elif unfinished.exists():
-        known = json.loads(unfinished.read_text())
+        known = read_json_object(unfinished, fix="pass overwrite to begin anew")
         changed = [
             name for name in settings if name != _MODIFIED and settings[name] != known.get(name)
         ]
