@@ -187,7 +187,8 @@ import titan_loop.compat
 import torch
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 
-content = {{"step": 1, "trainer": {{}}, "data": {{}}, "lineage": {{}}}}
+trainer = {{"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {{}}}}
+content = {{"step": 1, "trainer": trainer, "data": {{}}, "lineage": {{}}}}
 folder = Path(sys.argv[1])
 
 def peak():
