@@ -6,8 +6,8 @@
 #
 # Each RECIPE is trained for N steps (default 30), first in a worktree of REVISION, then here; every
 # step's loss, data_hash and ce/step_r must be equal. A stage that has a parent starts in both from
-# the checkpoint that REVISION's run of the stage named before it left. Trains on corpora/short,
-# which it makes if it is missing.
+# the checkpoint that REVISION's run of the stage named before it left. Both read the corpus of the
+# scripts' short forms, prepared by REVISION's code: older code may not read what newer code writes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -27,24 +27,34 @@ revision=$1
 shift
 git rev-parse --quiet --verify "$revision^{commit}" >/dev/null || usage "no revision $revision"
 
-miniature_corpus "$SHORT_CORPUS" $SHORT_CHAT_MEGABYTES "${SHORT_TEXT[@]}"
-
+export OMP_NUM_THREADS=1 # with several, MKL picks their number by the load, and sums in another order
 here=$PWD
 folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-same-run.XXXXXX")
 trap 'git worktree remove --force "$folder/checkout" 2>/dev/null; rm -rf "$folder"' EXIT
 git worktree add --quiet --detach "$folder/checkout" "$revision"
-ln -s "$here/corpora" "$folder/checkout/corpora"
 
-train() { # train CHECKOUT FOLDER RECIPE FLAGS...: with the code of that checkout
-    local checkout=$1 run=$2
-    shift 2
-    if ! (cd "$checkout" && PYTHONPATH="$checkout" "$VENV/bin/python" -m titan_loop train "$@" \
-        --dump-folder "$run" --training.steps "$steps" --metrics.log-freq 1) >"$run.log" 2>&1; then
-        tail -n 30 "$run.log" >&2
-        echo "titan-loop: error: tools/same_run.sh: train $* failed in $checkout" >&2
+of() { # of CHECKOUT VERB...: titan-loop with the code of that checkout, beside the corpus
+    (cd "$folder" && PYTHONPATH="$1" "$VENV/bin/python" -m titan_loop "${@:2}")
+}
+logged() { # logged LOG COMMAND...: its output only if it fails
+    if ! "${@:2}" >"$1" 2>&1; then
+        tail -n 30 "$1" >&2
+        echo "titan-loop: error: tools/same_run.sh: failed: ${*:2}" >&2
         exit 1
     fi
 }
+train() { # train CHECKOUT RUN RECIPE FLAGS...
+    logged "$2.log" of "$1" train "${@:3}" --dump-folder "$2" --training.steps "$steps" \
+        --metrics.log-freq 1
+}
+titan_loop() { # what prepares the corpus
+    of "$folder/checkout" "$@"
+}
+corpus() {
+    cd "$folder" && miniature_corpus "$SHORT_CORPUS" $SHORT_CHAT_MEGABYTES "${SHORT_TEXT[@]}"
+}
+echo "== the corpus, prepared by $revision"
+(logged "$folder/corpus.log" corpus)
 
 different=0
 parent=""
