@@ -130,6 +130,7 @@ def test_exit_codes(capsys, monkeypatch, raised, code, message):
         (errno.ENAMETOOLONG, 2),
         (errno.ENOTDIR, 2),
         (errno.EIO, 1),
+        (errno.ENOENT, 1),
         (errno.ENOSPC, 1),
         (errno.ESTALE, 1),
     ],

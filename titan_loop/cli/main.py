@@ -44,14 +44,13 @@ USER_ERRNOS = {
     errno.EISDIR,
     errno.ELOOP,
     errno.ENAMETOOLONG,
-    errno.ENOENT,
     errno.ENOTDIR,
     errno.ENOTEMPTY,
     errno.ENXIO,
     errno.EPERM,
-    errno.EROFS,
 }
-"""Faults of files that the user can remedy; the others are the machine's and may pass."""
+"""Faults of files that the user can remedy. The others are the machine's and may pass: a shared
+file system may lose files (ENOENT) or turn read-only (EROFS) for a while."""
 
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
