@@ -192,6 +192,16 @@ def test_if_none_is_whole_it_stops_and_names_every_reason(tmp_path):
     assert "\n" not in message
 
 
+def test_a_run_whose_checkpoints_were_all_renamed_does_not_start_from_scratch(tmp_path):
+    committed(tmp_path, 6).rename(tmp_path / "step-006")
+    with pytest.raises(UserError, match=r"only renamed checkpoints \(step-006\); rename each"):
+        newest_good(tmp_path)
+    committed(tmp_path, 2)
+    found = newest_good(tmp_path)
+    assert found is not None
+    assert found[0] == 2
+
+
 def test_an_unfinished_older_save_is_not_worth_a_warning(tmp_path, caplog):
     (tmp_path / "step-1").mkdir()
     committed(tmp_path, 2)

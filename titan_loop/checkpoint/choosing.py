@@ -21,6 +21,7 @@ from titan_loop.checkpoint.retention import (
     STEP_NAME,
     committed_steps,
     read_tags,
+    renamed_checkpoints,
     step_folder,
     unfinished_steps,
 )
@@ -47,12 +48,13 @@ def newest_good(
         group: Where ranks share the work and agree; None looks alone.
 
     Raises:
-        UserError: Checkpoints were committed, but none is whole; whether to start from scratch is
-            the user's decision.
+        UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
+            start from scratch is the user's decision.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
-    steps, unfinished = from_rank_zero(
-        group, lambda: (committed_steps(folder), unfinished_steps(folder))
+    steps, unfinished, renamed = from_rank_zero(
+        group,
+        lambda: (committed_steps(folder), unfinished_steps(folder), renamed_checkpoints(folder)),
     )
     for step in unfinished:
         if step > max(steps, default=-1):
@@ -68,6 +70,12 @@ def newest_good(
         raise UserError(
             f"no checkpoint in {folder} is usable ({'; '.join(reasons)}); repair one, or choose "
             "another dump_folder to start from scratch"
+        )
+    if renamed:
+        raise UserError(
+            f"{folder} holds only renamed checkpoints ({', '.join(renamed)}); rename each to "
+            "step-N, N the step in its manifest, or choose another dump_folder to start from "
+            "scratch"
         )
     return None
 

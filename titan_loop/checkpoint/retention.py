@@ -43,6 +43,16 @@ def unfinished_steps(folder: Path) -> list[int]:
     return [step for step, path in _step_folders(folder) if not _exists(path / MANIFEST)]
 
 
+def renamed_checkpoints(folder: Path) -> list[str]:
+    """Return names that begin like a step's, hold a manifest and are not what a save would give."""
+    if not folder.is_dir():
+        return []
+    likely = (path for path in folder.iterdir() if path.name.startswith("step-"))
+    return sorted(
+        path.name for path in likely if not _STEP.fullmatch(path.name) and _exists(path / MANIFEST)
+    )
+
+
 def stale_steps(
     steps: Collection[int], *, kept: Collection[int], latest: int, every: int
 ) -> list[int]:
