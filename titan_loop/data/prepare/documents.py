@@ -66,16 +66,14 @@ def find_documents(
         held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
             `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
         format: How to read the files; "auto" goes by their names.
-        patterns: Glob patterns such as "*.py" that files in folders must match one of.
+        patterns: Glob patterns such as "*.py"; a file in a folder must match at least one.
         dataset_config: A Hugging Face dataset's configuration.
-        dataset_split: The split of it that is read.
-        ours: Files and folders that an earlier run wrote: no documents where an input folder holds
-            them.
+        dataset_split: Split of the dataset to read.
+        ours: Files and folders written by an earlier run; skipped where an input folder holds them.
 
     Raises:
         UserError: For an unknown format, a missing or empty input, one in an object store, files of
-            several formats or of one that must be said, a name that a list of files cannot hold, or
-            options that have no effect.
+            several formats or of an ambiguous one, an unusable file name, or options without effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")

@@ -30,10 +30,10 @@ class Pipeline:
     """One datatrove pipeline.
 
     Attributes:
-        name: What logs and jobs call it.
-        steps: datatrove's steps by our names, in the order in which they run.
-        tasks: How many tasks share the work.
-        logs: datatrove's folder for it.
+        name: Name in logs and of jobs.
+        steps: datatrove's steps by our names, in order of execution.
+        tasks: Number of tasks that share the work.
+        logs: Folder for datatrove's logs.
     """
 
     name: str
@@ -53,10 +53,10 @@ def run_pipelines(
     """Run every pipeline to its end, or submit them all.
 
     Args:
-        pipelines: In the order of their dependence.
-        executor: Where.
+        pipelines: Pipelines, each after the one it depends on.
+        executor: Where to run them.
         workers: Number of a pipeline's tasks that run at the same time.
-        options: For datatrove's executor, from the config's table of the same name.
+        options: Options of datatrove's executor, from the config's table of the same name.
 
     Returns:
         Whether the pipelines are done; False if they were only submitted, as under SLURM.
@@ -168,7 +168,7 @@ def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
 
     Args:
         logs: The pipeline's log folder.
-        steps: The names of its steps, in their order.
+        steps: Names of its steps, in order.
     """
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):

@@ -37,8 +37,8 @@ def pack_source(
     Splitting a document of n tokens gives pieces of L + 1 tokens that overlap by one, so that every
     token but the document's first is predicted once, as in fixed cuts.
 
-    Needs about 70 bytes of memory a document. Deterministic; an existing index for the same window
-    length is replaced; whenever that is interrupted, the card names no index that is half replaced.
+    Deterministic; needs about 70 bytes of memory per document. An existing index for the same window
+    length is replaced; if that is interrupted, the card never names a half-replaced index.
 
     Args:
         source: The prepared source.
@@ -80,11 +80,11 @@ def _pack(source: Path, seq_len: int, long_documents: LongDocuments) -> dict[str
 
 
 def _commit(source: Path, card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> None:
-    """Give the files of a new index their names; the card that says so is last."""
+    """Rename the files of a new index into place, then write the card that names them."""
     known = {name: split.packed_for(seq_len) for name, split in card.splits.items()}
     try:
         if any(old not in (None, packed.get(name)) for name, old in known.items()):
-            # From here to the end files may be of two packings, which no card may name.
+            # Until all are renamed the files belong to two packings, so the card names neither.
             _with_packed(card, seq_len, {}).write(source)
         for name in packed:
             for path in index_paths(source / name, seq_len):
@@ -110,7 +110,7 @@ def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard
 
 
 def _beside(path: Path) -> Path:
-    """Return where a file of the index is written before it takes its name."""
+    """Return the temporary name of an index file."""
     return path.with_name(f".{path.name}")
 
 
@@ -245,7 +245,7 @@ def _write(
     window_of_piece: np.ndarray,
     split_documents: int,
 ) -> PackedCard:
-    """Write the index beside its files' places and return what the card says of it."""
+    """Write the index under temporary names and return its entry in the card."""
     by_window = np.argsort(window_of_piece, kind="stable")
     ends = np.cumsum(np.bincount(window_of_piece)).astype(WINDOW_END)
     stored = pieces[by_window]

@@ -42,7 +42,7 @@ else:
 
 # A banner and a pipeline drawing per task, also in worker processes, which import this module, too.
 datatrove_logger.disable("datatrove")
-# Ray does not hand exceptions of its tasks to the caller: this is where they are written down.
+# Ray does not pass its tasks' exceptions to the caller; this log is the only place they appear.
 datatrove_logger.enable("datatrove.executor.ray")
 
 SHOWN_EXAMPLES = 3
@@ -273,7 +273,7 @@ class HeldOutReader(JsonlReader):
 
 
 class PlainTextTokenizer(DocumentTokenizer):
-    """Treats a special token spelt out in a document as text, so that only we end documents.
+    """Encodes a special token spelt out in a document as text, so that no text can end a document.
 
     Statistics beside datatrove's: `text_bytes`, UTF-8 bytes of the documents.
     """
