@@ -73,7 +73,8 @@ def find_documents(
 
     Raises:
         UserError: For an unknown format, a missing or empty input, one in an object store, files of
-            several formats or of an ambiguous one, an unusable file name, or options without effect.
+            several formats or of an ambiguous one, an unusable file name, or options without
+            effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")

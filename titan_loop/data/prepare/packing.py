@@ -37,8 +37,8 @@ def pack_source(
     Splitting a document of n tokens gives pieces of L + 1 tokens that overlap by one, so that every
     token but the document's first is predicted once, as in fixed cuts.
 
-    Deterministic; needs about 70 bytes of memory per document. An existing index for the same window
-    length is replaced; if that is interrupted, the card never names a half-replaced index.
+    Deterministic; needs about 70 bytes of memory per document. An existing index for the same
+    window length is replaced; if that is interrupted, the card names no half-replaced index.
 
     Args:
         source: The prepared source.
