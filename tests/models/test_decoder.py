@@ -43,6 +43,12 @@ def total(output: LoopOutput) -> Tensor:
     return sum(leaf.square().sum() for leaf in tensors(output))
 
 
+def test_auxiliary_values_are_leaves_of_the_output():  # else FSDP's hooks would not see them
+    cost = torch.zeros(2, requires_grad=True)
+    output = LoopOutput((), (), aux={"cost": cost})
+    assert tensors(output) == [cost]
+
+
 @pytest.mark.parametrize(
     ("size", "parameters"),
     [("1.4b", 1_434_652_673), ("2.6b", 2_667_974_657)],

@@ -1,5 +1,6 @@
 """What a looped decoder hands to an objective."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -17,8 +18,10 @@ class LoopOutput(NamedTuple):
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R for a model without a gate, which returns
             its last state only.
+        aux: What else the family's objective needs, by name; such as the cost of its halting.
     """
 
     hidden_RBLD: tuple[Tensor, ...]
     exit_logit_RBL: tuple[Tensor, ...]
     first_step: int = 1
+    aux: Mapping[str, Tensor] = {}
