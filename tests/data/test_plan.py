@@ -41,6 +41,15 @@ def test_a_plan_compares_needed_and_available(
     assert loader.demand(32)[0].disk_bytes == size
 
 
+def test_a_source_that_cannot_be_scored_is_named(
+    mixture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(mixture, "--total-tokens", "8192") == 0
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if "holds no document out: neither held_out nor" in line]
+    assert [line.split()[1][-2:] for line in named] == ["/a", "/b"]
+
+
 def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     mixture: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

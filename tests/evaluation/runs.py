@@ -12,15 +12,16 @@ from titan_loop.testing.tiny import SEQ_LEN
 TOKENS_A_STEP, TOTAL_STEPS = 100, 9
 
 
-def write_run_of(source: Path, path: Path) -> Path:
-    """A run directory on a source, without checkpoints."""
+def write_run_of(source: Path, path: Path, *others: Path) -> Path:
+    """A run directory on sources, without checkpoints."""
     RunDirectory(path).create_or_open(
         ["test"],
         config={
             "model": {"size": "debugmodel", "vocab_size": SourceCard.read(source).vocab_size},
             "training": {"seq_len": SEQ_LEN},
             "dataloader": {
-                "mixture": [f"{source}=1"], "seed": 0, "max_epochs": None, "when_exhausted": "stop",
+                "mixture": [f"{path}=1" for path in (source, *others)],
+                "seed": 0, "max_epochs": None, "when_exhausted": "stop",
             },
             "checkpoint": {"folder": "checkpoints"},
             "total_tokens": TOKENS_A_STEP * TOTAL_STEPS,

@@ -1,5 +1,6 @@
 """Evaluating a run: what is missing is one line, and a run of any length ends in minutes."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation import evaluate_run as module
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN
 
@@ -72,3 +75,41 @@ def test_the_sample_covers_the_run_without_repetition():
         assert np.searchsorted(bounds, chosen, side="right").tolist() == list(range(1, 11))
     # Equal distances of 7 would hit one source of a mixture with period 7 every time.
     assert len(np.unique(sample_windows(7000, 1000) % 7)) == 7
+
+
+def test_sources_that_cannot_be_scored_are_named_and_the_others_scored(
+    source: Path, little_held_out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    run = RunDirectory(write_run_of(source, tmp_path / "run", little_held_out))
+    write_checkpoint_of(run.path, 3)
+    report = evaluate_run(run, depths=[1], windows=2)
+    assert list(report.sources) == ["source"]
+    assert f"not scored: source {little_held_out} has" in caplog.text
+    options = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2)
+    assert list(evaluate_tasks(run.path, options).tasks) == ["held_out/source"]
+    with pytest.raises(
+        UserError, match=r"little has .* tokens in 'held_out', less than one window"
+    ):
+        evaluate_run(run, depths=[1], sources=["little"])
+
+
+def test_sources_and_window_are_chosen(source: Path, little_held_out: Path, tmp_path: Path):
+    run = RunDirectory(write_run_of(source, tmp_path / "run", little_held_out))
+    write_checkpoint_of(run.path, 3)
+    together = evaluate_run(run, depths=[1], windows=2, seq_len=8)
+    assert list(together.sources) == ["source", "little", "all"]
+    (alone,) = evaluate_run(
+        run, depths=[1], windows=2, seq_len=8, sources=["little"]
+    ).sources.items()
+    assert alone == ("little", together.sources["little"])
+    longer = 3 * SEQ_LEN  # than the rotary table of training
+    options = TaskOptions(
+        tasks=expand_tasks(["held_out"]), windows=2, sources=[str(source)], seq_len=longer
+    )
+    (result,) = evaluate_tasks(run.path, options).tasks["held_out/source"].values()
+    assert result.metrics["bits_per_byte"] > 1
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    (other / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"other/tokenizer\.json"):
+        evaluate_run(run, depths=[1], sources=[str(other)])

@@ -18,7 +18,8 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
 from titan_loop.testing.tiny import act_as_launched, tiny_config
-from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training import preflight
+from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
@@ -95,6 +96,29 @@ def test_held_out_losses_cost_no_gradient_and_are_those_of_the_checkpoint(source
     events = EventAccumulator(str(run.path / "tb"))
     events.Reload()
     assert len(events.Scalars("held_out/source/bits_per_byte/step_6")) == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_held_out_text_is_scored_unless_told_otherwise(
+    source: Path, little_held_out: Path, tmp_path: Path
+):
+    """At every checkpoint and the end; sources that fill no window are left to a remark."""
+    config = tiny_config(source, tmp_path / "run", steps=3)
+    config.dataloader.mixture += [f"{little_held_out}=0.01"]
+    config.held_out = HeldOutConfig()
+    assert config.checkpoint.interval == 2
+    records = read_jsonl(train(config).evals_jsonl)
+    assert [record["step"] for record in records] == [2, 3]
+    assert {name.split("/")[1] for name in records[0]["results"]} == {"source"}
+    config.dataloader.mixture = [f"{little_held_out}=1"]
+    assert not evaluations(config)
+    remarks = list(preflight.remarks(config))
+    assert len(remarks) == 1
+    assert f"source {little_held_out} holds out" in remarks[0]
+    config.dataloader.mixture = [f"{source}=1"]
+    assert not list(preflight.remarks(config))
+    config.held_out.interval = 0
+    assert not evaluations(config)
 
 
 @pytest.mark.usefixtures("alone")

@@ -306,6 +306,8 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
     rows.append(("all", "", "", "", "", f"{size_bytes / 1e9:.3f}"))
     for line in columns(rows):
         print(f"  {line}")
+    for remark in config.held_out.remarks(config.dataloader.source_paths(), seq_len):
+        print(f"  {remark}")
     return shortage
 
 

@@ -24,6 +24,9 @@ class Scoring:
     Attributes:
         depths: Recurrent steps to score, all in one pass.
         windows: Held-out windows per source, always the same ones.
+        sources: Sources to score: names of the run's, or folders of others; by default all of the
+            run's.
+        seq_len: Tokens of a held-out window; by default those of training.
         tasks: Tasks of lm-evaluation-harness, or suites (ouro_base, depth, offline), separated by
             commas.
         num_fewshot: Number of examples, instead of each task's own.
@@ -43,6 +46,8 @@ class Scoring:
 
     depths: tuple[int, ...] = ()
     windows: int = 64
+    sources: tuple[str, ...] = ()
+    seq_len: int | None = None
     tasks: UseAppendAction[tuple[str, ...]] = ()
     num_fewshot: int | None = None
     limit: int | None = None
@@ -73,6 +78,8 @@ class Scoring:
             frontier=frontier,
             kv_cache=self.kv_cache,
             windows=self.windows,
+            sources=self.sources,
+            seq_len=self.seq_len,
             limit=self.limit,
             batch_size=self.batch_size,
             max_length=self.max_length,
@@ -87,7 +94,10 @@ class Scoring:
         """Raise `UserError` for flags that change nothing in held-out text by depth."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("depths", "windows") and value != field.default:
+            if (
+                field.name not in ("depths", "windows", "sources", "seq_len")
+                and value != field.default
+            ):
                 flag = f"--{field.name.replace('_', '-')}"
                 raise UserError(
                     f"eval: {flag}{'' if value is True else f' {value}'} needs --tasks; without "
@@ -144,7 +154,13 @@ def evaluate(
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_directory = RunDirectory(run)
-    report = evaluate_run(run_directory, depths=scoring.depths or DEPTHS, windows=scoring.windows)
+    report = evaluate_run(
+        run_directory,
+        depths=scoring.depths or DEPTHS,
+        windows=scoring.windows,
+        sources=scoring.sources,
+        seq_len=scoring.seq_len,
+    )
     if join_ranks()[0] == 0:
         print(depth_table(report))
         print(f"The report is in {run_directory.evaluations}")

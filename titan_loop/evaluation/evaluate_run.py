@@ -33,7 +33,12 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_run(
-    run_directory: RunDirectory, *, depths: Sequence[int], windows: int = 64
+    run_directory: RunDirectory,
+    *,
+    depths: Sequence[int],
+    windows: int = 64,
+    sources: Sequence[str] = (),
+    seq_len: int | None = None,
 ) -> DepthReport:
     """Score the newest committed checkpoint of a run that read prepared sources; collective.
 
@@ -41,6 +46,8 @@ def evaluate_run(
         run_directory: The run.
         depths: Recurrent steps to score, each ≥ 1; may exceed the trained R.
         windows: Number of held-out windows per source, always the same ones.
+        sources: Names of the run's sources, or folders of others; all of the run's by default.
+        seq_len: Tokens of a held-out window; by default those of training.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
@@ -51,13 +58,11 @@ def evaluate_run(
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
-    if windows < 1:
-        raise UserError(f"windows={windows} must be at least 1")
     run_directory.read_run()
     rank, _ = join_ranks()
     device = rank_device()
-    loaded = load_checkpoint(run_directory.path, device=device)
-    held_out = open_run(loaded.run, count=windows)
+    loaded = load_checkpoint(run_directory.path, context_tokens=seq_len, device=device)
+    held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
     counts = count_what_was_read(
         loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size
     )

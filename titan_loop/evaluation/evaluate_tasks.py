@@ -34,6 +34,7 @@ from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
+from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class TaskOptions:
         frontier: Whether to read every depth and every policy at many settings.
         kv_cache: Cache strategy of generated tokens.
         windows: Number of held-out windows per source.
+        sources: Sources to score, by name or folder; none for all of the run's.
+        seq_len: Tokens of a held-out window; None takes those of training.
         limit: Number of documents per task, for a first look; None for all.
         batch_size: Number of rows at a time.
         max_length: Context in tokens; None takes the trained window.
@@ -80,6 +83,8 @@ class TaskOptions:
     frontier: bool = False
     kv_cache: str = "full"
     windows: int = 64
+    sources: Sequence[str] = ()
+    seq_len: int | None = None
     limit: int | None = None
     batch_size: int = 8
     max_length: int | None = None
@@ -97,6 +102,7 @@ class TaskOptions:
         for name, value, least in (
             ("limit", self.limit, 1),
             ("windows", self.windows, 1),
+            ("seq_len", self.seq_len, 2),
             ("batch_size", self.batch_size, 1),
             ("recurrent_steps", self.recurrent_steps, 1),
             ("max_length", self.max_length, 2),
@@ -138,9 +144,12 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
     """
     options.check()
     join_ranks()
+    context = options.max_length
+    if options.seq_len is not None:
+        context = max(options.seq_len, context or SavedRun.open(checkpoint).seq_len)
     loaded = load_checkpoint(
         checkpoint,
-        context_tokens=options.max_length,
+        context_tokens=context,
         device=rank_device(),
         dtype=getattr(torch, options.dtype),
     )
@@ -195,8 +204,9 @@ class _Evaluation:
         """Return the settings that decide a task's questions and how the model sees them."""
         options = self._options
         shots = "own" if task.num_fewshot is None else task.num_fewshot
+        length = "" if options.seq_len is None else f"seq_len={options.seq_len} "
         return (
-            f"windows={options.windows} limit={options.limit} num_fewshot={shots} "
+            f"{length}windows={options.windows} limit={options.limit} num_fewshot={shots} "
             f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"
         )
 
@@ -267,7 +277,13 @@ class _Evaluation:
 
     @cached_property
     def _windows(self) -> dict[str, HeldOutWindows]:
-        return open_run(self._loaded.run, count=self._options.windows)
+        options = self._options
+        return open_run(
+            self._loaded.run,
+            count=options.windows,
+            sources=options.sources,
+            seq_len=options.seq_len,
+        )
 
     def _make_readings(self) -> list[Reading]:
         options = self._options

@@ -11,7 +11,9 @@ step.
 Shapes: P readings, W windows, B windows of a batch, L tokens.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,8 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.load.held_out import HeldOutWindows, held_out_windows
-from titan_loop.data.load.loader import WindowLoader, named_sources
+from titan_loop.data.load.loader import named_sources
+from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, score_states, states_at
@@ -31,6 +34,9 @@ from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+logger = logging.getLogger(__name__)
 
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
@@ -62,37 +68,57 @@ class WindowScores(NamedTuple):
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
     """Return the held-out windows of prepared sources by the sources' names.
 
+    A source that cannot be scored is named in the log and left out, unless it is the last.
+
     Args:
         paths: Folders of the sources.
         seq_len: L.
         count: Number of windows per source, always the same ones.
 
     Raises:
-        UserError: As `held_out_windows`.
+        UserError: None of them can be scored, for the reason of the first.
     """
-    return {
-        name: held_out_windows(path, seq_len=seq_len, count=count)
-        for name, path in named_sources(paths).items()
-    }
+    if count < 1:
+        raise UserError(f"windows={count} must be at least 1")
+    found: dict[str, HeldOutWindows] = {}
+    faults: list[UserError] = []
+    for name, path in named_sources(paths).items():
+        try:
+            found[name] = held_out_windows(path, seq_len=seq_len, count=count)
+        except UserError as error:
+            faults.append(error)
+    if not found:
+        raise faults[0]
+    for fault in faults:
+        logger.warning("not scored: %s", fault)
+    return found
 
 
-def open_run(run: SavedRun, *, count: int) -> dict[str, HeldOutWindows]:
-    """Return the held-out windows of every source a run reads.
+def open_run(
+    run: SavedRun, *, count: int, sources: Sequence[str] = (), seq_len: int | None = None
+) -> dict[str, HeldOutWindows]:
+    """Return the held-out windows of a run's sources, or of others with the same tokenizer.
 
     Args:
         run: The run.
         count: Number of windows per source, always the same ones.
+        sources: Names of the run's sources, or folders of any; all of the run's by default.
+        seq_len: L; by default that of training.
 
     Raises:
-        NotAskedError: The run has no prepared sources.
-        UserError: A source is gone, or `count` is below 1.
+        NotAskedError: The run has no prepared sources, and none are given.
+        UserError: Sources without a window or with another tokenizer, or `count` is below 1.
     """
-    if not run.mixture:
+    own = named_sources([str(path) for path in run.sources])
+    if not own and not sources:
         raise NotAskedError(
-            f"{run.path} was imported or trained on generated data: it has no held-out text"
+            f"{run.path} was imported or trained on generated data: it has no held-out text; "
+            "name prepared sources with --sources"
         )
-    paths = WindowLoader.Config(mixture=run.mixture).source_paths()
-    return open_sources(paths, seq_len=run.seq_len, count=count)
+    chosen = [own.get(name, name) for name in sources] or list(own.values())
+    for path in chosen if sources else ():
+        run.tokenizer(Path(path) / TOKENIZER_NAME)
+    return open_sources(chosen, seq_len=seq_len or run.seq_len, count=count)
 
 
 def at_depths(

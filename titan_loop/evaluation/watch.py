@@ -64,7 +64,11 @@ class Watcher:
         options.check()
         self._run = RunDirectory(run)
         self._options = options
-        self._asked = digest({name: str(value) for name, value in asdict(options).items()})
+        asked = {name: str(value) for name, value in asdict(options).items()}
+        for name in ("sources", "seq_len"):  # unknown to older versions, whose lines still count
+            if not getattr(options, name):
+                del asked[name]
+        self._asked = digest(asked)
         self.incomplete: list[int] = []
         self._given_up: set[_Waiting] = set()
         self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None

@@ -40,17 +40,13 @@ def evaluations(config: RunConfig) -> list[Callback]:
     raise_first(suite_refusals(config))
     held_out, suite = config.held_out, config.suite
     callbacks: list[Callback] = []
-    if held_out.enabled:
+    interval = config.checkpoint.interval if held_out.interval is None else held_out.interval
+    sources = held_out.scored(config.dataloader.source_paths(), config.training.seq_len)
+    if interval and sources:
         callbacks.append(
             WhileTraining(
-                lambda trainer: [
-                    HeldOutText(
-                        trainer,
-                        held_out.sources or config.dataloader.source_paths(),
-                        held_out.windows,
-                    )
-                ],
-                interval=held_out.interval,
+                lambda trainer: [HeldOutText(trainer, sources, held_out.windows)],
+                interval=interval,
                 depths=held_out.depths,
             )
         )

@@ -73,6 +73,7 @@ def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrain
         recurrence=RecurrenceConfig(steps=Schedule.steps([(0, 4), (total // 2, 2)])),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
     )
+    config.held_out.interval = 0
     config.training.seq_len = SEQ_LEN
     config.training.local_batch_size = 2
     config.checkpoint.interval = 2

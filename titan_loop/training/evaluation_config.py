@@ -7,10 +7,9 @@ them.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from titan_loop.data.load.held_out import why_not_scored
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import Refusal, UserError
 
 
@@ -18,8 +17,9 @@ from titan_loop.errors import Refusal, UserError
 class HeldOutConfig:
     """Held-out loss per source and recurrent step while training."""
 
-    interval: int = 0
-    """Steps between two evaluations; another one follows the last step. 0 turns them off."""
+    interval: int | None = None
+    """Steps between two evaluations; another one follows the last step. 0 turns them off. None is
+    checkpoint.interval if there is held-out text, and otherwise 0."""
 
     sources: list[str] = field(default_factory=list)
     """Tokenised sources whose held-out split is read; empty for those of the mixture."""
@@ -30,10 +30,24 @@ class HeldOutConfig:
     windows: int = 32
     """Windows per source, always the same ones."""
 
-    @property
-    def enabled(self) -> bool:
-        """Whether held-out loss is measured."""
-        return self.interval > 0
+    def remarks(self, training_sources: Sequence[str], seq_len: int) -> Iterator[str]:
+        """Yield the sources whose held-out text cannot be scored; arguments as for `scored`."""
+        for path in {**dict.fromkeys(training_sources), **dict.fromkeys(self.sources)}:
+            if reason := why_not_scored(path, seq_len):
+                yield (
+                    f"{reason}: neither held_out nor titan-loop eval can score it; prepare it with "
+                    "a larger --held-out-fraction"
+                )
+
+    def scored(self, training_sources: Sequence[str], seq_len: int) -> list[str]:
+        """Return the sources whose held-out text fills a window.
+
+        Args:
+            training_sources: Prepared sources of the mixture, the default for `sources`.
+            seq_len: L, the number of tokens predicted in a window.
+        """
+        sources = self.sources or training_sources
+        return [path for path in sources if not why_not_scored(path, seq_len)]
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield values that cannot work with any data."""
@@ -49,7 +63,7 @@ class HeldOutConfig:
             vocab_size: Vocabulary size of the model.
             seq_len: L, the number of tokens predicted in a window.
         """
-        if not self.enabled:
+        if not self.interval and (self.interval == 0 or not self.sources):
             return
         sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
         if not sources:
@@ -71,20 +85,11 @@ class HeldOutConfig:
                 f"held_out.sources={list(sources)}: the largest token {largest} does not fit "
                 f"model.vocab_size={vocab_size}",
             )
-        for path in sources:
-            split = SourceCard.read(Path(path)).splits.get("held_out")
-            tokens = 0 if split is None else split.tokens
-            if tokens > seq_len:
-                continue
-            lacks = (
-                f"holds out {tokens} tokens, less than one window of training.seq_len + 1 = "
-                f"{seq_len + 1}"
-                if tokens
-                else "holds no document out"
-            )
+        reasons = [why_not_scored(path, seq_len) for path in sources]
+        if all(reasons):
             yield Refusal(
                 "held_out.interval",
-                f"{interval}: source {path} {lacks}",
+                f"{interval}: {'; '.join(reasons)}",
                 "prepare it with a larger --held-out-fraction, name others with "
                 "--held-out.sources, or set --held-out.interval 0",
             )
@@ -120,12 +125,12 @@ class SuiteConfig:
 
 
 def _refusals(name: str, asked: HeldOutConfig | SuiteConfig, **counts: int) -> Iterator[Refusal]:
-    if asked.interval < 0:
+    if (asked.interval or 0) < 0:
         field = f"{name}.interval"
         yield Refusal(field, f"{field}={asked.interval} is negative", "0 turns it off")
     for count, value in counts.items():
         if value < 1:
             yield Refusal(f"{name}.{count}", f"{name}.{count}={value} must be at least 1")
-    if asked.enabled and (not asked.depths or min(asked.depths) < 1):
+    if asked.interval != 0 and (not asked.depths or min(asked.depths) < 1):
         field = f"{name}.depths"
         yield Refusal(field, f"{field}={asked.depths} must name depths of at least 1")

@@ -356,8 +356,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
     """Yield settings that are legal and do less than they seem to.
 
     Args:
-        config: Without `value_refusals` and `setting_refusals`.
+        config: Without `refusals`.
     """
+    yield from config.held_out.remarks(config.dataloader.source_paths(), config.training.seq_len)
     comm = config.comm
     shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
     if config.hang_seconds >= shortest:

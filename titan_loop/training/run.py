@@ -103,7 +103,7 @@ def _callbacks(
     if evaluations is not None:
         return evaluations(config)
     for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
-        if asked.enabled:
+        if asked.interval:
             raise UserError(
                 f"{name}.interval={asked.interval} has no effect without evaluations: train with "
                 "run_recipe, give run_training evaluations="

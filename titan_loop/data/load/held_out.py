@@ -11,6 +11,7 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.windows import IGNORED, CutWindows
 from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
 
@@ -29,6 +30,24 @@ class HeldOutWindows(NamedTuple):
     positions: torch.Tensor
     labels: torch.Tensor
     label_bytes: torch.Tensor
+
+
+def why_not_scored(source_path: str | Path, seq_len: int) -> str:
+    """Return why a source's held-out split fills no window of L tokens; empty if it fills one.
+
+    Raises:
+        UserError: As `SourceCard.read`.
+    """
+    split = SourceCard.read(Path(source_path)).splits.get("held_out")
+    tokens = 0 if split is None else split.tokens
+    if tokens > seq_len:
+        return ""
+    if not tokens:
+        return f"source {source_path} holds no document out"
+    return (
+        f"source {source_path} holds out {tokens} tokens, less than one window of "
+        f"training.seq_len + 1 = {seq_len + 1}"
+    )
 
 
 def held_out_windows(

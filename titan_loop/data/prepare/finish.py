@@ -21,6 +21,8 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_byte
 logger = logging.getLogger(__name__)
 
 _SHARDS = "*_doc_shuffled.ds"
+_USUAL_WINDOW = 2048
+"""Fewer held-out tokens are worth a warning: it is the default of training.seq_len."""
 
 
 def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
@@ -55,8 +57,15 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
             f"source {output}: no document is left to train on (records read: "
             f"{counted['train'][READ]['records']}, dropped: {dropped})"
         )
-    if preparation.holds_out and not splits["held_out"].tokens:
-        logger.warning("%s: no document is held out: raise the held-out fraction", output)
+    held_out = splits["held_out"].tokens if preparation.holds_out else _USUAL_WINDOW
+    if held_out < _USUAL_WINDOW:
+        logger.warning(
+            "%s holds out %d tokens, which windows (training.seq_len) of %d tokens or more cannot "
+            "be scored on: raise --held-out-fraction, or give --held-out-inputs",
+            output,
+            held_out,
+            max(held_out, 1),
+        )
     card = SourceCard(
         name=output.name,
         tokenizer_sha256=file_sha256(output / TOKENIZER_NAME),
