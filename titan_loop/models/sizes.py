@@ -18,8 +18,8 @@ Initialisation; the paper does not publish its own:
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released checkpoints.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -147,6 +147,36 @@ def _resolved(options: ModelOptions) -> ModelSize:
     if shape.n_heads % kv_heads:
         raise UserError(f"model.n_kv_heads={kv_heads} must divide model.n_heads={shape.n_heads}")
     return shape
+
+
+def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
+    """Yield what a run's model is, where the options that were asked for do not say it.
+
+    Args:
+        asked: Options before the data's vocabulary was filled in.
+        vocab_size: Rows of the embedding that is trained.
+    """
+    if asked.vocab_size is None:
+        yield f"model.vocab_size={vocab_size}, the vocabulary of the data"
+    own = get_size(asked.size)
+    model = replace(asked, vocab_size=vocab_size)
+    here = _resolved(model)
+    differing = [
+        f"{field.name}={getattr(here, field.name)} instead of {getattr(own, field.name)}"
+        for field in fields(ModelSize)
+        if field.name != "recurrent_steps" and getattr(here, field.name) != getattr(own, field.name)
+    ]
+    if differing:
+        counts = [
+            sum(
+                parameter.numel()
+                for parameter in build_decoder(options, max_seq_len=2, device="meta").parameters()
+            )
+            for options in (model, replace(asked, **asdict(own)))
+        ]
+        yield "model.size={} has {:,} parameters here, and {:,} as named: {}".format(
+            asked.size, *counts, ", ".join(differing)
+        )
 
 
 def _linear(in_features: int, out_features: int) -> Linear.Config:

@@ -17,6 +17,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.errors import EXIT_OK, UserError, raise_first
+from titan_loop.models.sizes import size_notes
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
@@ -58,12 +59,15 @@ def run_training(
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     startup = startup or StartupClock()
-    _, world_size = compat.start_runtime()
+    rank, world_size = compat.start_runtime()
     init_logger()
     compat.quiet_upstream()
     if world_size == 1:
         compat.skip_final_pause()
     run = resolve(config, world_size)
+    if rank == 0:
+        for note in size_notes(config.model, run.model.vocab_size):
+            logger.info("%s", note)
     callbacks = _callbacks(config, evaluations)
     run_directory = RunDirectory(config.dump_folder)
     raise_first(folder_refusals(run_directory.path))
