@@ -6,6 +6,7 @@ else that escapes is a defect and keeps its traceback.
 """
 
 import difflib
+import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -55,6 +56,40 @@ class NonFiniteError(RuntimeError):
 
 class StoppedError(RuntimeError):
     """A signal asked the run to stop, and it did at a step boundary; ends with `EXIT_STOPPED`."""
+
+
+EXIT_CODES: dict[type[Exception], int] = {
+    UserError: EXIT_USER_ERROR,
+    RunFailedError: EXIT_CRASH,
+    NonFiniteError: EXIT_NON_FINITE,
+}
+"""Exit code of every error that is reported in one line."""
+
+USER_ERRNOS = {
+    errno.EACCES,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ENXIO,
+    errno.EPERM,
+}
+"""Faults of files that the user can remedy. The others are the machine's and may pass: a shared
+file system may lose files (ENOENT) or turn read-only (EROFS) for a while."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a command that an error ends."""
+    if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)):
+        return EXIT_USER_ERROR if error.errno in USER_ERRNOS else EXIT_CRASH
+    if isinstance(error, StoppedError):
+        return EXIT_STOPPED
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    found = (code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    return next(found, EXIT_CRASH)
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:

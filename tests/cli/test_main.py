@@ -155,6 +155,21 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch):
         cli.main(["recipes"])
 
 
+@pytest.mark.parametrize(("fault", "lines"), [(errno.EIO, True), (errno.EACCES, False)])
+def test_a_fault_of_the_machine_leaves_its_traceback_in_a_ranks_log(
+    capsys, monkeypatch, fault, lines
+):
+    def fail(_: object) -> int:
+        raise OSError(fault, "as told", "/shared/file")
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
+    cli.main(["recipes"])
+    said = capsys.readouterr().err
+    assert said.endswith("titan-loop: error: /shared/file: as told\n")
+    assert ("in fail" in said) == lines
+
+
 def test_other_ranks_say_which_they_are(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     assert error_of(capsys, "training").startswith("rank 3: unknown verb")

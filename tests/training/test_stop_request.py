@@ -153,6 +153,67 @@ def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path)
     assert ended.stdout == "dumped\n"
 
 
+LEAVING = """
+import threading
+from titan_loop.errors import UserError
+from titan_loop.training.stop_request import StopListener
+
+with StopListener(leave=0.2) as listener:
+    try:
+        raise {error}
+    except Exception as error:
+        listener.leave(error)
+        never = threading.Event()
+        {wait}
+never.wait()  # as a thread of the interpreter's end may
+"""
+
+
+@pytest.mark.parametrize("wait", ["never.wait()  # in closing", "pass"])
+@pytest.mark.parametrize(
+    ("error", "code"), [("RuntimeError('my own')", 1), ("UserError('x=1 is wrong')", 2)]
+)
+def test_a_rank_with_an_error_of_its_own_ends_though_closing_hangs(error, code, wait, tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVING.format(error=error, wait=wait)],
+        env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ended.returncode == code
+    assert read_exits(tmp_path) == [code]
+    kind, _, message = error.removesuffix("')").partition("('")
+    assert ended.stderr.splitlines()[-1].endswith(f"{kind}: {message}")
+
+
+ORPHAN = """
+import os, threading
+from titan_loop.training.stop_request import StopListener
+
+with StopListener() as listener:
+    print("listening", flush=True)
+    while listener.requested_by is None:
+        threading.Event().wait(0.01)
+print(listener.requested_by, flush=True)
+"""
+
+
+def test_a_rank_hears_that_torchrun_was_killed():
+    """The agent here is a shell; without its word the rank would wait for ever."""
+    agent = subprocess.Popen(
+        ["/bin/sh", "-c", '"$0" -c "$1"; :', sys.executable, ORPHAN],
+        env={**os.environ, "TORCHELASTIC_RUN_ID": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "listening\n"
+    agent.kill()
+    assert agent.communicate(timeout=30)[0] == "SIGTERM\n"
+
+
 def test_a_request_that_comes_twice_at_once_is_one():
     with StopListener(grace=300) as listener:
         for _ in range(3):

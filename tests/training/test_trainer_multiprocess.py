@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,10 @@ from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
+from titan_loop.testing.multiprocess import RankError
 from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
@@ -232,6 +236,72 @@ def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
         assert finite
         assert step == 4
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+class RaisesOnRankOne:
+    """After the first step rank 1 fails and rank 0 waits for ever, as in a collective."""
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        pass
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Any) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("rank 1's own")
+        threading.Event().wait()
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        pass
+
+
+def train_with_an_error_on_rank_one(source: Path, run: Path) -> None:
+    """Let what rank 1 closes wait for rank 0."""
+    act_as_launched(2)
+    log = (run.parent / f"rank-{dist.get_rank()}.log").open("w")
+    os.dup2(log.fileno(), 2)
+    sys.stderr = sys.__stderr__ = log
+    config = tiny_config(source, run, steps=STEPS)
+    config.callbacks = (RaisesOnRankOne(),)
+    LoopTrainer.close = lambda *_, **__: threading.Event().wait()  # type: ignore[method-assign]
+    with StopListener(leave=1.0) as listener:
+        run_training(config, stop_listener=listener)
+
+
+def test_an_error_of_one_rank_ends_it_though_its_peers_never_come(gloo_pool, source, tmp_path):
+    with pytest.raises(RankError, match=r"failed on rank 1; rank 0 was left waiting") as failure:
+        gloo_pool(2).run(train_with_an_error_on_rank_one, source, tmp_path / "run")
+    assert failure.value.reports[1] == "the process died with exit code 1"
+    log = (tmp_path / "rank-1.log").read_text().splitlines()
+    assert log[-1] == "RuntimeError: rank 1's own"
+    assert any("in on_step_end" in line for line in log)
+
+
+class SlowToClose:
+    """A tracking service that takes its time on rank 0."""
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        if dist.get_rank() == 0:
+            close = trainer.metrics_processor.close
+            trainer.metrics_processor.close = lambda: (time.sleep(2), close())
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Any) -> None:
+        pass
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        pass
+
+
+def train_and_note_the_end(source: Path, run: Path) -> float:
+    act_as_launched(2)
+    config = tiny_config(source, run, steps=2)
+    config.callbacks = (SlowToClose(),)
+    run_training(config)
+    return time.monotonic()
+
+
+def test_ranks_end_together(gloo_pool, source, tmp_path):
+    """A launcher kills those that take much longer than the first."""
+    ends = gloo_pool(2).run(train_and_note_the_end, source, tmp_path / "run")
+    assert abs(ends[0] - ends[1]) < 1
 
 
 def test_all_ranks_stop_at_one_boundary_when_one_is_asked(gloo_pool, source, runs, tmp_path):

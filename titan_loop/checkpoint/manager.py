@@ -54,6 +54,10 @@ INHERITED = ("origin", "upcycled")
 parent, and the keep policy may delete it."""
 
 
+_LONGEST_END = timedelta(minutes=30)
+"""Time that ranks wait for the slowest one to close what it wrote."""
+
+
 class TrainState(Protocol):
     """A trainer, as the manager sees it."""
 
@@ -188,6 +192,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
+        self.ends_together = False
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
         self._stager = None if config.async_mode == "disabled" else _stager(config.async_mode)
@@ -416,6 +421,11 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if self._stager is not None:
             self._stager.close()
         if dist.is_initialized():
+            if self.ends_together:
+                try:
+                    dist.monitored_barrier(self.group, timeout=_LONGEST_END)
+                except RuntimeError as error:
+                    logger.warning("Not all ranks ended together: %s", error)
             dist.destroy_process_group(self.group)
 
 

@@ -3,54 +3,32 @@
 The codes are those of `titan_loop.errors`; an unexpected exception keeps its traceback and ends
 with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. What
 the operating system says about a file is one line: with 2 if it is up to the user, such as a
-permission, and with 1 if it is the machine, such as a failing or full disk.
+permission, and with 1 if it is the machine, such as a failing or full disk. A rank of a training
+job then writes its traceback before that line.
 """
 
-import errno
 import importlib
 import os
 import select
 import sys
+import traceback
 from collections.abc import Sequence
 
 from titan_loop import __version__
 from titan_loop.errors import (
+    EXIT_CODES,
     EXIT_CRASH,
     EXIT_INTERRUPTED,
-    EXIT_NON_FINITE,
     EXIT_OK,
     EXIT_STOPPED,
-    EXIT_USER_ERROR,
-    NonFiniteError,
-    RunFailedError,
     StoppedError,
     UserError,
+    exit_code,
     nearest,
 )
 from titan_loop.runs.exit_reports import report_exit
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-
-EXIT_CODES: dict[type[Exception], int] = {
-    UserError: EXIT_USER_ERROR,
-    RunFailedError: EXIT_CRASH,
-    NonFiniteError: EXIT_NON_FINITE,
-}
-"""Exit code of every error that is reported in one line."""
-
-USER_ERRNOS = {
-    errno.EACCES,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.ENOTEMPTY,
-    errno.ENXIO,
-    errno.EPERM,
-}
-"""Faults of files that the user can remedy. The others are the machine's and may pass: a shared
-file system may lose files (ENOENT) or turn read-only (EROFS) for a while."""
 
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
@@ -107,8 +85,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         sys.stdout.flush()  # while a reader that has left can still be answered
         return code
     except tuple(EXIT_CODES) as error:
+        _trace_fault_of_the_machine(error)
         _report(str(error))
-        return next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+        return exit_code(error)
     except StoppedError as stop:
         if os.environ.get("RANK", "0") == "0":  # the ranks agreed
             print(f"titan-loop: {stop}", file=sys.stderr)
@@ -120,11 +99,18 @@ def _run(arguments: Sequence[str] | None) -> int:
     except OSError as error:
         if not isinstance(error.filename, (str, bytes)):
             raise
+        _trace_fault_of_the_machine(error)
         _report(f"{os.fsdecode(error.filename)}: {error.strerror}")
-        return EXIT_USER_ERROR if error.errno in USER_ERRNOS else EXIT_CRASH
+        return exit_code(error)
     except KeyboardInterrupt:
         print("titan-loop: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _trace_fault_of_the_machine(error: Exception) -> None:
+    """Leave in a job's log where a rank was when a disk failed, before the one line."""
+    if "RANK" in os.environ and exit_code(error) == EXIT_CRASH:
+        traceback.print_exception(error)
 
 
 def _report(problem: str) -> None:

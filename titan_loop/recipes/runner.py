@@ -82,7 +82,7 @@ def run_recipe(
             forget_compiled_stage()
             gc.collect()  # torchtitan turns automatic collection off; a model has cycles
     finally:
-        shutdown()
+        shutdown()  # may wait for ranks that wait for this one; see StopListener.leave
 
 
 def check_recipe(

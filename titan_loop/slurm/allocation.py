@@ -9,9 +9,9 @@ from titan_loop.errors import UserError
 from titan_loop.slurm.commands import host_names
 from titan_loop.slurm.site import Site
 
-WAIT_SECONDS = 120
+WAIT_SECONDS = 40
 """Time from the end of a step's first task until the others are killed: they may be waiting for a
-rank that died. At a regular end ranks finish closer together than that."""
+rank that died. At a regular end ranks wait for each other and leave together."""
 
 _FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
 """These ports are below the range that Linux uses for outgoing connections."""

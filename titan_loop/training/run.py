@@ -4,7 +4,8 @@ Everything a user can get wrong is checked before a process group or a device is
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import committed_steps, step_folder
-from titan_loop.errors import EXIT_OK, UserError, raise_first
+from titan_loop.errors import EXIT_OK, NonFiniteError, StoppedError, UserError, raise_first
 from titan_loop.models.sizes import size_notes
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
@@ -27,6 +28,9 @@ from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
+
+_AGREED = (StoppedError, NonFiniteError)
+"""What all ranks raise together."""
 
 
 def run_training(
@@ -81,22 +85,42 @@ def run_training(
         enable=config.debug.enable_structured_logging,
     )
     startup.mark("checks")
-    trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
+    with _leaving(stop_listener, world_size):
+        trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
     trainer.startup = startup
     if stop_listener is not None:
         trainer.stop_listener = stop_listener
     trainer.callbacks += callbacks
+    together = False
     try:
-        started_by = sys.argv if command is None else command
-        recorded = run.config.to_dict()
-        from_rank_zero(
-            all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
-        )
-        startup.mark("build")
-        trainer.train()
+        with _leaving(stop_listener, world_size):
+            started_by = sys.argv if command is None else command
+            recorded = run.config.to_dict()
+            from_rank_zero(
+                all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
+            )
+            startup.mark("build")
+            trainer.train()
+        together = True
+    except _AGREED:
+        together = True
+        raise
     finally:
-        trainer.close()
+        trainer.close(together=together)
     return EXIT_OK
+
+
+@contextmanager
+def _leaving(stop_listener: StopListener | None, world_size: int) -> Iterator[None]:
+    """Let a rank whose peers may wait for it leave soon after an error of its own."""
+    try:
+        yield
+    except _AGREED:
+        raise
+    except BaseException as error:
+        if stop_listener is not None and world_size > 1:
+            stop_listener.leave(error)
+        raise
 
 
 def _callbacks(

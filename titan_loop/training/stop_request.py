@@ -4,12 +4,15 @@
         trainer, a step later at most ─► do all go on? ─► no: save, `StoppedError`, EXIT_STOPPED
         a second signal, or no boundary within the grace time ─┐
         no sign of progress for `hang_seconds` ────────────────┴► stacks, traces, EXIT_STOPPED
+    an error that the other ranks know nothing of ─► `leave`: close what closes in `LEAVE_SECONDS`
+        ─► stacks, this rank's traceback last, the error's exit code
 
 The kernel's signal handler writes into a pipe that a thread reads, so a rank that waits inside a
 collective hears the signal, too. Nothing here imports torch: a process listens from its first
 moments on.
 """
 
+import ctypes
 import faulthandler
 import os
 import select
@@ -17,10 +20,11 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 
-from titan_loop.errors import EXIT_STOPPED, UserError
+from titan_loop.errors import EXIT_STOPPED, UserError, exit_code
 from titan_loop.runs.exit_reports import report_exit
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -32,7 +36,12 @@ ECHO_SECONDS = 5.0
 """Signals this soon after the first are the same request: a cancelled job's tasks hear SIGTERM from
 their node and once more through srun."""
 
+LEAVE_SECONDS = 15.0
+"""Time that a rank has to close its files after an error of its own. Closing may wait in a
+collective for ranks that wait in another for this one; the launcher ends those once it is gone."""
+
 _DUMP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
 _CLOSE = 0
 
 
@@ -60,10 +69,18 @@ class StopListener:
     Args:
         grace: Seconds from the first signal to the end of the process.
         echo: Seconds in which a further signal belongs to the first.
+        leave: Seconds from `leave` to the end of the process.
     """
 
-    def __init__(self, *, grace: float = GRACE_SECONDS, echo: float = ECHO_SECONDS) -> None:
-        self._grace, self._echo = grace, echo
+    def __init__(
+        self,
+        *,
+        grace: float = GRACE_SECONDS,
+        echo: float = ECHO_SECONDS,
+        leave: float = LEAVE_SECONDS,
+    ) -> None:
+        self._grace, self._echo, self._leave = grace, echo, leave
+        self._leaving: tuple[BaseException, float] | None = None
         self._heard: tuple[signal.Signals, float] | None = None
         self._hang_seconds = 0.0
         self._progress = time.monotonic()
@@ -96,6 +113,11 @@ class StopListener:
         self._dump = lambda: None
         self._wake()
 
+    def leave(self, error: BaseException) -> None:
+        """End this process soon with `error`, whatever closing, or the interpreter, waits for."""
+        self._leaving = error, time.monotonic()
+        self._wake()
+
     def progress(self) -> None:
         """Tell that this rank is not stuck."""
         self._progress = time.monotonic()
@@ -108,6 +130,7 @@ class StopListener:
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             self._handlers[number] = signal.signal(number, _leave_it_to_the_thread)
+        _hear_the_end_of_torchrun()
         return self
 
     def __exit__(
@@ -119,6 +142,8 @@ class StopListener:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)  # pyright: ignore[reportArgumentType]
         signal.set_wakeup_fd(self._wakeup)
+        if self._leaving is not None:
+            return  # the thread watches on: the interpreter waits for threads, and they for ranks
         assert self._thread is not None
         os.write(self._writer, bytes([_CLOSE]))
         self._thread.join()
@@ -160,6 +185,10 @@ class StopListener:
                     f"no progress for {self._hang_seconds:g} s (hang_seconds)",
                 )
             )
+        if self._leaving is not None:
+            error, when = self._leaving
+            reason = f"{self._leave:g} s after {type(error).__name__} it has not ended"
+            limits.append((when + self._leave, reason))
         return min(limits, default=(None, ""))
 
     def _hear(self, number: signal.Signals) -> None:
@@ -178,12 +207,26 @@ class StopListener:
             flush=True,
         )
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+        error = None if self._leaving is None else self._leaving[0]
+        code = EXIT_STOPPED if error is None else exit_code(error)
         # The disk may hang, too, and the dump may need a lock that what hangs holds.
-        for last in (lambda: report_exit(EXIT_STOPPED), self._dump):
+        for last in (lambda: report_exit(code), self._dump):
             thread = threading.Thread(target=last, daemon=True)
             thread.start()
             thread.join(_DUMP_SECONDS)
-        os._exit(EXIT_STOPPED)
+        if error is not None:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _hear_the_end_of_torchrun() -> None:
+    """Have the kernel send SIGTERM when the agent that started this rank is killed (Linux).
+
+    torchrun's ranks are sessions of their own and would train on, unseen, with the run's lock.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:

@@ -353,18 +353,23 @@ class LoopTrainer(Trainer):
         self.run_lock = on_rank_zero(all_ranks(), RunDirectory(self.config.dump_folder).lock)
         return parallel_dims
 
-    def close(self) -> None:
+    def close(self, *, together: bool = False) -> None:
         """Wait for a save that is being written, and let another job have the run directory.
 
         Everything is closed even if closing some of it fails, unlike in upstream's `close`, whose
         parts these are; the lock comes last.
+
+        Args:
+            together: Whether all ranks close now. They then leave at the same time: a launcher may
+                kill those that take much longer than the first, such as rank 0 in a slow upload.
         """
+        self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:
             if self.run_lock is not None:
                 closing.callback(self.run_lock.release)
             closing.callback(cudagraph_teardown)  # nothing to do without one
-            closing.callback(self.metrics_processor.close)
             closing.callback(self.checkpointer.close)
+            closing.callback(self.metrics_processor.close)
             closing.callback(self.dataloader.close)
 
     def lineage(self) -> dict[str, Any]:
