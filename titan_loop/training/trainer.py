@@ -30,6 +30,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_loop.checkpoint.carry import check_parent
+from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
@@ -77,6 +78,7 @@ class LoopTrainer(Trainer):
     Config: TypeAlias = RunConfig
 
     config: RunConfig
+    checkpointer: LoopCheckpointManager
     dataloader: GlobalBatchLoader
     model_config: LoopDecoder.Config
     loss_fn: StreamedLoss
