@@ -6,9 +6,9 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torchtitan.components.optimizer import default_adamw
 
 from titan_loop.errors import NonFiniteError, UserError
-from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.stability import (
     SkippedSteps,
     StepVerdict,
@@ -78,7 +78,7 @@ def test_a_skipped_update_leaves_weights_and_moments_alone(implementation: str):
     def trained(finite_steps: list[bool]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(OrderedDict(norm=nn.RMSNorm(3), linear=nn.Linear(3, 2)))
-        config = AdamWConfig().optimizer_config(exit_gate=False)
+        config = default_adamw()
         config.implementation = implementation
         optimizers = config.build(model_parts=[model])
         for group in optimizers.optimizers[0].param_groups:

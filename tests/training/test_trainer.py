@@ -251,7 +251,7 @@ def test_optimiser_settings_of_this_start_win_over_the_checkpoint_s(source, tmp_
     trainer.train()
     trainer.close()
     (optimizer,) = trainer.optimizers
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.0, 0.5}
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
 
 

@@ -33,6 +33,7 @@ from titan_loop.models.context import (
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.flops import Flops, training_flops_per_token
 from titan_loop.models.output import LoopOutput
+from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.recurrence import Recurrence
 from titan_loop.models.rope import RopeTable
 from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
@@ -239,6 +240,15 @@ class LoopDecoder(Decoder):
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
         return self.exit_gate(self.state_gather(hidden_BLD))
+
+    def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
+        """Return how an optimiser treats one of this model's parameters.
+
+        Args:
+            name: Its name, as in checkpoints.
+            parameter: Whole or sharded.
+        """
+        return default_group(parameter)
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None

@@ -22,9 +22,6 @@ from torchtitan.models.common.linear import Linear
 Trainable: TypeAlias = Literal["all", "exit_gate"]
 """The parameters that train: all of them, or the exit gate's."""
 
-EXIT_GATE_PATTERN = r"^exit_gate\."
-"""Regular expression for the names of the gate's parameters."""
-
 
 class ExitGate(Linear):
     """Linear(D → 1) with bias, computed in fp32 whatever the dtype of the hidden state.

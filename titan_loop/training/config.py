@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import titan_loop.compat as compat  # before any torchtitan module
 import tyro
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
 from torchtitan.config.configs import (
@@ -39,7 +39,7 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor
-from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 
@@ -145,8 +145,8 @@ class RunConfig(Trainer.Config):
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.
-    optimizer: Annotated[OptimizersContainer.Config, tyro.conf.Suppress] = field(
-        default_factory=OptimizersContainer.Config
+    optimizer: Annotated[LoopOptimizers.Config, tyro.conf.Suppress] = field(
+        default_factory=LoopOptimizers.Config
     )
     lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
         default_factory=TokenLearningRate.Config

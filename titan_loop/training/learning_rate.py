@@ -6,13 +6,14 @@ from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torch.optim.lr_scheduler import LRScheduler
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer
 
+from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 
 
 class TokenLearningRate(LRSchedulersContainer):
-    """Sets every parameter group's learning rate to `schedule(tokens)`; keeps no state.
+    """Sets every group's learning rate to `schedule(tokens)` times its factor; keeps no state.
 
     Being a function of the global token count it needs nothing from a checkpoint and does not
     change with the number of ranks.
@@ -25,12 +26,12 @@ class TokenLearningRate(LRSchedulersContainer):
         warmup_steps: int = 0
         schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
 
-        def build(self, *, optimizers: OptimizersContainer, training_steps: int) -> Any:
+        def build(self, *, optimizers: LoopOptimizers, training_steps: int) -> Any:
             """Build it; `training_steps` does not matter to a function of tokens."""
             return TokenLearningRate(optimizers, self.schedule)
 
-    def __init__(self, optimizers: OptimizersContainer, schedule: Schedule) -> None:
-        self.optimizers = list(optimizers)
+    def __init__(self, optimizers: LoopOptimizers, schedule: Schedule) -> None:
+        self.optimizers = optimizers
         self.schedule = schedule
         self.schedulers: list[LRScheduler] = []
 
@@ -40,9 +41,7 @@ class TokenLearningRate(LRSchedulersContainer):
     def set_tokens(self, tokens: int) -> float:
         """Set and return the learning rate of the step that starts after `tokens` global tokens."""
         learning_rate = self.schedule(tokens)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+        self.optimizers.set_learning_rate(learning_rate)
         return learning_rate
 
     def step(self) -> None:
@@ -50,7 +49,7 @@ class TokenLearningRate(LRSchedulersContainer):
 
     def get_metrics(self) -> dict[str, float]:
         """Return the current rate."""
-        return {"lr": float(self.optimizers[0].param_groups[0]["lr"])}
+        return {"lr": float(self.optimizers.optimizers[0].param_groups[0]["lr"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: there is no state."""

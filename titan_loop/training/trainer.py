@@ -45,7 +45,7 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
-from titan_loop.training.optimizer import apply_settings
+from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability import (
     SkippedSteps,
@@ -84,6 +84,7 @@ class LoopTrainer(Trainer):
     loss_fn: StreamedLoss
     lr_schedulers: TokenLearningRate
     metrics_processor: LoopMetricsProcessor
+    optimizers: LoopOptimizers
 
     def __init__(self, run: ResolvedRun) -> None:
         self.run = run
@@ -160,7 +161,7 @@ class LoopTrainer(Trainer):
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        apply_settings(self.optimizers, self.config.optimizer)
+        self.optimizers.apply_settings()
         if agree_to_stop(self.stop_listener.requested_by is not None, self.device):
             self._stop_here("before its first step")
             return iter(())

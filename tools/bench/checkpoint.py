@@ -35,7 +35,7 @@ from titan_loop.checkpoint.manifest import file_records, find_damage, read_manif
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.sizes import ModelOptions, build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.optimizer import LoopOptimizers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -71,9 +71,7 @@ class _Training:
             size=options.size, recurrent_steps=options.recurrent_steps, exit_gate=gate
         )
         self.model: LoopDecoder = build_decoder(size, max_seq_len=options.seq_len).to(device())
-        self.optimizers = (
-            AdamWConfig().optimizer_config(exit_gate=gate).build(model_parts=[self.model])
-        )
+        self.optimizers = LoopOptimizers.Config().build(model_parts=[self.model])
         self.loss_fn = ExpectedExitLoss.Config().build(compile_config=CompileConfig())
         self.loss_fn.set_lm_head(self.model.lm_head)
         self.loss_fn.entropy_weight = 0.05

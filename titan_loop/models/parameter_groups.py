@@ -1,0 +1,27 @@
+"""How optimisers treat a model's parameters; the model says so, parameter by parameter.
+
+    matrix   at least two dimensions larger than 1                     decays
+    vector   the rest: gains of norms, biases, scales, a single row    does not decay
+
+Decay would pull a norm's gain, and with it the exit gate's input scale, towards 0.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Treatment of a parameter; parameters with equal ones share an optimiser's group."""
+
+    decays: bool
+    """Whether weight decay applies."""
+
+    rate_factor: float = 1.0
+    """Learning rate over the scheduled one."""
+
+
+def default_group(parameter: Tensor) -> ParameterGroup:
+    """Return the treatment that follows from the shape alone."""
+    return ParameterGroup(decays=sum(size > 1 for size in parameter.shape) > 1)
