@@ -83,7 +83,7 @@ def test_no_arguments_print_the_verbs(capsys):
 
 
 def test_unknown_names_are_answered_with_the_nearest(capsys):
-    assert error_of(capsys, "training") == "unknown verb 'training'; nearest: train"
+    assert error_of(capsys, "trains") == "unknown verb 'trains'; nearest: train"
     assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")
     assert error_of(capsys, "train", "quickstrat") == (
         "unknown recipe 'quickstrat'; nearest: quickstart"

@@ -1,6 +1,7 @@
 """Runs on a real source whose checkpoints were written without training."""
 
 from pathlib import Path
+from typing import Any
 
 from tests.inference.reference import make_model
 from titan_loop.checkpoint.model import architecture
@@ -30,7 +31,10 @@ def write_run_of(source: Path, path: Path, *others: Path) -> Path:
     return path
 
 
-def write_checkpoint_of(run: Path, step: int, *, windows_consumed: int = 4) -> None:
+def write_checkpoint_of(
+    run: Path, step: int, *, windows_consumed: int = 4, data: dict[str, Any] | None = None
+) -> None:
+    """A checkpoint of random weights; `data` is what its loader says of its sources."""
     vocabulary = RunDirectory(run).read_config()["model"]["vocab_size"]
     model = make_model(seed=step, vocab_size=vocabulary)
     write_checkpoint(
@@ -44,7 +48,7 @@ def write_checkpoint_of(run: Path, step: int, *, windows_consumed: int = 4) -> N
                 "recurrent_steps": 4,
                 "architecture": architecture(model.config),
             },
-            "data": {"windows_consumed": windows_consumed, "accepted": []},
+            "data": {"windows_consumed": windows_consumed, "accepted": [], "data": data or {}},
             "lineage": {},
         },
     )

@@ -1,0 +1,218 @@
+"""Scaling laws: planted coefficients come back, and input that cannot be fitted is refused."""
+
+import csv
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.analysis.scaling_data import STRETCHES, read_csv, read_runs
+from titan_loop.analysis.scaling_law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.analysis.scaling_study import study
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
+
+SIZES = (53e6, 134e6, 374e6, 778e6, 1.364e9)
+TOKENS = np.linspace(1e9, 20e9, 20)
+PLANTED = {
+    "E": 1.7, "A": 400.0, "alpha": 0.34, "t1": 2e6, "B": 410.0, "beta": 0.28, "t2": 2e8,
+    "C": 0.3, "gamma": 0.7, "t3": 0.5,
+}  # fmt: skip
+JOINTLY = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28, "phi": 0.46}
+NOISE = 0.01  # nats; twice the spread of three seeds of the quick start
+
+
+def additive(n: float, d: float, r: float) -> float:
+    """The law written out, in float64."""
+    c = PLANTED
+    return (
+        c["E"]
+        + c["A"] / (n + c["t1"]) ** c["alpha"]
+        + c["B"] / (d + c["t2"]) ** c["beta"]
+        + c["C"] / (r + c["t3"]) ** c["gamma"]
+    )
+
+
+def joint(n: float, d: float, r: float) -> float:
+    """The law written out; 80 % of the parameters are looped."""
+    c = JOINTLY
+    effective = 0.2 * n + 0.8 * n * r ** c["phi"]
+    return c["E"] + c["A"] / effective ** c["alpha"] + c["B"] / d ** c["beta"]
+
+
+def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0) -> Losses:
+    grid = np.array(list(itertools.product(SIZES, TOKENS, steps)))
+    exact = np.array([law(*row) for row in grid])
+    return Losses(
+        parameters=grid[:, 0],
+        looped=0.8 * grid[:, 0],
+        tokens=grid[:, 1],
+        steps=grid[:, 2],
+        loss=exact + noise * np.random.default_rng(0).normal(size=len(grid)),
+        run=np.array([f"{n}-{r}" for n, _, r in grid]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("law", "reference", "planted"), [(ADDITIVE, additive, PLANTED), (JOINT, joint, JOINTLY)]
+)
+def test_planted_coefficients_are_recovered(law: Law, reference, planted: dict[str, float]):
+    points = losses(reference)
+    fitted = fit(law, points)
+    assert {n: v / planted[n] for n, v in fitted.values.items()} == pytest.approx(
+        dict.fromkeys(planted, 1.0), rel=0.02
+    )
+    assert fitted.r_squared(points) == pytest.approx(1, abs=1e-9)
+    assert Fit(law, planted, 0.0).predict(points) == pytest.approx(points.loss, rel=1e-12)
+
+
+def test_phi_is_recovered_from_noisy_losses_and_lies_in_its_interval():
+    points = losses(joint, noise=NOISE)
+    fitted = bootstrap(fit(JOINT, points), points, samples=40)
+    assert fitted.values["phi"] == pytest.approx(JOINTLY["phi"], abs=0.03)
+    low, high = fitted.intervals["phi"]
+    assert low < fitted.values["phi"] < high
+    assert high - low < 0.2
+    assert fitted.rmse == pytest.approx(NOISE, rel=0.15)
+
+
+def test_r_squared_is_that_of_the_definition():
+    points = losses(additive, noise=0.05)
+    fitted = fit(ADDITIVE, points)
+    predicted = np.array(
+        [
+            fitted.values["E"]
+            + fitted.values["A"] / (n + fitted.values["t1"]) ** fitted.values["alpha"]
+            + fitted.values["B"] / (d + fitted.values["t2"]) ** fitted.values["beta"]
+            + fitted.values["C"] / (r + fitted.values["t3"]) ** fitted.values["gamma"]
+            for n, d, r in zip(points.parameters, points.tokens, points.steps, strict=True)
+        ]
+    )
+    expected = 1 - ((points.loss - predicted) ** 2).sum() / (len(points) * points.loss.var())
+    assert fitted.r_squared(points) == pytest.approx(expected, rel=1e-9)
+
+
+def write_csv(path: Path, *, rising: bool = False) -> Path:
+    """Step-wise losses and totals of three sizes at R = 2 and 4, composed with known weights."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["parameters", "tokens", "recurrent_steps", "step", "loss"])
+        for n, steps, d in itertools.product(SIZES[:4], (2, 4), TOKENS[::3]):
+            by_step = [additive(n, d, r) for r in range(1, steps + 1)]
+            if rising and n == SIZES[0]:
+                by_step[0] = 3 + d / 1e11
+            weights = np.arange(1, steps + 1) / sum(range(1, steps + 1))
+            for step, loss in enumerate(by_step, start=1):
+                writer.writerow([n, d, steps, step, loss])
+            writer.writerow([n, d, steps, "", float(weights @ by_step)])
+    return path
+
+
+def test_a_study_composes_the_total_loss_from_the_steps(tmp_path: Path):
+    data = read_csv(write_csv(tmp_path / "losses.csv"))
+    result = study(data, samples=0, exit_pmf=(0.1, 0.2, 0.3, 0.4))
+    (composed,) = result.compositions
+    assert composed.r_squared == pytest.approx(1, abs=1e-6)
+    uniform = study(data, samples=0, exit_pmf=(0.25,) * 4).compositions[0]
+    assert uniform.r_squared < composed.r_squared - 1e-3
+    (step_law,) = (law for law in result.laws if law.name == "steps of R = 4")
+    assert {h.kind for h in step_law.hold_outs} == {
+        "2 of 4 sizes", "first 25% of the tokens", "first 50% of the tokens",
+        "first 75% of the tokens", "3 of 4 values of R",
+    }  # fmt: skip
+    assert any("2 values of R" in remark for law in result.laws for remark in law.remarks)
+
+
+def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
+    whole = read_csv(write_csv(tmp_path / "whole.csv"))
+    cut = read_csv(write_csv(tmp_path / "cut.csv", rising=True))
+    assert (whole.rising, cut.rising) == (0, 2)
+    assert len(whole.by_step[4]) - len(cut.by_step[4]) == len(TOKENS[::3])
+
+
+def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
+    path, output = write_csv(tmp_path / "losses.csv"), tmp_path / "out"
+    words = ["scaling", "--csv", str(path), "--output", str(output), "--bootstrap", "5"]
+    assert main([*words, "--exit-pmf", "0.1", "0.2", "0.3", "0.4"]) == 0
+    printed = capsys.readouterr().out
+    assert "total loss: L = E + A/(N + t1)^alpha" in printed
+    assert "phi" in printed
+    page = (output / "scaling.html").read_text()
+    assert page.count("<img") == 4
+    assert "0.9596" in page
+    record = json.loads((output / "scaling.json").read_text())
+    (total,) = (law for law in record["laws"] if law["name"] == "total loss")
+    assert set(total["coefficients"]) == set(PLANTED) == set(total["intervals"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.replace("recurrent_steps", "R"), "lacks the columns recurrent_steps"),
+        (lambda t: t.replace("374000000.0", "-1"), "parameters='-1' must be a positive number"),
+        (lambda t: t.replace("374000000.0", "many"), "parameters='many' must be a positive"),
+        (lambda t: "\n".join(t.splitlines()[:1]), "has no rows below its header"),
+        (lambda t: "\n".join(t.splitlines()[:9]), "fewer than the 10 coefficients"),
+        (lambda t: t.replace(",4,", ",2,"), "all points have 2 recurrent steps"),
+    ],
+)
+def test_a_table_that_cannot_be_fitted_is_refused(tmp_path: Path, capsys, change, message: str):
+    path = write_csv(tmp_path / "losses.csv")
+    path.write_text(change(path.read_text()))
+    assert main(["scaling", "--csv", str(path), "--output", str(tmp_path / "out")]) == (
+        EXIT_USER_ERROR
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_exit_distribution_is_refused(tmp_path: Path):
+    data = read_csv(write_csv(tmp_path / "losses.csv"))
+    with pytest.raises(UserError, match=r"sums to 0\.7; give"):
+        study(data, samples=0, exit_pmf=(0.1, 0.2, 0.4))
+    with pytest.raises(UserError, match="no step-wise losses of runs trained with R = 3"):
+        study(data, samples=0, exit_pmf=(0.2, 0.3, 0.5))
+
+
+def write_run(source: Path, path: Path, *, steps: int, contents: str = "ab") -> Path:
+    """A run whose logged losses follow the law, with an exit distribution."""
+    write_run_of(source, path)
+    directory = RunDirectory(path)
+    for step in range(1, 2 * STRETCHES + 1):
+        tokens = 10_000_000 * step
+        by_step = [additive(1e5, tokens, r) for r in range(1, steps + 1)]
+        append_jsonl(
+            directory.metrics_jsonl,
+            {
+                "step": step, "tokens": tokens, "recurrent_steps": steps,
+                "loss": float(np.mean(by_step)),
+                **{f"ce/step_{r}": loss for r, loss in enumerate(by_step, start=1)},
+                **{f"exit/pmf_{r}": 1 / steps for r in range(1, steps + 1)},
+            },
+        )  # fmt: skip
+    write_checkpoint_of(path, 3, data={"sources": [{"contents": contents, "share": 1.0}]})
+    return path
+
+
+def test_runs_give_averages_over_stretches_without_warm_up(source: Path, tmp_path: Path):
+    run = write_run(source, tmp_path / "a", steps=4)
+    data = read_runs([run])
+    assert len(data.total) == STRETCHES - 1
+    assert data.total.tokens[0] == pytest.approx(3.5e7)  # steps 3 and 4 of 40
+    expected = np.mean([additive(1e5, t, r) for t in (3e7, 4e7) for r in (1, 2, 3, 4)])
+    assert data.total.loss[0] == pytest.approx(expected, rel=1e-12)
+    assert len(data.by_step[4]) == 4 * (STRETCHES - 1)
+    assert data.exit_pmf[4] == pytest.approx(np.full(4, 0.25))
+    assert 0 < data.total.looped[0] < data.total.parameters[0]
+
+
+def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):
+    one = write_run(source, tmp_path / "one", steps=2)
+    other = write_run(source, tmp_path / "other", steps=4, contents="cd")
+    with pytest.raises(UserError, match=r"other was trained on other data than .*one"):
+        read_runs([one, other])

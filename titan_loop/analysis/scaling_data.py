@@ -1,0 +1,252 @@
+"""Losses to fit a scaling law to, from run directories or from a CSV file.
+
+A run gives 20 points: its logged losses, averaged over equal stretches of tokens. The first is left
+out, since warm-up follows no law. `total` has the objective's loss at the R trained with; `by_step`
+has, for each R, the cross entropy after every step.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_loop.analysis.drawing import steps_with
+from titan_loop.analysis.scaling_law import Losses
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.runs.status import RECIPE_JSON
+
+STRETCHES = 20
+REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
+OPTIONAL = ("looped_parameters", "step", "run")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measured loss.
+
+    Attributes:
+        run: Name of the run.
+        parameters: N, shared weights once.
+        looped: Parameters visited at every step.
+        tokens: Tokens trained on.
+        steps: R trained with.
+        step: Recurrent step after which the loss was read; None for the total loss.
+        loss: Nats per token.
+    """
+
+    run: str
+    parameters: float
+    looped: float
+    tokens: float
+    steps: float
+    step: float | None
+    loss: float
+
+
+@dataclass(frozen=True)
+class ScalingData:
+    """What a study fits.
+
+    Attributes:
+        total: Total losses; `steps` is the R trained with.
+        by_step: R trained with → losses after its steps, without the series that rise.
+        rising: Number of (run, step) series left out because the loss rises with tokens.
+        exit_pmf: R trained with → mean exit distribution over runs, where they logged one.
+    """
+
+    total: Losses
+    by_step: dict[int, Losses]
+    rising: int
+    exit_pmf: dict[int, np.ndarray]
+
+
+def read_csv(path: Path) -> ScalingData:
+    """Read points from a CSV file with a header.
+
+    Columns: `parameters`, `tokens`, `recurrent_steps` and `loss` (nats per token); optionally
+    `step` (the loss was read after this step; empty for the total loss), `looped_parameters` (those
+    visited at every step; all if absent) and `run` (a name; points of a run share their noise).
+
+    Raises:
+        UserError: The file cannot be read, lacks a column, or has a value that is not positive.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"csv={path} cannot be read ({error}); give a CSV file") from error
+    if not rows:
+        raise UserError(f"csv={path} has no rows below its header; add measured losses")
+    missing = [name for name in REQUIRED if name not in rows[0]]
+    if missing:
+        raise UserError(
+            f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)}"
+        )
+    points = []
+    for line, row in enumerate(rows, start=2):
+        number = {
+            name: _positive(path, line, name, row[name])
+            for name in (*REQUIRED, "looped_parameters", "step")
+            if row.get(name) or name in REQUIRED
+        }
+        run = row.get("run") or f"{number['parameters']:g}-r{number['recurrent_steps']:g}"
+        looped = number.get("looped_parameters", number["parameters"])
+        if looped > number["parameters"]:
+            raise UserError(
+                f"csv={path} line {line}: looped_parameters={looped:g} must be at most "
+                f"parameters={number['parameters']:g}"
+            )
+        points.append(
+            Point(
+                run=run,
+                parameters=number["parameters"],
+                looped=looped,
+                tokens=number["tokens"],
+                steps=number["recurrent_steps"],
+                step=number.get("step"),
+                loss=number["loss"],
+            )
+        )
+    return _data(points, {})
+
+
+def read_runs(folders: Sequence[Path]) -> ScalingData:
+    """Read points from run directories and from the stages of recipe folders.
+
+    Raises:
+        UserError: A folder is not a run, has too few records, changed R while training, or was
+            trained on other data than the first.
+    """
+    points: list[Point] = []
+    pmfs: dict[int, list[np.ndarray]] = {}
+    first: tuple[Path, Any] | None = None
+    for folder in _runs(folders):
+        data = _trained_on(SavedRun(folder))
+        if first is None:
+            first = folder, data
+        elif data != first[1]:
+            raise UserError(
+                f"{folder} was trained on other data than {first[0]} ({data} and {first[1]}); one "
+                "fit needs one mixture and one tokenizer, so fit them separately"
+            )
+        points += _points(folder, pmfs)
+    return _data(points, {steps: np.mean(pmf, axis=0) for steps, pmf in pmfs.items()})
+
+
+def _runs(folders: Sequence[Path]) -> Iterator[Path]:
+    for folder in folders:
+        if (folder / RECIPE_JSON).exists():
+            yield from sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+        else:
+            yield folder
+
+
+def _trained_on(run: SavedRun) -> str:
+    """Return what must be equal for two losses to be comparable, as JSON."""
+    described = run.checkpoint().manifest["data"].get("data", {})
+    kept = {name: value for name, value in described.items() if name not in ("seed", "seq_len")}
+    if "sources" in kept:  # the same data may lie in another folder
+        kept["sources"] = [
+            {name: source[name] for name in ("contents", "share")} for source in kept["sources"]
+        ]
+    return json.dumps(kept, sort_keys=True)
+
+
+def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
+    """Yield the points of one run and add its exit distribution to `pmfs`."""
+    from titan_loop.models.sizes import build_decoder  # imports torchtitan, which takes seconds
+
+    run = SavedRun(folder)
+    records = RunDirectory(folder).read_metrics()
+    depths = {record["recurrent_steps"] for record in records}
+    if len(depths) != 1 or not all(isinstance(depth, int) for depth in depths):
+        raise UserError(
+            f"{folder} trained with R = {', '.join(map(str, sorted(depths))) or 'nothing'}; a "
+            "point of the fit needs one R, so give runs with a constant R"
+        )
+    (steps,) = depths
+    if len(records) < 2 * STRETCHES:
+        raise UserError(
+            f"{folder} has {len(records)} records in metrics.jsonl; the fit averages them over "
+            f"{STRETCHES} stretches of tokens, so log at least {2 * STRETCHES} times"
+        )
+    model = build_decoder(run.model_options, max_seq_len=run.seq_len, device="meta")
+    size: dict[str, Any] = {
+        "run": str(folder),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "looped": sum(p.numel() for p in model.layers.parameters()),
+        "steps": steps,
+    }
+    tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
+    ends = np.linspace(0, tokens[-1], STRETCHES + 1)[1:-1]
+    edges = np.searchsorted(tokens, ends, side="right")
+    stretches = [group for group in np.split(np.arange(len(records)), edges)[1:] if len(group)]
+    for step in (None, *steps_with(records, "ce/step_")):
+        key = "loss" if step is None else f"ce/step_{step}"
+        for stretch in stretches:
+            losses = [records[index].get(key) for index in stretch]
+            if None not in losses:  # null stands for a loss that was not finite
+                mean = float(np.mean(tokens[stretch]))
+                yield Point(**size, tokens=mean, step=step, loss=float(np.mean(losses)))
+    last = [records[index] for index in stretches[-1]]
+    pmf = [[record.get(f"exit/pmf_{r}") for record in last] for r in range(1, steps + 1)]
+    if all(value is not None for values in pmf for value in values):
+        pmfs.setdefault(steps, []).append(np.mean(pmf, axis=1))
+
+
+def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingData:
+    by_step: dict[int, list[Point]] = {}
+    rising = 0
+    series: dict[tuple[str, float, float], list[Point]] = {}
+    for point in points:
+        if point.step is not None and point.steps > 1:
+            series.setdefault((point.run, point.steps, point.step), []).append(point)
+    for (_, steps, _), members in series.items():
+        tokens, losses = (
+            np.array([getattr(p, name) for p in members]) for name in ("tokens", "loss")
+        )
+        logs = np.log(tokens) - np.log(tokens).mean()
+        if np.sum(logs * losses) > 0:
+            rising += 1
+        else:
+            by_step.setdefault(round(steps), []).extend(members)
+    return ScalingData(
+        _losses([point for point in points if point.step is None], lambda point: point.steps),
+        {
+            steps: _losses(members, lambda point: point.step)
+            for steps, members in sorted(by_step.items())
+        },
+        rising,
+        exit_pmf,
+    )
+
+
+def _losses(points: Sequence[Point], steps: Any) -> Losses:
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(point, name) for point in points], dtype=np.float64)
+
+    return Losses(
+        parameters=column("parameters"),
+        looped=column("looped"),
+        tokens=column("tokens"),
+        steps=np.array([steps(point) for point in points], dtype=np.float64),
+        loss=column("loss"),
+        run=np.array([point.run for point in points]),
+    )
+
+
+def _positive(path: Path, line: int, name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not (value > 0 and math.isfinite(value)):
+        raise UserError(f"csv={path} line {line}: {name}={text!r} must be a positive number")
+    return value

@@ -1,0 +1,288 @@
+"""The fits and hold-outs of a scaling study, as Ouro's Appendices D and E report them.
+
+    ScalingData ─► fit of the total loss ─► hold-outs by size, tokens and R
+                ├► joint fit with φ, the worth of a step in parameters
+                ├► a fit of the step-wise losses for each R trained with, and its hold-outs
+                └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
+
+R² is taken over all points, also where a fit saw only some of them.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan_loop.analysis.scaling_data import ScalingData
+from titan_loop.analysis.scaling_law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.errors import UserError
+from titan_loop.tables import columns
+
+HELD_OUT_SHARE = 0.4
+"""Share of sizes that a hold-out by size leaves out: two of the paper's five."""
+
+FIRST_TOKENS = (0.25, 0.5, 0.75)
+_MOST_COMBINATIONS = 10
+
+
+@dataclass(frozen=True)
+class HoldOut:
+    """A fit of part of the points.
+
+    Attributes:
+        kind: What was held out.
+        r_squared: Over all points, one for each fit.
+    """
+
+    kind: str
+    r_squared: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """A law, the points it was fitted to, and how well it predicts points it did not see.
+
+    Attributes:
+        name: What was fitted, such as "total loss".
+        fit: The fit of all points.
+        points: The points.
+        hold_outs: Those that the points allow.
+        remarks: What a reader must know, such as coefficients that the points leave open.
+    """
+
+    name: str
+    fit: Fit
+    points: Losses
+    hold_outs: tuple[HoldOut, ...]
+    remarks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The total loss predicted from step-wise losses and the exit distribution.
+
+    Attributes:
+        steps: R trained with.
+        exit_pmf: Mean probability of leaving after each step.
+        r_squared: Of Σ_r p_r L_step(N, D, r) against the total loss.
+    """
+
+    steps: int
+    exit_pmf: tuple[float, ...]
+    r_squared: float
+
+
+@dataclass(frozen=True)
+class ScalingStudy:
+    """All fits of one set of losses."""
+
+    laws: tuple[FittedLaw, ...]
+    compositions: tuple[Composition, ...]
+    rising: int
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what `scaling.json` holds."""
+        return {
+            "format_version": 1,
+            "laws": [
+                {
+                    "name": law.name,
+                    "formula": law.fit.law.formula,
+                    "points": len(law.points),
+                    "coefficients": dict(law.fit.values),
+                    "intervals": {name: list(v) for name, v in law.fit.intervals.items()},
+                    "rmse": law.fit.rmse,
+                    "r_squared": law.fit.r_squared(law.points),
+                    "hold_outs": {h.kind: list(h.r_squared) for h in law.hold_outs},
+                    "remarks": list(law.remarks),
+                }
+                for law in self.laws
+            ],
+            "compositions": [
+                {"recurrent_steps": c.steps, "exit_pmf": list(c.exit_pmf), "r_squared": c.r_squared}
+                for c in self.compositions
+            ],
+            "rising_series_left_out": self.rising,
+        }
+
+
+def study(
+    data: ScalingData,
+    *,
+    samples: int,
+    seed: int = 0,
+    exit_pmf: Sequence[float] = (),
+) -> ScalingStudy:
+    """Fit everything the points allow.
+
+    Args:
+        data: The points.
+        samples: Number of bootstrap resamplings behind each interval; 0 gives none.
+        seed: Chooses starts and resamplings.
+        exit_pmf: Mean exit distribution of the runs that trained with R = len(exit_pmf); overrides
+            what runs logged.
+
+    Raises:
+        UserError: There are fewer points than coefficients, all points share one size, one number
+            of tokens or one R, or `exit_pmf` is not a distribution.
+    """
+    _require(data.total, ADDITIVE)
+    pmfs = dict(data.exit_pmf)
+    if exit_pmf:
+        _require_distribution(exit_pmf, data)
+        pmfs[len(exit_pmf)] = np.array(exit_pmf)
+    laws = [
+        _fitted("total loss", ADDITIVE, data.total, samples, seed),
+        _fitted("worth of a step", JOINT, data.total, samples, seed),
+    ]
+    compositions = []
+    for steps, points in data.by_step.items():
+        if len(points) < len(ADDITIVE.coefficients) or len(np.unique(points.steps)) < 2:
+            continue
+        laws.append(_fitted(f"steps of R = {steps}", ADDITIVE, points, samples, seed))
+        total = data.total[data.total.steps == steps]
+        if steps in pmfs and len(total) > 1:
+            pmf = pmfs[steps]
+            score = _composed(laws[-1].fit, pmf, total)
+            compositions.append(Composition(steps, tuple(map(float, pmf)), score))
+    return ScalingStudy(tuple(laws), tuple(compositions), data.rising)
+
+
+def _require_distribution(exit_pmf: Sequence[float], data: ScalingData) -> None:
+    if min(exit_pmf) < 0 or not math.isclose(sum(exit_pmf), 1, abs_tol=1e-3):
+        raise UserError(
+            f"exit_pmf={tuple(exit_pmf)} sums to {sum(exit_pmf):g}; give the probability of "
+            "leaving after each step, which sum to 1"
+        )
+    if len(exit_pmf) not in data.by_step:
+        raise UserError(
+            f"exit_pmf has {len(exit_pmf)} entries, but no step-wise losses of runs trained with "
+            f"R = {len(exit_pmf)} were given"
+        )
+
+
+def _fitted(name: str, law: Law, points: Losses, samples: int, seed: int) -> FittedLaw:
+    whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
+    return FittedLaw(
+        name, whole, points, tuple(_hold_outs(law, points, seed)), tuple(_remarks(law, points))
+    )
+
+
+def _require(points: Losses, law: Law) -> None:
+    needed = len(law.coefficients)
+    if len(points) < needed:
+        raise UserError(
+            f"{len(points)} total losses are fewer than the {needed} coefficients of "
+            f"{law.formula}; give more runs or more points of each"
+        )
+    for name, values in (
+        ("parameters", points.parameters),
+        ("tokens", points.tokens),
+        ("recurrent steps", points.steps),
+    ):
+        if len(np.unique(values)) < 2:
+            raise UserError(
+                f"all points have {values[0]:g} {name}; a law needs at least two values of each "
+                "variable"
+            )
+
+
+def _remarks(law: Law, points: Losses) -> list[str]:
+    """Say which coefficients the points leave open though the curve is determined."""
+    if law is JOINT:
+        return []
+    remarks = []
+    for values, name, open_ones in (
+        (points.parameters, "sizes", "E, A, alpha and t1"),
+        (points.tokens, "numbers of tokens", "E, B, beta and t2"),
+        (points.steps, "values of R", "E, C, gamma and t3"),
+    ):
+        count = len(np.unique(values))
+        if count < 4:
+            remarks.append(
+                f"{count} {name} do not determine {open_ones} one by one; trust the predictions "
+                "between them, not these coefficients"
+            )
+    return remarks
+
+
+def _hold_outs(law: Law, points: Losses, seed: int) -> list[HoldOut]:
+    sizes, steps = np.unique(points.parameters), np.unique(points.steps)
+    found: list[HoldOut] = []
+
+    def add(kind: str, masks: Sequence[np.ndarray]) -> None:
+        usable = [mask for mask in masks if mask.sum() >= len(law.coefficients)]
+        if usable:
+            fits = (fit(law, points[mask], seed=seed, starts=2) for mask in usable)
+            found.append(HoldOut(kind, tuple(each.r_squared(points) for each in fits)))
+
+    kept = len(sizes) - math.ceil(HELD_OUT_SHARE * len(sizes))
+    if kept >= 2:
+        chosen = list(itertools.combinations(sizes, kept))[:_MOST_COMBINATIONS]
+        add(
+            f"{kept} of {len(sizes)} sizes",
+            [np.isin(points.parameters, sizes_kept) for sizes_kept in chosen],
+        )
+    last = points.tokens.max()
+    for share in FIRST_TOKENS:
+        add(f"first {share:.0%} of the tokens", [points.tokens <= share * last])
+    if len(steps) >= 3:
+        add(f"{len(steps) - 1} of {len(steps)} values of R", [points.steps != s for s in steps])
+    return found
+
+
+def _composed(step_fit: Fit, pmf: np.ndarray, total: Losses) -> float:
+    predicted = np.zeros(len(total))
+    for step, probability in enumerate(pmf, start=1):
+        at_step = Losses(
+            parameters=total.parameters,
+            looped=total.looped,
+            tokens=total.tokens,
+            steps=np.full(len(total), float(step)),
+            loss=total.loss,
+            run=total.run,
+        )
+        predicted += probability * step_fit.predict(at_step)
+    spread = np.sum((total.loss - total.loss.mean()) ** 2)
+    return float(1 - np.sum((total.loss - predicted) ** 2) / spread)
+
+
+def study_lines(result: ScalingStudy) -> list[str]:
+    """Return the study as lines of text."""
+    text: list[str] = []
+    for law in result.laws:
+        text += [
+            f"{law.name}: {law.fit.law.formula}",
+            f"  {len(law.points)} points, R2 {law.fit.r_squared(law.points):.4f}, "
+            f"residual {law.fit.rmse:.4f} nats",
+        ]
+        rows = [
+            [f"  {name}", f"{value:.4g}", _interval(law.fit.intervals, name)]
+            for name, value in law.fit.values.items()
+        ]
+        text += columns(rows)
+        for hold_out in law.hold_outs:
+            text.append(
+                f"  fitted to {hold_out.kind}: R2 over all points {np.mean(hold_out.r_squared):.4f}"
+                + (f" (mean of {len(hold_out.r_squared)})" if len(hold_out.r_squared) > 1 else "")
+            )
+        text += [f"  note: {remark}" for remark in law.remarks] + [""]
+    for composed in result.compositions:
+        pmf = ", ".join(f"{p:.4f}" for p in composed.exit_pmf)
+        text.append(
+            f"total loss at R = {composed.steps} from the steps' losses and the exit "
+            f"distribution {{{pmf}}}: R2 {composed.r_squared:.4f}"
+        )
+    if result.rising:
+        text.append(f"left out: {result.rising} step-wise series that rise with tokens")
+    return text
+
+
+def _interval(intervals: Mapping[str, tuple[float, float]], name: str) -> str:
+    if name not in intervals:
+        return ""
+    low, high = intervals[name]
+    return f"[{low:.4g}, {high:.4g}]"

@@ -1,0 +1,48 @@
+"""`titan-loop scaling RUNS…`: scaling laws in parameters, tokens and recurrent steps."""
+
+from pathlib import Path
+
+from titan_loop.cli.arguments import command
+from titan_loop.errors import UserError
+
+
+def scaling(
+    runs: tuple[Path, ...] = (),
+    *,
+    csv: Path | None = None,
+    output: Path = Path("scaling"),
+    exit_pmf: tuple[float, ...] = (),
+    bootstrap: int = 200,
+    seed: int = 0,
+) -> None:
+    """Fit scaling laws to runs or to a table of losses, with intervals and hold-outs.
+
+    Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
+    and the joint law whose phi says what a recurrent step is worth in parameters. Prints the
+    coefficients and writes scaling.json and scaling.html, a page with the residuals.
+
+    Args:
+        runs: Run directories and recipe folders, all trained on the same data.
+        csv: File with the columns parameters, tokens, recurrent_steps and loss, and optionally
+            step, looped_parameters and run; instead of runs.
+        output: Folder for the results.
+        exit_pmf: Mean probability of leaving after each step, for the composition of the total
+            loss; runs with an exit gate logged their own.
+        bootstrap: Resamplings behind each 95 % interval; 0 for no intervals.
+        seed: Seed of random starts and resamplings.
+    """
+    from titan_loop.analysis.scaling_data import read_csv, read_runs
+    from titan_loop.analysis.scaling_page import write_study
+    from titan_loop.analysis.scaling_study import study, study_lines
+
+    if (csv is None) == (not runs):
+        raise UserError("scaling: give either RUNS or --csv FILE")
+    if bootstrap < 0:
+        raise UserError(f"bootstrap={bootstrap} must be at least 0")
+    data = read_runs(runs) if csv is None else read_csv(csv)
+    result = study(data, samples=bootstrap, seed=seed, exit_pmf=exit_pmf)
+    print("\n".join(study_lines(result)))
+    print(write_study(result, output))
+
+
+run = command("scaling", scaling)
