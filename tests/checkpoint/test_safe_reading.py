@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,101 @@ def test_metadata_as_early_python_3_11_wrote_it(tmp_path, monkeypatch):
     path.write_bytes(b"\x80\x02" + program)
     with pytest.raises(DamagedCheckpointError, match=r"attribute __new__ of .* is read"):
         read_metadata(tmp_path / "step-1")
+
+
+def nested_key() -> bytes:
+    """A dictionary whose key is a tuple in a tuple, a million deep: hashing it overflows C."""
+    return b"\x80\x02}N" + b"\x85" * 1_000_000 + b"Ns."
+
+
+def shared_key() -> bytes:
+    """A dictionary whose key takes 2^60 steps to hash: each tuple holds the last one twice."""
+    twice = b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(60))
+    return b"\x80\x02}N" + twice + b"Ns."
+
+
+def shared_later() -> bytes:
+    """Lists that are put into each other while empty, and filled afterwards."""
+    empty = b"".join(b"]q" + bytes([n]) for n in range(60))
+    fill = b"".join(b"h%ch%ca" % (n, n - 1) * 2 for n in range(1, 60))
+    return b"\x80\x02" + empty + fill + b"."
+
+
+PROGRAMS = {
+    "nested": (nested_key(), "a value of more than"),
+    "shared": (shared_key(), "a value of more than"),
+    "shared later": (shared_later(), "a value holds itself"),
+    "far memo": (b"\x80\x02Nr\xff\xff\xff\x7f.", "memo 2147483647 at byte 3"),
+    "long frame": (b"\x80\x04\x95" + b"\xff" * 7 + b"\x7fN.", "not DCP's metadata"),
+    "long text": (b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7fN.", "not DCP's metadata"),
+    "duplicates": (b"\x80\x02N2\x86.", "DUP in plain records"),
+}
+
+
+@pytest.mark.parametrize(("program", "reason"), PROGRAMS.values(), ids=PROGRAMS)
+def test_metadata_that_would_crash_or_hang_the_unpickler_is_damage(checkpoint, program, reason):
+    (checkpoint / ".metadata").write_bytes(program)
+    with pytest.raises(DamagedCheckpointError, match=reason):
+        read_metadata(checkpoint)
+
+
+@pytest.mark.parametrize("program", [nested_key(), shared_key()], ids=["nested", "shared"])
+def test_an_entry_that_would_crash_or_hang_the_unpickler_is_damage(checkpoint, program):
+    shard = checkpoint / "__0_0.distcp"
+    archive = torch._C.PyTorchFileWriter(str(checkpoint / "made"))
+    archive.write_record("data.pkl", program, len(program))
+    archive.write_end_of_file()
+    made = (checkpoint / "made").read_bytes()
+
+    def point_at_the_end(metadata: dcp.Metadata) -> None:
+        (info,) = [info for index, info in metadata.storage_data.items() if index.fqn == "text"]
+        info.offset, info.length = shard.stat().st_size, len(made)
+
+    rewrite(checkpoint, point_at_the_end)
+    with shard.open("ab") as file:
+        file.write(made)
+    with pytest.raises(DamagedCheckpointError, match="'text' is garbled"):
+        load_checkpoint(zeros(), checkpoint, group=None)
+
+
+def test_a_fifo_is_damage(checkpoint):
+    (checkpoint / ".metadata").unlink()
+    os.mkfifo(checkpoint / ".metadata")
+    with pytest.raises(DamagedCheckpointError, match="not a regular file"):
+        read_metadata(checkpoint)
+
+
+def resize(metadata: dcp.Metadata, size: int, stored: int | None = None) -> None:
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "weight" and stored is not None:
+            info.length = stored
+    entry = metadata.state_dict_metadata["weight"]
+    assert isinstance(entry, dcp.TensorStorageMetadata)
+    entry.size = entry.chunks[0].sizes = torch.Size((size, 4))
+
+
+def turn_to_text(metadata: dcp.Metadata) -> None:
+    entry = metadata.state_dict_metadata["weight"]
+    assert isinstance(entry, dcp.TensorStorageMetadata)
+    entry.size = entry.chunks[0].sizes = (1 << 33, "a")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        partial(resize, size=10**13),
+        partial(resize, size=10**13, stored=10**15),
+        partial(resize, size=-1),
+        partial(resize, size=7),
+        turn_to_text,
+        lambda metadata: setattr(next(iter(metadata.storage_data.values())), "length", -1),
+    ],
+    ids=["huge", "huge by its length", "negative", "a row too many", "text", "stored length"],
+)
+def test_a_tensor_larger_than_what_is_stored_of_it_is_damage(checkpoint, change):
+    rewrite(checkpoint, change)
+    with pytest.raises(DamagedCheckpointError):
+        read_metadata(checkpoint)
 
 
 @pytest.mark.parametrize("where", ["../other/__0_0.distcp", "/etc/passwd", ".."])

@@ -96,12 +96,22 @@ def test_a_jsonl_file_or_line_that_holds_no_object_is_one_line(tmp_path: Path, s
         read_jsonl(path, {"step": int})
 
 
+def test_a_sparse_file_is_refused_before_it_fills_the_memory(tmp_path: Path):
+    for name in ("x.json", "x.jsonl"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)
+    with pytest.raises(UserError, match="more than"):
+        read_json_object(tmp_path / "x.json", fix="")
+    with pytest.raises(UserError, match="a line of more than"):
+        read_jsonl(tmp_path / "x.jsonl")
+
+
 def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
-    def fail(path: Path) -> bytes:
+    def fail(path: Path, flags: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     write_json(tmp_path / "x.json", {})
-    monkeypatch.setattr(Path, "read_bytes", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(OSError, match="Input/output error"):
         read_json_object(tmp_path / "x.json", fix="")
     monkeypatch.undo()

@@ -17,18 +17,14 @@ The hashes find damage. They do not protect against an attacker, who can write a
 
 import hashlib
 import json
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import (
-    DamagedJsonError,
-    finite_or_null,
-    nested,
-    read_json_object,
-    write_json,
-)
+from titan_loop.storage.json_files import finite_or_null, nested, read_json_object, write_json
+from titan_loop.storage.regular_file import DamagedFileError, open_regular
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -97,7 +93,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         ) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check its disk") from error
-    except DamagedJsonError as error:
+    except DamagedFileError as error:
         raise DamagedCheckpointError(path, f"not a manifest ({error.reason})") from error
     version = manifest.get("format_version")
     if type(version) is not int:
@@ -161,13 +157,17 @@ def find_damage(
     for name, record in records.items():
         path = checkpoint / name
         try:
-            size = path.stat().st_size
-            if size != record["bytes"]:
-                damage.append(f"{name} has {size} bytes instead of {record['bytes']}")
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                damage.append(f"{name} is not a regular file")
+            elif status.st_size != record["bytes"]:
+                damage.append(f"{name} has {status.st_size} bytes instead of {record['bytes']}")
             elif hashes and _record(path)["sha256"] != record["sha256"]:
                 damage.append(f"{name} has another SHA-256 than when it was written")
         except FileNotFoundError:
             damage.append(f"{name} is missing")
+        except DamagedFileError as error:
+            damage.append(f"{name}: {error.reason}")
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read ({error.strerror}); check its disk and permissions"
@@ -209,6 +209,6 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _record(path: Path) -> FileRecord:
-    with open(path, "rb") as file:
+    with open_regular(path, fix="use another checkpoint") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": file.tell(), "sha256": digest}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -30,11 +30,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from titan_loop.checkpoint.manifest import METADATA, DamagedCheckpointError
+from titan_loop.checkpoint.pickle_programs import MOST_BYTES, check_program
 from titan_loop.errors import UserError
+from titan_loop.storage.regular_file import DamagedFileError, read_regular
 
 
 def read_metadata(checkpoint: Path) -> dcp.Metadata:
-    """Return DCP's metadata of a checkpoint, in the memory and time of stock DCP.
+    """Return DCP's metadata of a checkpoint, in the memory and a few times the time of stock DCP.
 
     Raises:
         UserError: It names something besides DCP's records, or files outside the checkpoint.
@@ -42,9 +44,13 @@ def read_metadata(checkpoint: Path) -> dcp.Metadata:
     """
     path = checkpoint / METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file, path).load()
+        content = read_regular(path, fix="use another checkpoint", most_bytes=MOST_BYTES)
+        check_program(content)
+        metadata = _MetadataUnpickler(io.BytesIO(content), path).load()
+        del content
         _check_metadata(metadata, path)
+    except DamagedFileError as error:
+        raise DamagedCheckpointError(path, error.reason) from error
     except UserError:
         raise
     except FileNotFoundError as error:
@@ -56,6 +62,7 @@ def read_metadata(checkpoint: Path) -> dcp.Metadata:
     return metadata
 
 
+_MOST_DIMENSIONS = 64  # as many as torch has
 _ARCHIVE = b"PK\x03\x04"  # how everything that torch.save writes begins
 
 
@@ -115,7 +122,7 @@ _ALLOWED = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BufferedReader, path: Path) -> None:
+    def __init__(self, file: io.BytesIO, path: Path) -> None:
         super().__init__(file)
         self._path = path
 
@@ -132,22 +139,83 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _check_metadata(metadata: dcp.Metadata, path: Path) -> None:
-    """Raise unless the records are what DCP writes: every tensor tiled by chunks, all stored."""
-    stored = {}
+    """Raise unless the records are what DCP writes: every tensor tiled by chunks, all stored.
+
+    Every tensor is also as small as what is stored of it, so that it can be allocated.
+    """
+    stored: dict[tuple[str, torch.Size | None], int] = {}
+    ends: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
+        if not _is_place(index, info):
+            raise DamagedCheckpointError(path, f"not a place of an entry: {type(index).__name__}")
         name = info.relative_path
         if Path(name).name != name or not name.endswith(filesystem.DEFAULT_SUFFIX):
             raise UserError(f"{path} refers to {name!r} outside the checkpoint; do not use it")
-        stored.setdefault(index.fqn, []).append(index.offset)
+        stored[index.fqn, index.offset] = info.length
+        ends[name] = max(ends.get(name, 0), info.offset + info.length)
+    for name, end in ends.items():
+        file = path.with_name(name)
+        if file.exists() and end > (size := file.stat().st_size):  # readers name a missing one
+            raise DamagedCheckpointError(path, f"{name} has {size} bytes, entries up to {end}")
     for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, dcp.TensorStorageMetadata):
-            offsets = [chunk.offsets for chunk in entry.chunks]
-            whole = sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.size)
-            whole = whole and len(set(offsets)) == len(offsets)
+        if type(key) is not str or not key.isprintable():
+            raise DamagedCheckpointError(path, "the name of an entry is not printable text")
+        if type(entry) is dcp.TensorStorageMetadata:
+            whole = _is_stored(key, entry, stored)
         else:
-            offsets, whole = [None], isinstance(entry, dcp.BytesStorageMetadata)
-        if not whole or not set(offsets) <= set(stored.get(key, [])):
+            whole = type(entry) is dcp.BytesStorageMetadata and (key, None) in stored
+        if not whole:
             raise DamagedCheckpointError(path, f"{key} is incomplete")
+
+
+def _is_stored(
+    key: str, entry: dcp.TensorStorageMetadata, stored: dict[tuple[str, torch.Size | None], int]
+) -> bool:
+    """Return whether the chunks make up the tensor, and are as long as what they hold."""
+    if not (
+        _is_shape(entry.size)
+        and isinstance(entry.properties.dtype, torch.dtype)
+        and all(_is_shape(chunk.offsets) and _is_shape(chunk.sizes) for chunk in entry.chunks)
+    ):
+        return False
+    item_bytes = entry.properties.dtype.itemsize
+    return (
+        sum(prod(chunk.sizes) for chunk in entry.chunks) == prod(entry.size)
+        and len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
+        and all(
+            len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            and all(map(_is_within, chunk.offsets, chunk.sizes, entry.size))
+            and prod(chunk.sizes) * item_bytes <= stored.get((key, chunk.offsets), -1)
+            for chunk in entry.chunks
+        )
+    )
+
+
+def _is_within(offset: int, size: int, whole: int) -> bool:
+    return offset + size <= whole
+
+
+def _is_place(index: Any, info: Any) -> bool:
+    return (
+        type(index) is dcp.MetadataIndex
+        and type(index.fqn) is str
+        and (index.offset is None or _is_shape(index.offset))
+        and type(info) is filesystem._StorageInfo
+        and type(info.relative_path) is str
+        and _is_count(info.offset)
+        and _is_count(info.length)
+        and not info.transform_descriptors  # we compress nothing
+    )
+
+
+def _is_shape(value: Any) -> bool:
+    return (
+        type(value) is torch.Size and len(value) <= _MOST_DIMENSIONS and all(n >= 0 for n in value)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 class SafeFileSystemReader(filesystem.FileSystemReader):
@@ -166,6 +234,21 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
     def read_metadata(self) -> dcp.Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the metadata given; without arguments, so that DCP asks for no rank's own."""
         return self._metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: filesystem._StorageInfo) -> IO[bytes]:
+        """Return the bytes of an entry, once the pickle in them is known to be harmless.
+
+        Raises:
+            ValueError: It is not of the kind that `torch.save` writes.
+        """
+        entry = super()._slice_file(file, sinfo)
+        if entry.read(len(_ARCHIVE)) != _ARCHIVE:
+            raise ValueError("not an archive")  # torch would unpickle it in an older way
+        entry.seek(0)
+        archive = torch._C.PyTorchFileReader(entry)
+        check_program(archive.get_record("data.pkl"))
+        entry.seek(0)
+        return entry
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read file by file, so that what fails has a name.

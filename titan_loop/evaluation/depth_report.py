@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, bootstrap_bits_per_byte
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import DamagedJsonError, read_json_object, write_json
+from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.regular_file import DamagedFileError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +82,7 @@ class DepthReport:
             }
             return cls(sources=sources, **record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedJsonError(path, repr(error), fix) from error
+            raise DamagedFileError(path, repr(error), fix) from error
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":

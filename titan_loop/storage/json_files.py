@@ -1,41 +1,22 @@
 """Small files that survive being killed: atomic JSON and text, append-only lines."""
 
-import errno
 import json
 import logging
 import math
 import os
-import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
+from titan_loop.storage.regular_file import DamagedFileError, read_regular, regular_lines
 
 logger = logging.getLogger(__name__)
 
 _DEEPEST = 100
 """Levels of nesting that are read; Python's own recursion ends at a thousand."""
-
-
-class DamagedJsonError(UserError):
-    """A file is not the JSON that it should be.
-
-    Args:
-        path: The file.
-        reason: The fault, as a phrase.
-        fix: Remedy, as a phrase.
-    """
-
-    def __init__(self, path: Path, reason: str, fix: str) -> None:
-        super().__init__(path, reason, fix)  # all of them, so that it travels between ranks
-        self.path = path
-        self.reason = reason
-        self.fix = fix
-
-    def __str__(self) -> str:
-        return f"{self.path} is damaged ({self.reason}); {self.fix}"
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
@@ -86,15 +67,15 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DamagedJsonError: It is not a regular file, or does not hold such an object.
+        DamagedFileError: It is not a regular file, or does not hold such an object.
         UserError: It may not be read.
         OSError: The disk fails, which says nothing about the file.
     """
-    content = _read_regular(path, fix)
+    content = read_regular(path, fix=fix)
     try:
         return _parse_object(content)
     except ValueError as error:
-        raise DamagedJsonError(path, str(error), fix) from error
+        raise DamagedFileError(path, str(error), fix) from error
 
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
@@ -113,7 +94,7 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
     record = read_json_object(path, fix=fix)
     version = record.get("format_version")
     if type(version) is not int:
-        raise DamagedJsonError(path, f"format_version={version!r} is not a number", fix)
+        raise DamagedFileError(path, f"format_version={version!r} is not a number", fix)
     if version > format_version:
         raise UserError(
             f"{path} has format version {version}, this titan_loop reads up to {format_version}; "
@@ -153,15 +134,12 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
         UserError: If a line other than an incomplete last one is not such a record, or the file
             is not a regular one or may not be read.
     """
-    try:
-        lines = _read_regular(path, "move it away").split(b"\n")
-    except FileNotFoundError:
-        return []
-    incomplete = lines.pop()
-    if incomplete:
-        logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(incomplete))
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, start=1):
+    lines = regular_lines(path, fix="move it away")
+    for number, line in enumerate(_or_none(lines), start=1):
+        if not line.endswith(b"\n"):
+            logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
+            break
         try:
             record = _parse_object(line)
         except ValueError as error:
@@ -177,6 +155,12 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
                 )
         records.append(record)
     return records
+
+
+def _or_none(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file, none if it does not exist."""
+    with suppress(FileNotFoundError):
+        yield from lines
 
 
 def nested(record: Mapping[str, Any], name: str) -> Any:
@@ -196,26 +180,6 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_null(item) for item in value]
     return value
-
-
-def _read_regular(path: Path, fix: str) -> bytes:
-    """Return the content of a regular file: a FIFO would never end.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        DamagedJsonError: It is something else than a file.
-        UserError: It may not be read.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise DamagedJsonError(path, "not a regular file", fix)
-        return path.read_bytes()
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise DamagedJsonError(path, str(error.strerror), fix) from error
-        if isinstance(error, PermissionError):
-            raise UserError(f"{path} cannot be read ({error.strerror}); let it be read") from error
-        raise
 
 
 def _parse_object(content: bytes) -> dict[str, Any]:

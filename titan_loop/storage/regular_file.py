@@ -1,0 +1,84 @@
+"""Reading what may be anything: a FIFO never ends, a sparse file fills the memory."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from titan_loop.errors import UserError
+
+MOST_BYTES = 1 << 26
+"""Size of the largest small file; a manifest of 4,096 ranks has half a megabyte."""
+
+_NOT_THE_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV)
+
+
+class DamagedFileError(UserError):
+    """A file is not what it should be.
+
+    Args:
+        path: The file.
+        reason: The fault, as a phrase.
+        fix: Remedy, as a phrase.
+    """
+
+    def __init__(self, path: Path, reason: str, fix: str) -> None:
+        super().__init__(path, reason, fix)  # all of them, so that it travels between ranks
+        self.path = path
+        self.reason = reason
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.path} is damaged ({self.reason}); {self.fix}"
+
+
+def open_regular(path: Path, *, fix: str) -> BinaryIO:
+    """Open a regular file.
+
+    Args:
+        path: The file.
+        fix: Remedy for a damaged file, for the message.
+
+    Raises:
+        FileNotFoundError: The file does not exist.
+        DamagedFileError: It is something else than a file.
+        UserError: It may not be read.
+        OSError: The disk fails, which says nothing about the file.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a FIFO waits for a writer
+    except OSError as error:
+        if error.errno in _NOT_THE_FILE:
+            raise DamagedFileError(path, str(error.strerror), fix) from error
+        if isinstance(error, PermissionError):
+            raise UserError(f"{path} cannot be read ({error.strerror}); let it be read") from error
+        raise
+    # Asked of what is open, since another file may have the name by now.
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedFileError(path, "not a regular file", fix)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file; arguments and errors as of `open_regular`.
+
+    Raises:
+        DamagedFileError: It has more than `most_bytes`, too.
+    """
+    with open_regular(path, fix=fix) as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise DamagedFileError(path, f"more than {most_bytes} bytes", fix)
+    return content
+
+
+def regular_lines(path: Path, *, fix: str) -> Iterator[bytes]:
+    """Yield the lines of a regular file, each with its end; errors as of `read_regular`."""
+    with open_regular(path, fix=fix) as file:
+        while line := file.readline(MOST_BYTES + 1):
+            if len(line) > MOST_BYTES:
+                raise DamagedFileError(path, f"a line of more than {MOST_BYTES} bytes", fix)
+            yield line
