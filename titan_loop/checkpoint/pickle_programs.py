@@ -66,7 +66,8 @@ def _walk(content: bytes) -> None:
     stack: list[_Value] = []
     memo: dict[int, _Value] = {}
     most = _MOST_PER_BYTE * len(content)
-    for opcode, argument, position in pickletools.genops(content):
+    operations: Any = pickletools.genops(content)
+    for opcode, argument, position in operations:
         name = opcode.name
         if name in _ATOMS:
             stack.append(_ATOM)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.regular_file import DamagedFileError
 
 _TYPES = {
     torch.float64: "F64",
@@ -37,6 +38,7 @@ _TYPES = {
 _ALIGNMENT_BYTES = 8
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_AGAIN = "download it again"
 _READABLE = {"F32", "BF16", "F16"}
 
 
@@ -59,6 +61,7 @@ class SafetensorsFolder:
         self._file_of: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file, listed in self._files().items():
+            held: set[str] = set()
             with self._open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  a safetensors handle is no mapping
                     part = opened.get_slice(name)
@@ -69,7 +72,7 @@ class SafetensorsFolder:
                         )
                     self.shapes[name] = tuple(part.get_shape())
                     self._file_of[name] = file
-                held = {name for name in self._file_of if self._file_of[name] == file}
+                    held.add(name)
             if listed is not None and held != listed:
                 raise UserError(
                     f"{folder / INDEX} and {file} disagree about {_some(held ^ listed)}; download "
@@ -103,16 +106,14 @@ class SafetensorsFolder:
                     f"{self._folder} has neither {SINGLE} nor {INDEX}; only safetensors are read"
                 )
             return {SINGLE: None}
-        try:
-            placed = read_json_object(index, fix="download it again")["weight_map"]
-            files: dict[str, set[str] | None] = {
-                file: {name for name in placed if placed[name] == file}
-                for file in sorted(set(placed.values()))
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{index} is not an index of safetensors ({error!r}); download it again"
-            ) from error
+        placed = read_json_object(index, fix=_AGAIN).get("weight_map")
+        files: dict[str, set[str] | None] = {}
+        if not isinstance(placed, dict) or not all(type(file) is str for file in placed.values()):
+            raise DamagedFileError(index, "it has no weight_map of names of files", _AGAIN)
+        for name, file in sorted(placed.items(), key=lambda item: item[1]):
+            names = files.setdefault(file, set())
+            assert names is not None
+            names.add(name)
         for file in files:
             if Path(file).name != file:
                 raise UserError(

@@ -4,8 +4,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from titan_loop.errors import UserError
 
@@ -34,7 +34,7 @@ class DamagedFileError(UserError):
         return f"{self.path} is damaged ({self.reason}); {self.fix}"
 
 
-def open_regular(path: Path, *, fix: str) -> BinaryIO:
+def open_regular(path: Path, *, fix: str) -> BufferedReader:
     """Open a regular file.
 
     Args:

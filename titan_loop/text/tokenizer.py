@@ -11,6 +11,7 @@ import numpy as np
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.local_path import require_local
+from titan_loop.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,6 +26,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
 BYTE_VALUES = 256
 _LARGEST_UINT16_VOCABULARY = 1 << 16
+_MOST_IDS = 1 << 24
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -39,10 +41,16 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     path = Path(path)
     if not path.is_file():
         raise UserError(f"tokenizer {path} is not a file: train one or give a tokenizer.json")
+    content = read_regular(path, fix="train one or give a tokenizer.json")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust side raises bare Exception
+        tokenizer = Tokenizer.from_buffer(content)
+        ids = vocab_size(tokenizer)
+    except BaseException as error:  # the Rust side raises bare Exception, and panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
+    if ids > _MOST_IDS:
+        raise UserError(f"tokenizer {path} has an id of {ids - 1}, tables reach {_MOST_IDS - 1}")
     keep_whole(tokenizer)
     return tokenizer
 
@@ -58,7 +66,7 @@ def keep_whole(tokenizer: "Tokenizer") -> None:
 
 def vocab_size(tokenizer: "Tokenizer") -> int:
     """Return the largest token id + 1; larger than the number of tokens if ids have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def token_bytes(tokenizer: "Tokenizer") -> int:

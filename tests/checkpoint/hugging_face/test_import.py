@@ -238,6 +238,11 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
         ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object or null"),
         ({"rope_parameters": "x"}, "rope_parameters='x' must be an object or null"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"num_hidden_layers": 200_000_000}, "num_hidden_layers=200000000 must be at most 10000"),
+        ({"hidden_size": 10**30}, "must be at most 2147483648"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000 must be at"),
+        ({"total_ut_steps": 10**9}, "total_ut_steps=1000000000 must be at most 10000"),
+        ({"rope_theta": 10**400}, "must be a positive number"),
         ({"eos_token_id": 300}, "eos_token_id=300 is not a token of the folder's tokenizer.json"),
         ({"bos_token_id": "0"}, "bos_token_id='0' is not a token of the folder's tokenizer.json"),
     ],
@@ -269,6 +274,38 @@ def test_other_tensors_are_one_line(edited, tmp_path, capsys):
     assert "lm_head.weight is missing, but config.json has tie_word_embeddings=false" in error(
         lambda tensors: tensors.pop(head)
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_a_link_out_of_the_folder_is_refused(edited, tmp_path, capsys, name):
+    folder = edited()
+    if name == "chat_template.jinja":
+        (folder / name).write_text("a secret")
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert f"{folder / name} is a link out of its folder, to {tmp_path / 'elsewhere'}" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_links_within_the_hub_s_cache_are_followed(edited, tmp_path):
+    folder, cache = edited(), tmp_path / "hub" / "models--a--b"
+    snapshot = cache / "snapshots" / "c0ffee"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    convert("import", snapshot, "--output", tmp_path / "run")
+
+
+def test_a_template_that_is_not_text_is_one_line(edited, tmp_path, capsys):
+    folder = edited()
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert "chat_template.jinja is damaged (not UTF-8)" in message
 
 
 def test_a_tied_head_may_be_left_out(grouped, tmp_path):
@@ -338,7 +375,7 @@ def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
             plain.folder, lambda folder, keep=keep: truncate(folder / single, keep)
         )
     assert f"{first} is missing" in error(grouped.folder, lambda folder: (folder / first).unlink())
-    assert "is not an index of safetensors" in error(
+    assert "it has no weight_map" in error(
         grouped.folder, lambda folder: (folder / index).write_text('{"weight_map": 3}')
     )
 

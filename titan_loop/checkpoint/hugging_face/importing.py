@@ -5,6 +5,7 @@ config.json ─► OuroShape ─► names and shapes that must be there, no more
 """
 
 import hashlib
+import os
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from titan_loop.checkpoint.hugging_face.tokenizer_files import (
     TOKENIZER_CONFIG,
 )
 from titan_loop.checkpoint.model import architecture
-from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
+from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
 from titan_loop.storage.json_files import read_json_object
+from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import (
     END_OF_TEXT,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CONFIG = "config.json"
+_AGAIN = "download it again"
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMED = 3
 """Number of tensors that a message names."""
@@ -59,6 +62,7 @@ class OuroFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _refuse_links_outside(path)
         config = _read_config(path)
         self.shape = OuroShape.from_config(config)
         self._files = SafetensorsFolder(path)
@@ -181,13 +185,29 @@ def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -
     write_checkpoint(checkpoint, entries, content)
 
 
+def _refuse_links_outside(folder: Path) -> None:
+    """Refuse links out of the folder: a template's would copy any file of this machine.
+
+    The cache of the Hugging Face hub links to its own blobs.
+    """
+    inside = folder.resolve()
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
+    names = (CONFIG, TOKENIZER_NAME, TOKENIZER_CONFIG, TEMPLATE, INDEX)
+    for file in (*(folder / name for name in names), *folder.glob("*.safetensors")):
+        if file.is_symlink() and not {inside, blobs} & {*Path(os.path.realpath(file)).parents}:
+            raise UserError(
+                f"{file} is a link out of its folder, to {file.readlink()}; put the file itself "
+                "there if you trust it"
+            )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     if not file.exists():
         raise UserError(
             f"{path} has no {CONFIG}: it is not a model, or its export or download never finished"
         )
-    return read_json_object(file, fix="download it again")
+    return read_json_object(file, fix=_AGAIN)
 
 
 def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
@@ -196,12 +216,12 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
     The two differ in released folders, whose config.json names the end of a document.
     """
     try:
-        settings = read_json_object(path / TOKENIZER_CONFIG, fix="download it again")
+        settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
     except FileNotFoundError:
         settings = {}
     template = settings.get("chat_template")
     if (path / TEMPLATE).exists():
-        template = (path / TEMPLATE).read_bytes().decode()
+        template = _read_text(path / TEMPLATE)
     template = template if isinstance(template, str) else None
     begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
     known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
@@ -216,6 +236,13 @@ def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> 
         turn_end=None if end == end_of_text else end,
         chat_template=template,
     )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path, fix=_AGAIN).decode()
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(path, "not UTF-8", _AGAIN) from error
 
 
 def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:

@@ -5,7 +5,7 @@ value that titan_loop computes, or the folder is refused. On export every field 
 the defaults of the released configuration class are those of another model.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,11 @@ _FIXED: Mapping[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+
+# A number beyond these would fill the memory before the tensors contradict it, or afterwards if
+# none does.
+_MOST = {"num_hidden_layers": 10_000, "total_ut_steps": 10_000, "max_position_embeddings": 1 << 24}
+_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,21 +265,24 @@ def _rope_theta(config: Mapping[str, Any]) -> float:
 
 def _positive(name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
-        raise UserError(f"config.json: {name}={value!r} must be a positive number")
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")
     return float(value)
 
 
 def _integer(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     value = default if value is None else value
+    most = _MOST.get(name, _MOST_ROWS)
     if type(value) is not int or value < 1:
-        raise UserError(f"config.json: {name}={value!r} must be a positive integer")
+        raise UserError(f"config.json: {name}={value!r:.40} must be a positive integer")
+    if value > most:
+        raise UserError(f"config.json: {name}={value!r:.40} must be at most {most}")
     return value
 
 
 def _unsupported(name: str, found: Any, wanted: Any) -> UserError:
     return UserError(
-        f"config.json: {name}={found!r} is not what titan_loop computes; only {wanted!r} can be "
-        "imported"
+        f"config.json: {name}={found!r:.80} is not what titan_loop computes; only {wanted!r:.80} "
+        "can be imported"
     )
