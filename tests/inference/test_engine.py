@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inference.reference import CONTEXT, generate, make_model, prompts
+from tests.models.ponder import ponder_model
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import (
@@ -23,7 +24,6 @@ from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.attention import DocumentAttention
-from titan_loop.models.recurrence import Recurrence
 from titan_loop.testing.hardware import requires_gpu
 
 STRATEGIES = ("full", "last", "first", "averaged")
@@ -351,19 +351,24 @@ def test_a_gpu_generates_what_the_cpu_does(model, kv_cache):
         assert drafted == Engine(model).complete(asked)
 
 
-def test_a_hook_between_steps_also_runs_for_rows_at_different_steps(model):
-    class Shifted(Recurrence):
-        def between_steps(self, model, hidden_BLD, step):
-            return hidden_BLD * (1 + 0.1 * step)
-
-    shifted = make_model().double()
-    shifted.recurrence = Shifted(Recurrence.Config())
-    static = Engine(shifted).complete(requests(prompts(5)))
-    assert static[0].tokens == full_forward_greedy(shifted, prompts(5)[0], 8, 3)
-    engine = Engine(shifted, exit_policy=QExit(0.7))
-    together = engine.complete(requests(prompts(5, 3)))
-    assert together[1] == engine.complete(requests(prompts(5, 3)[1:]))[0]
-    assert len(set(together[0].steps)) > 1
+@torch.no_grad()
+def test_every_row_keeps_its_own_carry():
+    """A carry of two leaves that depends on the step; rows drift apart, end and make room."""
+    pondering = ponder_model(max_seq_len=CONTEXT).eval()
+    ragged = prompts(5, 3, 7, 2)
+    want = [full_forward_greedy(pondering, prompt, 8, 4) for prompt in ragged]
+    plain = Engine(pondering, recurrent_steps=4).complete(requests(ragged), rows=3)
+    assert [completion.tokens for completion in plain] == want
+    speculation = SelfSpeculation(2, 3)
+    engine = Engine(pondering, recurrent_steps=4, speculation=speculation)
+    drafted = engine.complete(requests(ragged), rows=3)
+    assert [completion.tokens for completion in drafted] == want
+    assert 0 < speculation.accepted < speculation.drafted
+    engine = Engine(pondering, exit_policy=QExit(0.7))
+    together = engine.complete(requests(ragged), rows=2)
+    for prompt, completion in zip(ragged, together, strict=True):
+        assert completion == engine.complete(requests([prompt]))[0]
+        assert len(set(completion.steps)) > 1
 
 
 def test_the_context_ends_a_row(model):

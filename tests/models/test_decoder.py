@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from tests.models.reference import reference_forward
 from titan_loop.models.context import CacheSlot
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.output import LoopOutput
-from titan_loop.models.recurrence import Recurrence
 from titan_loop.models.sizes import SIZES, ModelOptions, build_decoder
 
 SEQ_LEN = 32
@@ -129,54 +129,11 @@ def test_one_step_without_gate_is_the_plain_decoder_bitwise():
     assert torch.equal(model.readout(output.hidden_RBLD[0]), model.norm(x) @ model.lm_head.weight.T)
 
 
-def _reference_forward(model: LoopDecoder, tokens: Tensor, positions: Tensor, steps: int):
-    """Slow float64 forward from the format's description alone, one head at a time."""
-    weights = {name: value.detach().double() for name, value in model.state_dict().items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
-
-    n_heads, head_dim = 4, 16
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2).double() / head_dim)
-    angle = positions.double()[..., None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second = x[..., : head_dim // 2], x[..., head_dim // 2 :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-    document = (positions == 0).cumsum(1)
-    length = tokens.shape[1]
-    allowed = (document[:, :, None] == document[:, None]) & torch.ones(length, length).tril().bool()
-    h = weights["tok_embeddings.weight"][tokens]
-    states = []
-    for _ in range(steps):
-        for index in range(2):
-            layer = f"layers.{index}"
-            x = norm(h, f"{layer}.attention_norm")
-            q, k, v = (x @ weights[f"{layer}.attention.qkv_linear.w{c}.weight"].T for c in "qkv")
-            heads = []
-            for head in range(n_heads):
-                span = slice(head * head_dim, (head + 1) * head_dim)
-                scores = rotate(q[..., span]) @ rotate(k[..., span]).mT / head_dim**0.5
-                heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
-            out = torch.cat(heads, -1) @ weights[f"{layer}.attention.wo.weight"].T
-            h = h + norm(out, f"{layer}.attention_post_norm")
-            x = norm(h, f"{layer}.ffn_norm")
-            w1, w2, w3 = (weights[f"{layer}.feed_forward.w{i}.weight"].T for i in (1, 2, 3))
-            out = (torch.nn.functional.silu(x @ w1) * (x @ w3)) @ w2
-            h = h + norm(out, f"{layer}.ffn_post_norm")
-        h = norm(h, "norm")
-        states.append(h)
-    gate = weights["exit_gate.weight"][0]
-    return states, [state @ gate + weights["exit_gate.bias"] for state in states]
-
-
 def test_forward_agrees_with_an_independent_float64_reference():
     model = make_model().double()
     tokens, positions = make_batch()
     output = model(tokens, positions, recurrent_steps=4)
-    states, logits = _reference_forward(model, tokens, positions, 4)
+    states, logits = reference_forward(model, tokens, positions, 4)
     # The rotary table is fp32 (as in the released checkpoints): 1e-7 relative, amplified by 8
     # layers.
     for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, states + logits, strict=True):
@@ -193,15 +150,6 @@ def test_recurrent_steps_is_runtime_state():
     assert torch.equal(deep.hidden_RBLD[1], shallow.hidden_RBLD[1])
     with pytest.raises(ValueError, match="recurrent_steps=0"):
         model(tokens, positions, recurrent_steps=0)
-
-
-def test_run_continues_from_any_step():
-    model = make_model()
-    tokens, positions = make_batch()
-    whole = model(tokens, positions, recurrent_steps=4).hidden_RBLD
-    context = model.make_context(tokens, positions)
-    continued = model.run(whole[1], 2, 4, context)
-    assert torch.equal(continued[-1], whole[-1])
 
 
 def test_readout_and_gate_stand_alone():
@@ -261,26 +209,10 @@ def test_decoding_with_a_cache_equals_the_full_forward():
         mask = (torch.arange(stop) <= torch.arange(start, stop)[:, None]).expand(2, 1, -1, -1)
         piece = tokens[:, start:stop]
         context = model.make_context(piece, positions, mask, cache)
-        outputs.append(model.run(model.tok_embeddings(piece), 0, 3, context)[-1])
+        states = model.recurrence.run(model, model.start(piece, context), 3, context)
+        outputs.append(list(states)[-1])
     torch.testing.assert_close(torch.cat(outputs, 1), full, atol=FP32_TOLERANCE, rtol=0)
     assert set(cache.slots) == {CacheSlot(s, n) for s in (1, 2, 3) for n in (0, 1)}
-
-
-def test_the_recurrence_can_be_replaced():
-    """A hook between steps sees the state, the step and, through the model, the readout."""
-    seen = []
-
-    class Decoded(Recurrence):
-        def between_steps(self, model, hidden_BLD, step):
-            seen.append((step, model.readout(hidden_BLD).shape))
-            return hidden_BLD * 0
-
-    model = make_model(recurrent_steps=3)
-    model.recurrence = Decoded(Recurrence.Config())
-    tokens, positions = make_batch()
-    states = model(tokens, positions).hidden_RBLD
-    assert seen == [(1, (2, SEQ_LEN, 128)), (2, (2, SEQ_LEN, 128))]
-    assert torch.equal(states[1], states[2])  # both start from zero
 
 
 def test_grouped_query_attention_equals_repeated_key_value_heads():

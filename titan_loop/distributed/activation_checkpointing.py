@@ -34,7 +34,7 @@ from torchtitan.tools.logging import logger
 from titan_loop.errors import UserError
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.recurrence import Step
+from titan_loop.models.recurrence import Carry, Step
 
 Checkpointing = Literal[
     "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
@@ -65,13 +65,13 @@ class RecurrentStepAC(ActivationCheckpointing):
 
 
 def _recompute(step: Step) -> Step:
-    def run(hidden_BLD: Tensor, number: int, context: LoopContext) -> Tensor:
+    def run(carry: Carry, number: int, context: LoopContext) -> Tensor:
         if not torch.is_grad_enabled():
-            return step(hidden_BLD, number, context)
+            return step(carry, number, context)
         # Stopping early would leave FSDP's units without their post-forward hook.
         state = checkpoint(
             step,
-            hidden_BLD,
+            carry,
             number,
             context,
             use_reentrant=False,

@@ -194,9 +194,6 @@ class Engine:
             decider=self._decider(),
             sampling=sampling,
             recurrent_steps=self.recurrent_steps,
-            hidden_BLD=torch.zeros(
-                (0, 1, stack.model.config.dim), dtype=stack.dtype, device=stack.device
-            ),
         )
 
     def _admit(self, batch: Batch, rows: list[Row]) -> Iterator[GeneratedToken]:
@@ -226,15 +223,15 @@ class Engine:
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         row_B = torch.arange(len(prompts), device=self.stack.device)
         last_B = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.stack.device)
-        hidden_BLD = self.stack.embed(torch.tensor(padded, device=self.stack.device))
+        tokens_BL = torch.tensor(padded, device=self.stack.device)
+        context = self.stack.prompt_context(tokens_BL, visit)
+        state = None
+        before_BLD: Tensor | None = None
         for step in range(1, self.recurrent_steps + 1):
+            state = self.stack.step(state, tokens_BL, [step] * len(prompts), context)
+            hidden_BLD = state.hidden_BLD[row_B, last_B].unsqueeze(1)
+            yield step, hidden_BLD, hidden_BLD if before_BLD is None else before_BLD
             before_BLD = hidden_BLD
-            hidden_BLD = self.stack.prompt_step(hidden_BLD, step, visit)
-            yield (
-                step,
-                hidden_BLD[row_B, last_B].unsqueeze(1),
-                before_BLD[row_B, last_B].unsqueeze(1),
-            )
 
     def _decider(self) -> ExitDecider:
         return ExitDecider(

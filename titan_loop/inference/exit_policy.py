@@ -32,7 +32,7 @@ class Evidence(NamedTuple):
     Attributes:
         step_BL: The step each token just ran, from 1.
         hidden_BLD: States after that step.
-        before_BLD: States before that step.
+        before_BLD: States before that step; meaningless at step 1.
         log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
         log_prob_BLV: Log-probabilities of the next token after this step, in nats; None unless the
             policy reads logits.
@@ -228,7 +228,7 @@ class ExitDecider:
         Args:
             step_BL: The step each token just ran, from 1.
             hidden_BLD: States after the step.
-            before_BLD: States before it.
+            before_BLD: States before it; not used at step 1.
         """
         evidence = Evidence(step_BL, hidden_BLD, before_BLD)
         if self.policy.reads_gate:

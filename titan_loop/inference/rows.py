@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from titan_loop.inference.cache import LoopCache
 from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_policy import ExitDecider
 from titan_loop.inference.sampling import Sampling, draw, probabilities
-from titan_loop.inference.stack import Stack
+from titan_loop.inference.stack import LoopState, Stack
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -191,7 +192,7 @@ class Batch:
         decider: The exit policy with its memory of these rows.
         sampling: How tokens are chosen.
         recurrent_steps: R, the deepest step.
-        hidden_BLD: (B, 1, D) state of each row's newest token after `Row.step` steps.
+        state: State of each row's newest token after `Row.step` steps; None before any has run one.
     """
 
     stack: Stack
@@ -200,7 +201,7 @@ class Batch:
     decider: ExitDecider
     sampling: Sampling
     recurrent_steps: int
-    hidden_BLD: Tensor
+    state: LoopState | None = None
 
     def column(self, values: Iterable[int]) -> Tensor:
         """Return one integer per row as (B, 1)."""
@@ -223,7 +224,12 @@ class Batch:
         """Append rows whose prompts are done and that are about to start a token."""
         self.rows = self.rows + rows
         self.decider.admit(len(rows))
-        self.hidden_BLD = F.pad(self.hidden_BLD, (0, 0, 0, 0, 0, len(rows)))
+        if self.state is not None:  # new rows start, so what stands there is never read
+
+            def padded(leaf: Tensor) -> Tensor:
+                return F.pad(leaf, [0, 0] * (leaf.ndim - 1) + [0, len(rows)])
+
+            self.state = tree_map(padded, self.state)
 
     def drop_finished(self) -> None:
         """Drop the rows that have ended."""
@@ -233,4 +239,5 @@ class Batch:
         self.rows = [self.rows[index] for index in kept]
         self.cache.select(kept)
         self.decider.select(kept)
-        self.hidden_BLD = self.hidden_BLD[kept]
+        if self.state is not None:
+            self.state = tree_map(lambda leaf: leaf[kept], self.state)

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from titan_loop.errors import UserError
 from titan_loop.inference.rows import Batch, GeneratedToken
 from titan_loop.inference.sampling import probabilities
+from titan_loop.inference.stack import LoopState
 
 
 @dataclass
@@ -67,8 +69,8 @@ class SelfSpeculation:
         rows = batch.rows
         # The last token a row may still produce needs no draft: verification gives it.
         count = min(self.draft_tokens, max(row.remaining for row in rows) - 1)
-        draft_BL, draft_prob_BLV, states_BLD = self._draft(batch, count)
-        prob_BLV = self._verify(batch, states_BLD)
+        draft_BL, draft_prob_BLV, state = self._draft(batch, count)
+        prob_BLV = self._verify(batch, state)
         accepted = accepted_count(
             draft_BL, draft_prob_BLV, prob_BLV[:, :count], self._uniforms(batch, count)
         )
@@ -91,43 +93,41 @@ class SelfSpeculation:
                 if row.finish is not None:
                     break
 
-    def _draft(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (B, k) drafts, their (B, k, V) distributions and (B, k+1, D) states after s."""
+    def _draft(self, batch: Batch, count: int) -> tuple[Tensor, Tensor, LoopState]:
+        """Return (B, k) drafts, their (B, k, V) distributions, and k+1 tokens' state after s."""
         stack, rows = batch.stack, batch.rows
         token_BL = batch.column(row.token for row in rows)
         drafts: list[Tensor] = []
         distributions: list[Tensor] = []
-        states: list[Tensor] = []
+        states: list[LoopState] = []
         for offset in range(count + 1):
-            hidden_BLD = stack.embed(token_BL)
+            context = stack.token_context(self._positions(batch, offset, offset + 1), batch.cache)
+            state = None
             for step in range(1, self.draft_step + 1):
-                hidden_BLD = stack.token_step(
-                    hidden_BLD,
-                    [step] * len(rows),
-                    self._positions(batch, offset, offset + 1),
-                    batch.cache,
-                )
-            states.append(hidden_BLD)
+                state = stack.step(state, token_BL, [step] * len(rows), context)
+            assert state is not None
+            states.append(state)
             if offset == count:
                 break
-            prob_BLV = probabilities(stack.readout(hidden_BLD), batch.sampling)
+            prob_BLV = probabilities(stack.readout(state.hidden_BLD), batch.sampling)
             token_BL = batch.column(batch.draw(prob_BLV[:, 0], rows))
             distributions.append(prob_BLV)
             drafts.append(token_BL)
         if not drafts:
             vocabulary = batch.stack.model.config.vocab_size
             empty_BL = token_BL[:, :0]
-            return empty_BL, states[0].new_empty((len(rows), 0, vocabulary)), states[0]
-        return torch.cat(drafts, 1), torch.cat(distributions, 1), torch.cat(states, 1)
+            empty_BLV = states[0].hidden_BLD.new_empty((len(rows), 0, vocabulary))
+            return empty_BL, empty_BLV, states[0]
+        state = tree_map(lambda *leaves: torch.cat(leaves, 1), *states)
+        return torch.cat(drafts, 1), torch.cat(distributions, 1), state
 
-    def _verify(self, batch: Batch, states_BLD: Tensor) -> Tensor:
+    def _verify(self, batch: Batch, state: LoopState) -> Tensor:
         """Return (B, k+1, V): the distributions of step R."""
-        positions_BL = self._positions(batch, 0, states_BLD.shape[1])
+        positions_BL = self._positions(batch, 0, state.hidden_BLD.shape[1])
+        context = batch.stack.token_context(positions_BL, batch.cache)
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
-            states_BLD = batch.stack.token_step(
-                states_BLD, [step] * len(batch.rows), positions_BL, batch.cache
-            )
-        return probabilities(batch.stack.readout(states_BLD), batch.sampling)
+            state = batch.stack.step(state, None, [step] * len(batch.rows), context)
+        return probabilities(batch.stack.readout(state.hidden_BLD), batch.sampling)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
         """Return (B, stop - start) positions after each row's newest token.

@@ -7,17 +7,20 @@ outside sees plain tensors that are equal on all ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
 
 from titan_loop.errors import UserError
 from titan_loop.inference.cache import CacheShape, LoopCache
 from titan_loop.models.attention import DocumentAttention, LoopAttention
 from titan_loop.models.context import KeyValueCache, LoopContext
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.recurrence import Carry
 
 
 @dataclass
@@ -33,6 +36,18 @@ class Work:
     cache_bytes: int = 0
     applications: int = 0
     token_steps: int = 0
+
+
+class LoopState(NamedTuple):
+    """What is kept of tokens between two of their steps; every leaf is (B, L, …).
+
+    Attributes:
+        carry: What the latest step started from.
+        hidden_BLD: State after it.
+    """
+
+    carry: Carry
+    hidden_BLD: Tensor
 
 
 class Stack:
@@ -89,24 +104,14 @@ class Stack:
         self.work.cache_bytes += cache.allocated_bytes
         return cache
 
-    def embed(self, tokens_BL: Tensor) -> Tensor:
-        """Return h_0, (B, L, D)."""
-        return self._plain(self.model.tok_embeddings(tokens_BL))
+    def prompt_context(self, tokens_BL: Tensor, cache: KeyValueCache | None) -> LoopContext:
+        """Return what all steps of whole prompts from position 0 share."""
+        return self.model.make_context(tokens_BL, cache=cache)
 
-    def prompt_step(self, hidden_BLD: Tensor, step: int, cache: KeyValueCache | None) -> Tensor:
-        """Run `step` on whole prompts from position 0: h_{step-1} → h_step."""
-        positions_BL = torch.arange(hidden_BLD.shape[1], device=self.device)
-        positions_BL = positions_BL.expand(hidden_BLD.shape[:2])
-        return self._apply(hidden_BLD, [step] * len(hidden_BLD), positions_BL, None, cache)
-
-    def token_step(
-        self, hidden_BLD: Tensor, steps: Sequence[int], positions_BL: Tensor, cache: LoopCache
-    ) -> Tensor:
-        """Run one more step on new tokens: h_{r-1} → h_r, with each row's own r.
+    def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
+        """Return what layer visits of new tokens share.
 
         Args:
-            hidden_BLD: States, or the embeddings of rows at step 1.
-            steps: Step r of every row.
             positions_BL: Positions of the tokens.
             cache: Cache of these rows.
         """
@@ -114,7 +119,56 @@ class Stack:
         key_S = torch.arange(seen, device=self.device)
         mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
         visit = cache.tokens(positions_BL, seen)
-        return self._apply(hidden_BLD, steps, positions_BL, mask_B1LS, visit)
+        return self.model.make_context(positions_BL, positions_BL, mask_B1LS, visit)
+
+    def step(
+        self,
+        state: LoopState | None,
+        tokens_BL: Tensor | None,
+        steps: Sequence[int],
+        context: LoopContext,
+    ) -> LoopState:
+        """Run one more step, each row its own.
+
+        Args:
+            state: State after the step before; None if all rows are at step 1.
+            tokens_BL: The tokens that rows at step 1 start from; None if there are none.
+            steps: The step of every row.
+            context: From `prompt_context` or `token_context`.
+        """
+        same = min(steps) == max(steps)
+        step = steps[0] if same else torch.tensor(steps, device=self.device)
+        carry = self._placed(self._carry(state, tokens_BL, step, context))
+        hidden_BLD = self._plain(self.model.step(carry, step, context))
+        self.work.applications += 1
+        self.work.token_steps += hidden_BLD[..., 0].numel()
+        return LoopState(self._plain(carry), hidden_BLD)
+
+    def _carry(
+        self,
+        state: LoopState | None,
+        tokens_BL: Tensor | None,
+        step: int | Tensor,
+        context: LoopContext,
+    ) -> Carry:
+        """Return what every row's step starts from."""
+
+        def started() -> Carry:
+            assert tokens_BL is not None
+            return self._plain(self.model.start(tokens_BL, context))
+
+        def advanced(done: int | Tensor) -> Carry:
+            carry, hidden_BLD = self._placed(state)
+            return self._plain(self.model.advance(carry, hidden_BLD, done, context))
+
+        if isinstance(step, int):
+            return started() if step == 1 else advanced(step - 1)
+        starts_B = step == 1
+
+        def chosen(start: Tensor, advance: Tensor) -> Tensor:
+            return torch.where(starts_B.view(-1, *[1] * (start.ndim - 1)), start, advance)
+
+        return tree_map(chosen, started(), advanced((step - 1).clamp_min(1)))
 
     def readout(self, hidden_BLD: Tensor) -> Tensor:
         """Return logits (B, L, V)."""
@@ -124,41 +178,19 @@ class Stack:
         """Return exit logits (B, L), fp32."""
         return self._plain(self.model.gate(self._placed(hidden_BLD)))
 
-    def _apply(
-        self,
-        hidden_BLD: Tensor,
-        steps: Sequence[int],
-        positions_BL: Tensor,
-        mask_B1LS: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> Tensor:
-        hidden_BLD = self._between_steps(hidden_BLD, steps)
-        same = min(steps) == max(steps)
-        step = steps[0] if same else torch.tensor(steps, device=self.device)
-        context = LoopContext(self.model.rope_table.rows(positions_BL), mask_B1LS, cache)
-        self.work.applications += 1
-        self.work.token_steps += positions_BL.numel()
-        return self._plain(self.model.step(self._placed(hidden_BLD), step, context))
-
-    def _between_steps(self, hidden_BLD: Tensor, steps: Sequence[int]) -> Tensor:
-        """Apply what the recurrence does to a state before each row's next step."""
-        for step in set(steps) - {1}:
-            rows = [row for row, other in enumerate(steps) if other == step]
-            whole = len(rows) == len(steps)
-            before = hidden_BLD if whole else hidden_BLD[rows]
-            after = self.model.recurrence.between_steps(self.model, before, step - 1)
-            if after is before:
-                continue
-            if whole:
-                return after
-            hidden_BLD = hidden_BLD.clone()
-            hidden_BLD[rows] = after
-        return hidden_BLD
-
-    def _placed(self, hidden: Tensor) -> Tensor:
+    def _placed(self, tree: Any) -> Any:
+        """Return a pytree as the model wants its tensors: under tensor parallelism DTensors."""
         if self._mesh is None:
-            return hidden
-        return DTensor.from_local(hidden, self._mesh, [Replicate()], run_check=False)
+            return tree
+        mesh = self._mesh
+        return tree_map(
+            lambda leaf: DTensor.from_local(leaf, mesh, [Replicate()], run_check=False), tree
+        )
 
-    def _plain(self, value: Tensor) -> Tensor:
-        return value.full_tensor() if isinstance(value, DTensor) else value
+    def _plain(self, tree: Any) -> Any:
+        """Return a pytree with plain tensors, equal on all ranks."""
+        if self._mesh is None:
+            return tree
+        return tree_map(
+            lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree
+        )

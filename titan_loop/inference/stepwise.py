@@ -7,8 +7,6 @@ runs is used.
 
 from collections.abc import Iterator
 
-import torch
-
 from titan_loop.inference.rows import Batch, GeneratedToken
 
 
@@ -19,17 +17,20 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         row.step += 1
     step_BL = batch.column(row.step for row in rows)
     position_BL = batch.column(row.position for row in rows)
-    embedding_BLD = stack.embed(batch.column(row.token for row in rows))
-    before_BLD = torch.where(step_BL.unsqueeze(-1) == 1, embedding_BLD, batch.hidden_BLD)
-    batch.hidden_BLD = stack.token_step(
-        before_BLD, [row.step for row in rows], position_BL, batch.cache
+    state = stack.step(
+        batch.state,
+        batch.column(row.token for row in rows),
+        [row.step for row in rows],
+        stack.token_context(position_BL, batch.cache),
     )
-    leaves_BL = batch.decider.decide(step_BL, batch.hidden_BLD, before_BLD)
+    before = state if batch.state is None else batch.state
+    batch.state = state
+    leaves_BL = batch.decider.decide(step_BL, state.hidden_BLD, before.hidden_BLD)
     leaving = leaves_BL[:, 0].nonzero()[:, 0]
     if not len(leaving):
         return
     batch.cache.leave(leaving, position_BL[leaving, 0], step_BL[leaving, 0])
     left = [rows[index] for index in leaving.tolist()]
-    logits_BV = stack.readout(batch.hidden_BLD[leaving])[:, 0]
+    logits_BV = stack.readout(state.hidden_BLD[leaving])[:, 0]
     for row, token in zip(left, batch.sample(logits_BV, left), strict=True):
         yield row.accept(token, row.step)

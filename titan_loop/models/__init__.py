@@ -2,7 +2,7 @@
 
     tokens ─ tok_embeddings ─► h_0
     h_{r-1} ─ layers (each once) ─ norm ─► h_r          `LoopDecoder.step`
-    h_r ─ Recurrence.between_steps ─► input of step r+1 (the identity for Ouro)
+    h_r ─ advance ─► what step r+1 starts from (h_r itself for Ouro)
     h_r ─ exit_gate ─► exit logit of step r (fp32)       `LoopDecoder.gate`
     h_r ─ lm_head   ─► logits, or the streamed loss      `LoopDecoder.readout`
 

@@ -1,5 +1,6 @@
 """What every layer visit of one forward pass shares: rotations, mask and perhaps a cache."""
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -50,8 +51,11 @@ class LoopContext(NamedTuple):
         attention_mask: The mask of the attention backend; None means causal attention without
             documents.
         cache: Where earlier keys and values are kept; None in training.
+        columns: What a batch holds for the model beside tokens and positions, (B, L, …) by name;
+            None if nothing.
     """
 
     rope_BLH: Tensor
     attention_mask: AttentionMask | None = None
     cache: KeyValueCache | None = None
+    columns: Mapping[str, Tensor] | None = None

@@ -12,6 +12,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1; norm after every 
 injection and no step embedding as in the released checkpoints.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.flops import Flops, training_flops_per_token
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
-from titan_loop.models.recurrence import Recurrence
+from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.rope import RopeTable
 from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
 
@@ -147,6 +148,7 @@ class LoopDecoder(Decoder):
         *,
         recurrent_steps: int | None = None,
         collect: Literal["all", "last"] | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
         """Run R recurrent steps over whole windows.
 
@@ -156,6 +158,7 @@ class LoopDecoder(Decoder):
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R for this call; None means `self.recurrent_steps`.
             collect: Which steps' states to return; None means all with an exit gate, else the last.
+            columns: What else the batch holds for the model, (B, L, …) by name.
 
         Returns:
             The collected states and, with a gate, their exit logits.
@@ -165,12 +168,12 @@ class LoopDecoder(Decoder):
             raise ValueError(f"recurrent_steps={steps} must be at least 1")
         if collect is None:
             collect = "last" if self.exit_gate is None else "all"
-        context = self.make_context(tokens, positions, attention_masks)
+        context = self.make_context(tokens, positions, attention_masks, columns=columns)
         hidden_RBLD: list[Tensor] = []
         exit_logit_RBL: list[Tensor] = []
-        for step, hidden_BLD in enumerate(
-            self.recurrence.run(self, self.tok_embeddings(tokens), 0, steps, context), start=1
-        ):
+        carry = self.start(tokens, context)
+        states = self.recurrence.run(self, carry, steps, context)
+        for step, hidden_BLD in enumerate(states, start=1):
             if collect == "last" and step < steps:
                 continue
             gathered_BLD = self.state_gather(hidden_BLD)
@@ -186,6 +189,7 @@ class LoopDecoder(Decoder):
         positions: Tensor | None = None,
         attention_masks: AttentionMask | None = None,
         cache: KeyValueCache | None = None,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> LoopContext:
         """Gather what all layer visits of one pass share.
 
@@ -195,6 +199,7 @@ class LoopDecoder(Decoder):
             attention_masks: None builds a document mask from `positions`, or plain causal attention
                 if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
             cache: Keys and values of earlier tokens.
+            columns: What else the batch holds for the model.
         """
         mask_wanted = positions is not None or self._needs_mask()
         if attention_masks is None and cache is None and mask_wanted:
@@ -203,29 +208,45 @@ class LoopDecoder(Decoder):
             )
         if positions is None:
             positions = _count_positions(tokens)
-        return LoopContext(self.rope_table.rows(positions), attention_masks, cache)
+        return LoopContext(self.rope_table.rows(positions), attention_masks, cache, columns)
 
-    def step(self, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Apply every layer once, then the final norm: h_{step-1} → h_step.
+    def start(self, tokens: Tensor, context: LoopContext) -> Carry:
+        """Return the carry of step 1; here the embedding, under sequence parallelism sharded."""
+        return self.tok_embeddings(tokens)
+
+    def input(self, carry: Carry) -> Tensor:
+        """Return what the first layer of a step sees, (B, L, D); recomputed with the step."""
+        return carry
+
+    def advance(
+        self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
+    ) -> Carry:
+        """Return the carry of `step` + 1; called only if that step runs, and never recomputed.
 
         Args:
-            hidden_BLD: (B, L, D) state, or the embedding for step 1; under sequence parallelism
-                sharded.
+            carry: What `step` started from.
+            hidden_BLD: State after it.
+            step: From 1, or a (B,) tensor of them. Rows that begin a new token may be among the
+                engine's rows: what this returns for them is dropped.
+            context: From `make_context`.
+        """
+        return hidden_BLD
+
+    def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
+        """Apply every layer once, then the final norm: return h_step, (B, L, D).
+
+        Args:
+            carry: From `start` or `advance`.
             step: 1-based number of this step, or a (B,) tensor of them, since all steps share their
                 weights; only addresses the cache.
             context: From `make_context`.
         """
+        hidden_BLD = self.input(carry)
         for index, layer in enumerate(self.layers.values()):
             # Without a cache the slot stays None, lest compiled blocks specialise on it.
             slot = None if context.cache is None else CacheSlot(step, index)
             hidden_BLD = layer(hidden_BLD, context, slot)
         return self.norm(hidden_BLD)
-
-    def run(
-        self, hidden_BLD: Tensor, from_step: int, to_step: int, context: LoopContext
-    ) -> tuple[Tensor, ...]:
-        """Run steps from_step + 1 … to_step and return the state after each."""
-        return tuple(self.recurrence.run(self, hidden_BLD, from_step, to_step, context))
 
     def readout(self, hidden_BLD: Tensor) -> Tensor:
         """Map a state (B, L, D) to logits (B, L, V)."""

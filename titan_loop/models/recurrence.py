@@ -1,8 +1,17 @@
-"""How the stack is applied repeatedly: a replaceable object with a hook between recurrent steps."""
+"""How the stack is applied repeatedly, and what flows from one recurrent step to the next.
+
+    carry_1 = start(tokens)
+    h_r     = step(carry_r) = norm(layers(input(carry_r)))
+    carry_{r+1} = advance(carry_r, h_r)
+
+The *carry* is what a step starts from: the bare state for Ouro, state and embedding with input
+injection, a running sum of decoded embeddings, discrete factors. The decoder says what it is, by
+its methods `start`, `input` and `advance`; the recurrence and the engine only move it.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,28 +19,28 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.models.context import LoopContext
 
-Step = Callable[[Tensor, int, LoopContext], Tensor]
-"""(h_{r-1}, r, context) → h_r."""
+Carry: TypeAlias = Any
+"""A pytree of tensors (B, L, …), of any dtypes: each token has its own part, so that the engine can
+keep, drop and append rows and tokens."""
+
+Step: TypeAlias = Callable[[Carry, int, LoopContext], Tensor]
+"""(carry_r, r, context) → h_r."""
 
 
 class LoopedModel(Protocol):
-    """What a recurrence may use of the decoder it loops."""
+    """What a recurrence uses of the decoder it loops."""
 
-    def step(self, hidden_BLD: Tensor, step: int, context: LoopContext) -> Tensor:
-        """Apply every layer once, then the final norm."""
+    def step(self, carry: Carry, step: int, context: LoopContext) -> Tensor:
+        """Return the state after `step`."""
         ...
 
-    def readout(self, hidden_BLD: Tensor) -> Tensor:
-        """Map a state (B, L, D) to logits (B, L, V)."""
+    def advance(self, carry: Carry, hidden_BLD: Tensor, step: int, context: LoopContext) -> Carry:
+        """Return the carry of `step` + 1."""
         ...
 
 
 class Recurrence(Module):
-    """h_r = step(between_steps(h_{r-1})): the plain loop of Ouro, without input injection.
-
-    Families that change what flows from one step to the next (a decoded channel, noise, a discrete
-    bottleneck) subclass this and override `between_steps`; the decoder, and with it the readout, is
-    an argument, so the hook can decode.
+    """The loop over recurrent steps: how far back gradients reach, and what is recomputed.
 
     Attributes:
         backward_steps: Number of last steps that the backward pass reaches; None for all.
@@ -52,38 +61,30 @@ class Recurrence(Module):
         """Run `wrap(step)` in place of every step, for example to recompute it when needed."""
         self._wrap = wrap
 
-    def between_steps(self, model: LoopedModel, hidden_BLD: Tensor, step: int) -> Tensor:
-        """Return what step + 1 starts from, given the state after `step` ≥ 1; here the same."""
-        return hidden_BLD
-
     def run(
-        self,
-        model: LoopedModel,
-        hidden_BLD: Tensor,
-        from_step: int,
-        to_step: int,
-        context: LoopContext,
+        self, model: LoopedModel, carry: Carry, recurrent_steps: int, context: LoopContext
     ) -> Iterator[Tensor]:
-        """Yield the state after each of the steps from_step + 1 … to_step.
+        """Yield the state after each of the steps 1 … R.
 
-        With `backward_steps` = k the steps before the last k run without recording anything for the
-        backward pass, and their states are constants to it.
+        With `backward_steps` = k the steps before the last k, and the advances between them, run
+        without recording anything for the backward pass: what they compute is constant to it. What
+        a carry brings from its start unchanged keeps its gradient.
 
         Args:
             model: Owns the layers.
-            hidden_BLD: State after `from_step`; the embedding if that is 0.
-            from_step: Steps already done.
-            to_step: Last step to run.
+            carry: From `model.start`.
+            recurrent_steps: R.
             context: Shared by all visits.
         """
         run_step = model.step if self._wrap is None else self._wrap(model.step)
         recorded_from = 1
         if self.backward_steps is not None:
-            recorded_from = to_step - self.backward_steps + 1
-        for step in range(from_step + 1, to_step + 1):
+            recorded_from = recurrent_steps - self.backward_steps + 1
+        hidden_BLD: Tensor | None = None
+        for step in range(1, recurrent_steps + 1):
             # The context must not stay open while the generator is suspended.
             with torch.set_grad_enabled(torch.is_grad_enabled() and step >= recorded_from):
-                if step > 1:
-                    hidden_BLD = self.between_steps(model, hidden_BLD, step - 1)
-                hidden_BLD = run_step(hidden_BLD, step, context)
+                if hidden_BLD is not None:
+                    carry = model.advance(carry, hidden_BLD, step - 1, context)
+                hidden_BLD = run_step(carry, step, context)
             yield hidden_BLD
