@@ -22,7 +22,10 @@ def test_norms_and_gate_do_not_decay_and_everything_else_does(size):
         model = decoder_config(ModelOptions(size=size), max_seq_len=32).build()
     for name, parameter in model.named_parameters():
         group = model.parameter_group(name, parameter)
-        assert group == ParameterGroup(decays=DECAYED_BEFORE_GROUPS.search(name) is None), name
+        assert group == ParameterGroup(
+            decays=DECAYED_BEFORE_GROUPS.search(name) is None,
+            is_hidden_matrix=name.startswith("layers.") and not name.endswith("norm.weight"),
+        )
 
 
 @pytest.mark.parametrize("exit_gate", [True, False])

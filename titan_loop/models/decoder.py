@@ -269,7 +269,7 @@ class LoopDecoder(Decoder):
             name: Its name, as in checkpoints.
             parameter: Whole or sharded.
         """
-        return default_group(parameter)
+        return default_group(name, parameter)
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None

@@ -18,10 +18,17 @@ class ParameterGroup:
     decays: bool
     """Whether weight decay applies."""
 
+    is_hidden_matrix: bool = False
+    """Whether it maps hidden states to hidden states, so that Muon may orthogonalise its update."""
+
     rate_factor: float = 1.0
     """Learning rate over the scheduled one."""
 
 
-def default_group(parameter: Tensor) -> ParameterGroup:
-    """Return the treatment that follows from the shape alone."""
-    return ParameterGroup(decays=sum(size > 1 for size in parameter.shape) > 1)
+def default_group(name: str, parameter: Tensor) -> ParameterGroup:
+    """Return the treatment that follows from the shape, for embedding and head from their names."""
+    is_matrix = sum(size > 1 for size in parameter.shape) > 1
+    of_vocabulary = name.startswith(("tok_embeddings.", "lm_head."))
+    return ParameterGroup(
+        decays=is_matrix, is_hidden_matrix=is_matrix and parameter.ndim == 2 and not of_vocabulary
+    )

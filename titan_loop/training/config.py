@@ -39,7 +39,7 @@ from titan_loop.training.callback import Callback
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor
-from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers
+from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 
@@ -105,7 +105,9 @@ class RunConfig(Trainer.Config):
 
     recurrence: RecurrenceConfig = field(default_factory=RecurrenceConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: LoopOptimizers.Config = field(default_factory=LoopOptimizers.Config)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    muon: MuonConfig = field(default_factory=MuonConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     max_skipped_steps: int = 10
@@ -145,9 +147,6 @@ class RunConfig(Trainer.Config):
     """Callbacks of the recipe; recorded in `config.json`, not settable."""
 
     # Derived by `resolve`, or not used here: hidden from the command line.
-    optimizer: Annotated[LoopOptimizers.Config, tyro.conf.Suppress] = field(
-        default_factory=LoopOptimizers.Config
-    )
     lr_scheduler: Annotated[LRSchedulersContainer.Config, tyro.conf.Suppress] = field(
         default_factory=TokenLearningRate.Config
     )

@@ -1,18 +1,25 @@
 """The optimisers of a run, in the groups that the model names, with torchtitan's container."""
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+import tyro
 from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 
+from titan_loop.distributed.muon import Muon
+from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.parameter_groups import ParameterGroup
 
 
@@ -38,9 +45,9 @@ class AdamWConfig:
     eps: float = 1e-8
     """Added to the denominator."""
 
-    def settings(self, group: ParameterGroup) -> ParamGroupConfig:
-        """Return torchtitan's config of a group, without its parameters."""
-        return ParamGroupConfig(
+    def settings(self, group: ParameterGroup) -> "GroupSettings":
+        """Return the settings of a group."""
+        return GroupSettings(
             pattern="",
             optimizer_name="AdamW",
             optimizer_kwargs={
@@ -49,7 +56,99 @@ class AdamWConfig:
                 "eps": self.eps,
                 "weight_decay": self.weight_decay if group.decays else 0.0,
             },
+            rate_factor=group.rate_factor,
         )
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield values out of range."""
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield _refusal(
+                    "adamw", self, name, "must be at least 0 and below 1", "AdamW decays by it"
+                )
+        if not 0 <= self.weight_decay < math.inf:
+            yield _refusal("adamw", self, "weight_decay", "must be 0 or more")
+        if not 0 < self.eps < math.inf:
+            yield _refusal("adamw", self, "eps", "must be above 0", "1e-8 is usual")
+
+
+@dataclass(kw_only=True, slots=True)
+class MuonConfig:
+    """Muon for the matrices of the layers; see `titan_loop/distributed/muon.py`.
+
+    The default scale lets Muon take the rate and decay of AdamW. With `original`, rates are an
+    order of magnitude larger: set `rate_factor`.
+    """
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+    momentum: float = 0.95
+    """Decay of the average of gradients."""
+
+    nesterov: bool = True
+    """Whether the update looks one gradient ahead of the average."""
+
+    iterations: int = 5
+    """Newton-Schulz iterations."""
+
+    scale: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """How the update grows with the matrix: √(rows/columns), at least 1, or 0.2·√(larger side)."""
+
+    rate_factor: float = 1.0
+    """Muon's learning rate over the scheduled one."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the iteration computes in; auto is bfloat16 on CUDA and float32 on CPU."""
+
+    def settings(self, group: ParameterGroup) -> "GroupSettings":
+        """Return the settings of a group."""
+        return GroupSettings(
+            pattern="",
+            optimizer_name="Muon",
+            optimizer_kwargs={
+                "lr": 0.0,
+                "weight_decay": self.weight_decay if group.decays else 0.0,
+                "momentum": self.momentum,
+                "nesterov": self.nesterov,
+                "ns_steps": self.iterations,
+                "adjust_lr_fn": self.scale,
+                "fused": False,  # so that a skipped step is known before its update
+            },
+            rate_factor=self.rate_factor * group.rate_factor,
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of `dtype` on this machine."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if compat.device_type() == "cuda" else torch.float32
+        return getattr(torch, self.dtype)
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield values out of range."""
+        if not 0 <= self.momentum < 1:
+            yield _refusal("muon", self, "momentum", "must be at least 0 and below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            yield _refusal("muon", self, "weight_decay", "must be 0 or more")
+        if not 1 <= self.iterations < 100:
+            yield _refusal("muon", self, "iterations", "must be from 1 to 99", "5 is usual")
+        if not 0 < self.rate_factor < math.inf:
+            yield _refusal("muon", self, "rate_factor", "must be above 0")
+        for name in ("scale", "dtype"):
+            known = get_args(get_type_hints(type(self))[name])
+            if getattr(self, name) not in known:
+                yield _refusal("muon", self, name, "is unknown", f"use {' or '.join(known)}")
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupSettings(ParamGroupConfig):
+    """torchtitan's config of a group, whose pattern is filled in last, with its rate."""
+
+    rate_factor: float
+
+
+OptimizerName = Literal["adamw", "muon"]
 
 
 class LoopOptimizers(OptimizersContainer):
@@ -57,48 +156,117 @@ class LoopOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Settings of every optimiser; upstream's patterns are made from the model's groups."""
+        """Which optimisers; the fields hidden from the command line are derived."""
 
-        adamw: AdamWConfig = field(default_factory=AdamWConfig)
+        name: OptimizerName = "adamw"
+        """adamw for all parameters, or muon for the matrices of the layers and AdamW for the rest:
+        embedding, head, norms, gate."""
 
-        def settings(self, group: ParameterGroup) -> ParamGroupConfig:
-            """Return optimiser and settings of a group, without its parameters."""
-            return self.adamw.settings(group)
+        adamw: Annotated[AdamWConfig, tyro.conf.Suppress] = field(default_factory=AdamWConfig)
+        muon: Annotated[MuonConfig, tyro.conf.Suppress] = field(default_factory=MuonConfig)
+        param_groups: Annotated[list[ParamGroupConfig], tyro.conf.Suppress] = field(
+            default_factory=list
+        )
+        implementation: Annotated[
+            Literal["for-loop", "foreach", "fused", "fused_opt_states_bf16"], tyro.conf.Suppress
+        ] = "fused"
+        optimizer_factory_kwargs_by_name: Annotated[
+            dict[str, dict[str, Any]], tyro.conf.Suppress
+        ] = field(default_factory=dict)
+
+        def settings(self, group: ParameterGroup) -> GroupSettings:
+            """Return optimiser and settings of a group."""
+            chosen = self.muon if self.name == "muon" and group.is_hidden_matrix else self.adamw
+            return chosen.settings(group)
+
+        def refusals(self) -> Iterator[Refusal]:
+            """Yield an unknown name."""
+            known = get_args(OptimizerName)
+            if self.name not in known:
+                yield _refusal("optimizer", self, "name", "is unknown", f"use {' or '.join(known)}")
+
+        def setting_refusals(
+            self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
+        ) -> Iterator[Refusal]:
+            """Yield what Muon cannot be combined with."""
+            if self.name != "muon":
+                return
+            offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
+            if trainable == "exit_gate":
+                yield Refusal(
+                    "optimizer.name",
+                    f"optimizer.name=muon has no matrix to update with trainable={trainable}",
+                    "use adamw",
+                )
+            if offload:
+                yield Refusal(
+                    "training.enable_cpu_offload",
+                    f"optimizer.name=muon with training.enable_cpu_offload={offload} would "
+                    "multiply matrices on the host",
+                    "leave it False, or use adamw",
+                )
+            if backend != "partial_dtensor":
+                yield Refusal(
+                    "parallelism.spmd_backend",
+                    f"optimizer.name=muon does not support parallelism.spmd_backend={backend} yet",
+                    "use partial_dtensor, or adamw",
+                )
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        names: dict[ParameterGroup, list[str]] = defaultdict(list)
+        found: list[tuple[GroupSettings, list[str]]] = []
         for part in model_parts:
             assert isinstance(part, LoopDecoder)
             for name, parameter in part.named_parameters():
-                if parameter.requires_grad:
-                    names[part.parameter_group(canonical_fqn(name), parameter)].append(name)
-        settings = {group: config.settings(group) for group in names}
+                if not parameter.requires_grad:
+                    continue
+                group = part.parameter_group(canonical_fqn(name), parameter)
+                settings = config.settings(group)
+                equal = [names for other, names in found if other == settings]
+                if equal:
+                    equal[0].append(name)
+                else:
+                    found.append((settings, [name]))
         # In the order in which upstream makes optimisers and their groups.
-        members: dict[str, list[tuple[ParameterGroup, ParamGroupConfig]]] = defaultdict(list)
-        for group, asked in settings.items():
-            asked.pattern = f"^(?:{'|'.join(map(re.escape, names[group]))})$"
-            members[asked.optimizer_name].append((group, asked))
+        members: dict[str, list[GroupSettings]] = defaultdict(list)
+        for settings, names in found:
+            settings.pattern = f"^(?:{'|'.join(map(re.escape, names))})$"
+            members[settings.optimizer_name].append(settings)
         self._members = list(members.values())
         super().__init__(
-            replace(config, param_groups=list(settings.values())), model_parts=model_parts
+            replace(
+                config,
+                param_groups=[settings for settings, _ in found],
+                optimizer_factory_kwargs_by_name={"Muon": {"dtype": config.muon.torch_dtype}},
+            ),
+            model_parts=model_parts,
         )
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        if name == "Muon":
+            return Muon
+        return OptimizersContainer._resolve_optimizer_factory(name)
 
     def apply_settings(self) -> None:
         """Let this start's config decide: a loaded checkpoint brought its own decay and betas."""
-        for torch_group, _, settings in self._groups():
-            torch_group.update(settings.optimizer_kwargs)
+        for group, settings in self._groups():
+            group.update(settings.optimizer_kwargs)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set every group's rate: the scheduled one times the group's factor."""
-        for torch_group, group, _ in self._groups():
-            torch_group["lr"] = learning_rate * group.rate_factor
+        for group, settings in self._groups():
+            group["lr"] = learning_rate * settings.rate_factor
 
-    def _groups(self) -> Iterator[tuple[dict[str, Any], ParameterGroup, ParamGroupConfig]]:
+    def _groups(self) -> Iterator[tuple[dict[str, Any], GroupSettings]]:
         for optimizer, members in zip(self.optimizers, self._members, strict=True):
-            for torch_group, (group, settings) in zip(optimizer.param_groups, members, strict=True):
-                yield torch_group, group, settings
+            yield from zip(optimizer.param_groups, members, strict=True)
 
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
         """As upstream's, with a group's first parameter instead of a pattern of all names."""
         first = [f"{group['param_names'][0]}, …" for group in optimizer.param_groups]
         super()._log_optimizer(optimizer, part_idx, first)
+
+
+def _refusal(section: str, config: Any, name: str, problem: str, fix: str = "") -> Refusal:
+    field = f"{section}.{name}"
+    return Refusal(field, f"{field}={getattr(config, name)} {problem}", fix)

@@ -32,6 +32,7 @@ from titan_loop.models.sizes import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
+from titan_loop.training.optimizer import MuonConfig
 from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
 
 LARGEST_SEED = 2**63 - 1
@@ -106,13 +107,9 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
         schedule = _get(config, name)
         if schedule.smallest < 0:
             yield Refusal(name, f"{name}={str(schedule)!r} falls below 0", "keep it at 0 or more")
-    for name in ("adamw.beta1", "adamw.beta2"):
-        if not 0 <= _get(config, name) < 1:
-            yield refuse(name, "must be at least 0 and below 1", "AdamW decays by it")
-    if not 0 <= config.adamw.weight_decay < math.inf:
-        yield refuse("adamw.weight_decay", "must be 0 or more")
-    if not 0 < config.adamw.eps < math.inf:
-        yield refuse("adamw.eps", "must be above 0", "1e-8 is usual")
+    yield from config.adamw.refusals()
+    yield from config.muon.refusals()
+    yield from config.optimizer.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
     if not 0 <= config.hang_seconds < math.inf:
@@ -151,6 +148,9 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
             "from trained weights (checkpoint.carry.parent)",
         )
+    yield from config.optimizer.setting_refusals(
+        trainable=config.trainable, training=config.training, parallelism=config.parallelism
+    )
     yield from caught("checkpoint", config.checkpoint.check)
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
@@ -367,6 +367,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"fails after {shortest} seconds (comm.init_timeout_seconds, "
             "comm.train_timeout_seconds)"
         )
+    if config.optimizer.name != "muon" and config.muon != MuonConfig():
+        yield "the settings under muon have no effect without optimizer.name=muon"
     if untrained := _untrained_embedding(config):
         yield f"{untrained}: it stays as it was"
 

@@ -25,7 +25,6 @@ from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.config import RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.preflight import model_config, refusals, remarks
 from titan_loop.training.recurrence import most_recurrent_steps
 
@@ -108,7 +107,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
-    config.optimizer = LoopOptimizers.Config(adamw=config.adamw)
+    config.optimizer = replace(config.optimizer, adamw=config.adamw, muon=config.muon)
     config.lr_scheduler = TokenLearningRate.Config(schedule=config.learning_rate)
     return ResolvedRun(config=config, model=model, world_size=world_size)
 

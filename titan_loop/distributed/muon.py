@@ -1,0 +1,269 @@
+"""Muon on sharded matrices: each is gathered on one rank, updated there and sent back in parts.
+
+    B ← μ·B + (1 − μ)·G                   on every rank's part; μ momentum
+    U = (1 − μ)·G + μ·B, or B             with Nesterov momentum, or without
+    parts of U ─ all-to-all ─► whole matrices, each on its owner
+    O = NS(U)                             on the owner
+    O ─ all-to-all ─► parts
+    W ← (1 − η·λ)·W − η·s·O               on every rank's part; η rate, λ decay
+
+The scale s is max(1, √(rows/columns)), or 0.2·√max(rows, columns), with which O's entries have the
+root mean square of AdamW's usual update ("original" and "match_rms_adamw" of `torch.optim.Muon`).
+NS is the quintic Newton-Schulz iteration that brings all singular values near 1:
+
+    X ← U / ‖U‖;   X ← a·X + (b·XXᵀ + c·(XXᵀ)²)·X, five times
+
+It needs whole matrices, whether FSDP or tensor parallelism cuts them. Both exchanges together send
+as many elements as a rank holds of all matrices, twice: less than gathering any layer's weights.
+Owners are packed so that their products cost about the same. Replicas of HSDP each do all of this
+with the same numbers.
+
+In bfloat16 the iteration, and only it, differs by up to 1 % between two layouts of ranks, since a
+rounding of the gradient flips bits; in float32 all layouts agree as well as AdamW's do.
+
+Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
+2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+RankTable = tuple[tuple[int, ...], ...]
+"""Ranks in rows; the ranks of a row hold the parts of a matrix, every row all of it."""
+
+
+class Muon(torch.optim.Muon):
+    """`torch.optim.Muon` for plain matrices and for DTensors of any placements.
+
+    Args:
+        params: Parameter groups, with the settings of `torch.optim.Muon`.
+        dtype: What the iteration and the exchanges compute in.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
+        super().__init__(params)
+        self.dtype = dtype
+        sharing: dict[RankTable, list[Tensor]] = defaultdict(list)
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                sharing[rank_table(matrix)].append(matrix)
+        self._owners = [MatrixOwners(matrices, table) for table, matrices in sharing.items()]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every matrix that has a gradient; collective."""
+        assert closure is None
+        groups = {matrix: group for group in self.param_groups for matrix in group["params"]}
+
+        def write_direction(matrix: Tensor, part: Tensor) -> None:
+            assert matrix.grad is not None
+            state, momentum = self.state[matrix], groups[matrix]["momentum"]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+            gradient, average = _local(matrix.grad), _local(state["momentum_buffer"])
+            average.lerp_(gradient, 1 - momentum)
+            nesterov = groups[matrix]["nesterov"]
+            part.copy_(gradient.lerp(average, momentum) if nesterov else average)
+
+        def direction(matrix: Tensor, whole: Tensor) -> Tensor:
+            group = groups[matrix]
+            return orthogonalise(
+                whole,
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                eps=group["eps"],
+            )
+
+        for owners in self._owners:
+            for matrix, part in owners.transform(write_direction, direction, self.dtype):
+                group, local = groups[matrix], _local(matrix)
+                local.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = _update_scale(matrix.shape, group["adjust_lr_fn"])
+                local.add_(part, alpha=-group["lr"] * scale)
+
+
+def orthogonalise(
+    matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
+) -> Tensor:
+    """Return NS(matrix), in its dtype; see the module.
+
+    Args:
+        matrix: (rows, columns).
+        steps: Number of iterations.
+        coefficients: a, b, c.
+        eps: Smallest norm that is divided by.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+class _Region(NamedTuple):
+    """The part of a matrix that a rank holds."""
+
+    top: int
+    left: int
+    rows: int
+    columns: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[self.top : self.top + self.rows, self.left : self.left + self.columns]
+
+
+class MatrixOwners:
+    """Which rank owns which matrix, and how parts come to it and back.
+
+    Args:
+        matrices: Parameters that the ranks of a row of `table` hold in parts; the same order on
+            every rank.
+        table: From `rank_table`.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], table: RankTable) -> None:
+        self._matrices = matrices
+        size = len(table[0])
+        self._group: Any = None  # of all ranks
+        self._rank = 0
+        mine = [_region(matrix) for matrix in matrices]
+        self._regions: list[Any] = [mine] * size  # by rank, then by matrix
+        if size > 1:
+            if len(table) > 1:
+                self._group, _ = dist.new_subgroups_by_enumeration([list(row) for row in table])
+            self._rank = dist.get_rank(self._group)
+            dist.all_gather_object(self._regions, mine, group=self._group)
+        for index, matrix in enumerate(matrices):
+            held = sum(regions[index].size for regions in self._regions)
+            assert held == matrix.numel(), f"ranks hold {held} of {matrix.numel()} elements"
+        owners = pack([_cost(matrix) for matrix in matrices], size)
+        self._owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(size)]
+
+    def transform(
+        self,
+        write: Callable[[Tensor, Tensor], None],
+        function: Callable[[Tensor, Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Apply a function of whole matrices to what is there in parts; collective.
+
+        Args:
+            write: Called with each matrix that has a gradient and this rank's part, to be filled.
+            function: Called with each such matrix that this rank owns and the whole; returns its
+                result, of the same shape.
+            dtype: Type of parts and wholes.
+
+        Returns:
+            Each such matrix with this rank's part of the result.
+        """
+        chosen = [[i for i in owned if self._matrices[i].grad is not None] for owned in self._owned]
+        sent = [(self._rank, i) for owned in chosen for i in owned]
+        parts, views = self._buffer(sent, dtype)
+        for (_, index), view in zip(sent, views, strict=True):
+            write(self._matrices[index], view)
+        mine = chosen[self._rank]
+        arriving = [(rank, i) for rank in range(len(chosen)) for i in mine]
+        arrived, arrivals = self._buffer(arriving, dtype)
+        sent_sizes = [self._total(self._rank, owned) for owned in chosen]
+        arrived_sizes = [self._total(rank, mine) for rank in range(len(chosen))]
+        self._exchange(arrived, parts, arrived_sizes, sent_sizes)
+        for index in mine:
+            whole = arrived.new_empty(self._matrices[index].shape)
+            pieces = [
+                (self._regions[rank][index].of(whole), view)
+                for (rank, i), view in zip(arriving, arrivals, strict=True)
+                if i == index
+            ]
+            for place, piece in pieces:
+                place.copy_(piece)
+            whole.copy_(function(self._matrices[index], whole))
+            for place, piece in pieces:
+                piece.copy_(place)
+        self._exchange(parts, arrived, sent_sizes, arrived_sizes)
+        return [(self._matrices[index], view) for (_, index), view in zip(sent, views, strict=True)]
+
+    def _buffer(
+        self, pieces: list[tuple[int, int]], dtype: torch.dtype
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return a flat buffer for the parts that ranks hold of matrices, and a view of each."""
+        regions = [self._regions[rank][index] for rank, index in pieces]
+        sizes = [region.size for region in regions]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self._matrices[0].device)
+        views = [
+            part.view(region.rows, region.columns)
+            for part, region in zip(flat.split(sizes), regions, strict=True)
+        ]
+        return flat, views
+
+    def _total(self, rank: int, indices: list[int]) -> int:
+        return sum(self._regions[rank][index].size for index in indices)
+
+    def _exchange(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> None:
+        if len(self._regions) == 1:
+            received.copy_(sent)
+        else:
+            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+
+
+def pack(costs: Sequence[float], bins: int) -> list[int]:
+    """Return a bin for every cost; the largest come first, each into the bin with the least."""
+    filled, chosen = [0.0] * bins, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        chosen[index] = min(range(bins), key=lambda number: filled[number])
+        filled[chosen[index]] += costs[index]
+    return chosen
+
+
+def rank_table(matrix: Tensor) -> RankTable:
+    """Return which ranks hold a matrix together, from its mesh and placements."""
+    if not isinstance(matrix, DTensor):
+        return ((0,),)
+    mesh = matrix.device_mesh
+    cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
+    whole = [axis for axis in range(mesh.ndim) if axis not in cut]
+    ranks = math.prod(mesh.size(axis) for axis in cut)
+    rows = mesh.mesh.permute(*whole, *cut).reshape(-1, ranks).tolist()
+    return tuple(tuple(row) for row in rows)
+
+
+def _region(matrix: Tensor) -> _Region:
+    if not isinstance(matrix, DTensor):
+        return _Region(0, 0, *matrix.shape)
+    (rows, columns), (top, left) = compute_local_shape_and_global_offset(
+        matrix.shape, matrix.device_mesh, matrix.placements
+    )
+    return _Region(top, left, rows, columns)
+
+
+def _cost(matrix: Tensor) -> float:
+    """Return the iteration's products in units of 2·steps FLOPs."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)
+
+
+def _update_scale(shape: torch.Size, rule: str) -> float:
+    rows, columns = shape
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
