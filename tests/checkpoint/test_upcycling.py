@@ -156,13 +156,14 @@ def test_of_one_layer_both_modes_are_the_same(tmp_path: Path):
 
 
 def optimiser_entries(n_layers: int) -> dict[str, Any]:
-    """One weight a layer, and the embedding, with AdamW's state; every number differs."""
+    """One weight a layer, and a norm, with AdamW's and Muon's state; every number differs."""
     names = [*(f"layers.{index}.attention.wq.weight" for index in range(n_layers)), "norm.weight"]
     entries: dict[str, Any] = {}
     for number, name in enumerate(names, start=1):
         entries[name] = torch.full((2, 3), float(number))
         entries[f"optimizer.state.{name}.exp_avg"] = torch.full((2, 3), 10.0 * number)
         entries[f"optimizer.state.{name}.exp_avg_sq"] = torch.full((2, 3), 100.0 * number)
+        entries[f"optimizer.state.{name}.momentum_buffer"] = torch.full((2, 3), 1e3 * number)
         entries[f"optimizer.state.{name}.step"] = torch.tensor(7.0)
         entries[f"optimizer.param_groups.{name}.lr"] = 0.5 * number
         entries[f"optimizer.param_groups.{name}.betas"] = (0.9, 0.95)
@@ -187,6 +188,9 @@ def test_moments_of_layers_follow_the_policy_and_others_stay(
         expected[name] = torch.full((2, 3), number)
         expected[f"optimizer.state.{name}.exp_avg"] = torch.full((2, 3), 10 * number * first)
         expected[f"optimizer.state.{name}.exp_avg_sq"] = torch.full((2, 3), 100 * number * second)
+        expected[f"optimizer.state.{name}.momentum_buffer"] = torch.full(
+            (2, 3), 1e3 * number * first
+        )
         expected[f"optimizer.state.{name}.step"] = torch.tensor(float(step))
         assert reader.read_object(f"optimizer.param_groups.{name}.lr") == 0.5 * number
         assert reader.read_object(f"optimizer.param_groups.{name}.betas") == (0.9, 0.95)
@@ -195,7 +199,7 @@ def test_moments_of_layers_follow_the_policy_and_others_stay(
     assert reader.tensor_keys() == sorted(expected)
     for key, tensor in expected.items():
         assert torch.equal(reader.read(key), tensor), key
-    assert len(reader.keys()) == 5 * 6
+    assert len(reader.keys()) == 5 * 7
 
 
 def test_the_manifest_says_which_layer_came_from_which(tmp_path: Path):
@@ -290,10 +294,10 @@ def test_bad_checkpoints_are_one_line(tmp_path: Path):
     with pytest.raises(UserError, match=r"another architecture.*holds the layers none"):
         upcycle_checkpoint(other, tmp_path / "child", Upcycling(4))
     entries = optimiser_entries(2)
-    entries["optimizer.state.layers.0.attention.wq.weight.momentum_buffer"] = torch.zeros(2)
-    write_checkpoint(tmp_path / "muon", entries, content(2))
-    with pytest.raises(UserError, match=r"not .*momentum_buffer; use duplicate or reset"):
-        upcycle_checkpoint(tmp_path / "muon", tmp_path / "child", Upcycling(4))
+    entries["optimizer.state.layers.0.attention.wq.weight.max_exp_avg_sq"] = torch.zeros(2)
+    write_checkpoint(tmp_path / "amsgrad", entries, content(2))
+    with pytest.raises(UserError, match=r"not .*max_exp_avg_sq; use duplicate or reset"):
+        upcycle_checkpoint(tmp_path / "amsgrad", tmp_path / "child", Upcycling(4))
     assert not (tmp_path / "child").exists()
 
 

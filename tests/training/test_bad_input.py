@@ -15,6 +15,7 @@ from titan_loop.data.load.mano_loader import ManoLoader
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
+from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.resolved_run import resolve
@@ -146,6 +147,42 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "beta": (_set("adamw.beta2", 1.5), 1, r"adamw\.beta2=1\.5 must be at least 0 and below 1"),
     "weight decay": (_set("adamw.weight_decay", -0.1), 1, r"adamw\.weight_decay=-0\.1 must be 0"),
     "eps": (_set("adamw.eps", 0.0), 1, r"adamw\.eps=0\.0 must be above 0"),
+    "optimiser": (_set("optimizer.name", "lion"), 1, r"optimizer\.name=lion is unknown.*or muon"),
+    "momentum": (
+        _set("muon.momentum", 1.0),
+        1,
+        r"muon\.momentum=1\.0 must be at least 0 and below",
+    ),
+    "decay of Muon": (_set("muon.weight_decay", -1), 1, r"muon\.weight_decay=-1 must be 0 or more"),
+    "iterations": (_set("muon.iterations", 0), 1, r"muon\.iterations=0 must be from 1 to 99"),
+    "rate factor": (_set("muon.rate_factor", 0.0), 1, r"muon\.rate_factor=0\.0 must be above 0"),
+    "scale": (_set("muon.scale", "rms"), 1, r"muon\.scale=rms is unknown; use original or match"),
+    "Muon's dtype": (_set("muon.dtype", "fp16"), 1, r"muon\.dtype=fp16 is unknown; use auto or"),
+    "Muon on the host": (
+        lambda c: (
+            _set("optimizer.name", "muon")(c),
+            _set("training.enable_cpu_offload", True)(c),
+        ),
+        1,
+        r"optimizer\.name=muon with training\.enable_cpu_offload=True",
+    ),
+    "Muon's backend": (
+        lambda c: (
+            _set("optimizer.name", "muon")(c),
+            _set("parallelism.spmd_backend", "spmd_types")(c),
+        ),
+        1,
+        r"optimizer\.name=muon does not support parallelism\.spmd_backend=spmd_types",
+    ),
+    "Muon without matrices": (
+        lambda c: (
+            _set("optimizer.name", "muon")(c),
+            _set("trainable", "exit_gate")(c),
+            _set("loss", AdaptiveGateLoss.Config())(c),
+        ),
+        1,
+        r"optimizer\.name=muon has no matrix to update with trainable=exit_gate; use adamw",
+    ),
     "gradient norm": (
         _set("training.max_norm", -1.0),
         1,

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
@@ -17,14 +16,13 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 20
 TOLERANCE = 1e-5
-"""Largest difference of a weight after `STEPS` steps; weights are of order 1 and move by 0.05."""
+"""Largest difference of a weight after `STEPS` steps; the rounding of gradients gives 2e-6."""
 
 LAYOUTS = {
     "one": (1, {}),
     "dp2": (2, {}),
     "tp2": (2, {"tensor_parallel_degree": 2}),
     "dp2-tp2": (4, {"tensor_parallel_degree": 2}),
-    "hsdp2x2": (4, {"data_parallel_replicate_degree": 2}),
     "hsdp2-tp2": (4, {"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2}),
 }
 

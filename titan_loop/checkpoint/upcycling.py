@@ -41,8 +41,8 @@ class Upcycling:
     """The whole stack again and again, or every layer next to its copies."""
 
     moments: Moments = "scale"
-    """AdamW's moments of the copies: as they are, both divided by the number of copies, or zero
-    with a new bias correction. Parameters outside the layers keep theirs."""
+    """AdamW's and Muon's moments of the copies: as they are, divided by the number of copies, or
+    zero with a new bias correction. Parameters outside the layers keep theirs."""
 
     def __post_init__(self) -> None:
         for name, value, known in (
@@ -165,11 +165,11 @@ def _change(key: str, moments: Moments, *, copies: int) -> Callable[[Tensor], Te
     field = key.rpartition(".")[2]
     if field == "step":
         return _keep
-    if field in ("exp_avg", "exp_avg_sq"):
+    if field in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         return partial(Tensor.div_, other=copies)
     raise UserError(
-        f"upcycling moments=scale knows AdamW's exp_avg and exp_avg_sq, not {key}; use duplicate "
-        "or reset"
+        f"upcycling moments=scale knows the moments of AdamW and Muon, not {key}; use duplicate or "
+        "reset"
     )
 
 

@@ -27,7 +27,7 @@ def upcycle(
         output: New run directory.
         layers: Number of layers of the new model, a multiple of the old number.
         mode: stacked repeats the stack; interleaved puts every layer next to its copies.
-        moments: AdamW moments of the copies: duplicate, scale (both by 1/copies) or reset.
+        moments: Moments of the copies: duplicate, scale (by 1/copies) or reset.
         report: Score both models on held-out text at every recurrent step.
         windows: Held-out windows per source in the report.
     """

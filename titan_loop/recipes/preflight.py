@@ -55,14 +55,17 @@ def carry_refusals(
     """
     carry = stage.config.checkpoint.carry
     yield from caught("checkpoint.carry", lambda: check_parent(trained, wanted, carry))
-    if carry.optimizer and parent.config.trainable != stage.config.trainable:
-        yield Refusal(
-            "checkpoint.carry.optimizer",
-            f"checkpoint.carry.optimizer=True, but {parent.name} has moments for "
-            f"trainable={parent.config.trainable} and this stage wants them for "
-            f"trainable={stage.config.trainable}",
-            "set it to False",
-        )
+    for field, has, wants in (
+        ("trainable", parent.config.trainable, stage.config.trainable),
+        ("optimizer.name", parent.config.optimizer.name, stage.config.optimizer.name),
+    ):
+        if carry.optimizer and has != wants:
+            yield Refusal(
+                "checkpoint.carry.optimizer",
+                f"checkpoint.carry.optimizer=True, but {parent.name} has moments for "
+                f"{field}={has} and this stage wants them for {field}={wants}",
+                "set it to False",
+            )
 
 
 def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
