@@ -150,6 +150,13 @@ def test_what_a_parent_trained_is_what_its_run_says(source, tmp_path):
         run_recipe(chain(source, tmp_path), only="1b")
 
 
+def test_moments_of_another_optimiser_are_refused(source, tmp_path):
+    recipe = chain(source, tmp_path)
+    recipe.stages[1].config.optimizer.name = "muon"
+    with pytest.raises(UserError, match=r"1a has moments for optimizer\.name=adamw and this stage"):
+        run_recipe(recipe)
+
+
 def test_no_stage_starts_from_a_parent_that_was_cut_short(source, tmp_path):
     recipe = chain(source, tmp_path)
     for stage in recipe.stages:
