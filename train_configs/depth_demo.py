@@ -9,7 +9,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down
 """
 
 from titan_loop.data.load.mano_loader import ManoLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig
@@ -41,7 +41,7 @@ def _run(recurrent_steps: int) -> LoopTrainer.Config:
     looped = recurrent_steps > 1
     config = LoopTrainer.Config(
         total_tokens=TOTAL_TOKENS,
-        model=ModelOptions(
+        model=OuroOptions(
             size="debugmodel", n_layers=1, recurrent_steps=recurrent_steps, exit_gate=looped
         ),
         dataloader=ManoLoader.Config(modulus=MODULUS, max_operations=MAX_OPERATIONS),

@@ -14,7 +14,7 @@ learning rates of a small model; see LOG.md.
 from dataclasses import dataclass
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
@@ -176,7 +176,7 @@ def _config(
     """
     config = LoopTrainer.Config(
         total_tokens=scale.tokens(tokens),
-        model=ModelOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
+        model=OuroOptions(size="quickstart", n_layers=LAYERS, rope_theta=rope_theta),
         dataloader=WindowLoader.Config(mixture=scale.mixture(mixture), seed=seed, max_epochs=4),
         learning_rate=learning_rate,
         entropy_weight=Schedule.constant(0.05),

@@ -19,8 +19,8 @@ two epochs of the SFT. Not published, hence ours:
   are packed into windows;
 - the gate stage's tokens, batch and learning rate; the SFT's batch, final learning rate and weight
   decay;
-- the studies: tokenizer and shapes of the models (`titan_loop/models/sizes.py` infers both from
-  the parameter counts), window, warm-up, schedule and β. The batch is the 500K tokens that
+- the studies: tokenizer and shapes of the models (`titan_loop/models/families/ouro.py` infers both
+  from the parameter counts), window, warm-up, schedule and β. The batch is the 500K tokens that
   Appendix A must mean: it prints 50K tokens a step and 40K steps, but 20B tokens are 400K steps of
   50K. It calls the model 776M that Appendix D calls 778M, and repeats every run over seeds that it
   does not name (`--debug.seed` sets one);
@@ -37,7 +37,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import CARD_NAME, SourceCard
-from titan_loop.models.sizes import SIZES, ModelOptions
+from titan_loop.models.families.ouro import SIZES, OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -264,7 +264,7 @@ def _config(
     """
     config = LoopTrainer.Config(
         total_tokens=tokens,
-        model=ModelOptions(size=size, rope_theta=rope_theta),
+        model=OuroOptions(size=size, rope_theta=rope_theta),
         dataloader=WindowLoader.Config(
             mixture=mixture,
             seed=seed,

@@ -5,7 +5,7 @@ cores that size, vocabulary and batch were chosen by.
 """
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.recurrence import RecurrenceConfig
@@ -23,7 +23,7 @@ def quickstart() -> LoopTrainer.Config:
     config = LoopTrainer.Config(
         dump_folder="runs/quickstart",
         total_tokens=TOTAL_TOKENS,
-        model=ModelOptions(size="quickstart"),
+        model=OuroOptions(size="quickstart"),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),

@@ -25,7 +25,7 @@ from titan_loop.cli.main import main
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.depth_report import DepthReport
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -198,7 +198,7 @@ def runs(tmp_path: Path) -> list[Path]:
     """Return two runs of one architecture that was never trained."""
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
-        write_run(path, ModelOptions(), random_model(ModelOptions()))
+        write_run(path, OuroOptions(), random_model(OuroOptions()))
     return paths
 
 
@@ -244,7 +244,7 @@ def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
     assert "has no manifest" in error_of(capfd, first, second / "checkpoints", *to_new)
 
     other = tmp_path / "other"
-    options = ModelOptions(n_layers=3, rope_theta=5e4)
+    options = OuroOptions(n_layers=3, rope_theta=5e4)
     write_run(other, options, random_model(options))
     message = error_of(capfd, first, other, *to_new)
     assert "another architecture" in message

@@ -24,7 +24,8 @@ from titan_loop.checkpoint.manifest import (
 from titan_loop.checkpoint.model import load_model
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 CONTENT: dict[str, Any] = {
     "step": 3,
@@ -159,12 +160,12 @@ def test_unknown_entries_are_named_with_the_nearest(tmp_path):
 
 
 def test_a_model_is_loaded_strictly(tmp_path):
-    options = ModelOptions(size="debugmodel", attention="sdpa")
+    options = OuroOptions(size="debugmodel", attention="sdpa")
     torch.manual_seed(1)
     saved = build_decoder(options, max_seq_len=32).state_dict()
     entries: dict[str, Any] = {**saved, "optimizer.state.x.step": torch.tensor(1.0)}
     write_checkpoint(tmp_path / "model", entries, CONTENT)
-    model = load_model(tmp_path / "model", ModelOptions(), max_seq_len=32)
+    model = load_model(tmp_path / "model", OuroOptions(), max_seq_len=32)
     loaded = model.state_dict()
     assert loaded.keys() == saved.keys()
     for key, tensor in saved.items():
@@ -173,10 +174,10 @@ def test_a_model_is_loaded_strictly(tmp_path):
     first = next(iter(saved))
     write_checkpoint(tmp_path / "less", {k: v for k, v in saved.items() if k != first}, CONTENT)
     with pytest.raises(UserError, match=f"1 entries are missing: {first}"):
-        load_model(tmp_path / "less", ModelOptions(), max_seq_len=32)
+        load_model(tmp_path / "less", OuroOptions(), max_seq_len=32)
     write_checkpoint(tmp_path / "more", {**saved, "adapter.w": torch.zeros(1)}, CONTENT)
     with pytest.raises(UserError, match=r"1 entries are not wanted: adapter\.w"):
-        load_model(tmp_path / "more", ModelOptions(), max_seq_len=32)
+        load_model(tmp_path / "more", OuroOptions(), max_seq_len=32)
 
 
 TENSOR_MIB, COUNT = 48, 6

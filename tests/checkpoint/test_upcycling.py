@@ -21,7 +21,8 @@ from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_ch
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.objectives.exit_distribution import exit_pmf
 
 LENGTH = 12
@@ -45,7 +46,7 @@ def content(n_layers: int) -> dict[str, Any]:
 
 
 def build(n_layers: int) -> LoopDecoder:
-    model = build_decoder(ModelOptions(n_layers=n_layers), max_seq_len=LENGTH).double()
+    model = build_decoder(OuroOptions(n_layers=n_layers), max_seq_len=LENGTH).double()
     generator = torch.Generator().manual_seed(n_layers)
     with torch.no_grad():
         for parameter in model.parameters():  # gains that differ, a gate that is not zero

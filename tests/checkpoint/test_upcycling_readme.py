@@ -10,7 +10,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import EXIT_OK
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
@@ -33,7 +33,7 @@ def test_the_commands_run(
     )
     monkeypatch.chdir(tmp_path)
     parent = tiny_config(source, Path("runs/quickstart"), steps=4)
-    parent.model = ModelOptions(size="debugmodel", n_layers=4)
+    parent.model = OuroOptions(size="debugmodel", n_layers=4)
     parent.training.steps = 2
     run_training(parent, command=["test"])
     assert main(upcycle) == EXIT_OK
@@ -41,7 +41,7 @@ def test_the_commands_run(
     assert "--dump-folder runs/deeper --model.n-layers 8" in shlex.join(train)
 
     base = tiny_config(source, Path("runs/quickstart"), steps=4)
-    base.model = ModelOptions(size="debugmodel")
+    base.model = OuroOptions(size="debugmodel")
     run_training(apply_overrides(base, train[2:], "titan-loop train quickstart"), command=["test"])
     assert main(evaluate) == EXIT_OK
     first, last = (read_manifest(RunDirectory("runs/deeper").checkpoint(step)) for step in (2, 4))

@@ -7,7 +7,7 @@ import pytest
 from titan_loop.checkpoint.saving import SaveFailedError
 from titan_loop.cli import main
 from titan_loop.errors import EXIT_NON_FINITE, EXIT_OK, NonFiniteError
-from titan_loop.models.sizes import decoder_config
+from titan_loop.models.family import decoder_config
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.trainer import LoopTrainer

@@ -19,7 +19,8 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
 LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
@@ -73,7 +74,7 @@ class Collectives(TorchDispatchMode):
 def build(
     fsdp: FSDPConfig,
     *,
-    options: ModelOptions | None = None,
+    options: OuroOptions | None = None,
     replicate: int = 1,
     context: int = 1,
     tensor: int = 1,
@@ -91,7 +92,7 @@ def build(
         tensor_parallel_degree=tensor,
     )
     dist_utils.set_spmd_backend("partial_dtensor")
-    options = options or ModelOptions(size="debugmodel", n_layers=LAYERS)
+    options = options or OuroOptions(size="debugmodel", n_layers=LAYERS)
     torch.manual_seed(0)
     config = decoder_config(options, max_seq_len=128)
     config.set_sharding(enable_sp=True)

@@ -33,7 +33,7 @@ from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 
 README = Path(loop_fsdp.__file__).with_name("README.md")
 
@@ -91,7 +91,7 @@ def traffic_of_a_step(
 ) -> list[tuple[float, float]]:
     """Return counted and predicted bytes of gathers, scatters and sums, two micro-batches."""
     reshard, trainable = case.get("reshard", "default"), case.get("trainable", "all")
-    options = ModelOptions(
+    options = OuroOptions(
         size="debugmodel", n_layers=LAYERS, tie_weights=case.get("tie_weights", False)
     )
     model = build(

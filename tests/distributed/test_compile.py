@@ -12,7 +12,8 @@ from torchtitan.distributed import ParallelDims
 from titan_loop.distributed.compiler import keep_compiled_code, missing_compiler
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 SEQ_LEN = 32
 # Inductor fuses norms and activations, so fp32 sums run in another order.
@@ -34,7 +35,7 @@ def _parallelized(model: LoopDecoder, enable: bool) -> LoopDecoder:
 
 def _model() -> LoopDecoder:
     torch.manual_seed(0)
-    return build_decoder(ModelOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
+    return build_decoder(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
 
 
 @pytest.mark.slow

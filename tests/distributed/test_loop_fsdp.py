@@ -31,7 +31,7 @@ from tests.distributed.sharded_model import (
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 
 
 def compare_policies(changes: dict[str, Any]) -> None:
@@ -65,7 +65,7 @@ def update(model: LoopDecoder) -> None:
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "checkpointing": "full"},
         {"compile_backend": "aot_eager"},
-        {"options": ModelOptions(size="debugmodel", tie_weights=True)},
+        {"options": OuroOptions(size="debugmodel", tie_weights=True)},
         {"trainable": "exit_gate"},
     ],
     ids=["bf16", "bf16-full", "compiled", "tied", "gate-only"],
@@ -77,7 +77,7 @@ def test_policies_agree_bit_for_bit(gloo_pool, changes):
 
 def steps_with_evaluation(policy: str, evaluate: bool, tie: bool) -> list[dict[str, Tensor]]:
     model = build(
-        FSDPConfig(policy=policy), options=ModelOptions(size="debugmodel", tie_weights=tie)
+        FSDPConfig(policy=policy), options=OuroOptions(size="debugmodel", tie_weights=tie)
     )
     results = []
     for seed in range(3):

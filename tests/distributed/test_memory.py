@@ -24,7 +24,8 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import estimate_memory, unit_parameters
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.testing.allocations import AllocationTrace
 
 # The estimate leaves out temporaries, and gloo's thread frees its buffers when it likes.
@@ -33,7 +34,7 @@ ESTIMATE_TOLERANCE = 0.2
 
 def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float]:
     """Return transient peaks, and bytes alive between the backward passes of steps 2 and 1."""
-    options = ModelOptions(size="quickstart", n_layers=4, vocab_size=VOCABULARY)
+    options = OuroOptions(size="quickstart", n_layers=4, vocab_size=VOCABULARY)
     fsdp = FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False))
     model = build(
         fsdp,
@@ -147,7 +148,7 @@ def test_a_recomputed_step_gathers_all_of_its_layers_under_per_visit_too(gloo_po
     """So the estimate counts them all, as under per_step."""
     forward, recomputed = [0, 0], [LAYERS, LAYERS]
     assert gloo_pool(2).run(layers_gathered_at_norm, "recurrent-step") == 2 * [forward + recomputed]
-    config = decoder_config(ModelOptions(size="134m"), max_seq_len=128)
+    config = decoder_config(OuroOptions(size="134m"), max_seq_len=128)
     for checkpointing, all_of_them in (("recurrent-step", True), ("full", False)):
         shape = StepShape(windows=1, seq_len=128, recurrent_steps=4, checkpointing=checkpointing)
         held, visited = (estimate_memory(config, shape, hold_layers=h) for h in (True, False))
@@ -156,7 +157,7 @@ def test_a_recomputed_step_gathers_all_of_its_layers_under_per_visit_too(gloo_po
 
 def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
     """Return allocated and estimated bytes of parameters, gradients and AdamW's moments."""
-    model = build(PER_STEP, options=ModelOptions(size="quickstart", tie_weights=tie))
+    model = build(PER_STEP, options=OuroOptions(size="quickstart", tie_weights=tie))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     forward_backward(model, 2)
     reshard_units(model)
@@ -199,7 +200,7 @@ def test_persistent_bytes_are_those_allocated(gloo_pool, tie):
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_unit_parameters_are_those_of_the_built_model(size, tie):
-    config = decoder_config(ModelOptions(size=size, tie_weights=tie), max_seq_len=32)
+    config = decoder_config(OuroOptions(size=size, tie_weights=tie), max_seq_len=32)
     with torch.device("meta"):
         model = config.build()
     units = unit_parameters(config)

@@ -7,7 +7,8 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
 SEQ_LEN = 16
@@ -18,7 +19,7 @@ BF16_TOLERANCE = 0.02
 def loss_and_dtypes(dtype: str) -> tuple[float, set[torch.dtype], set[torch.dtype]]:
     """Return the loss, the dtypes of states and exit logits, and those of the gate's weights."""
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-    config = decoder_config(ModelOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
+    config = decoder_config(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
     torch.manual_seed(0)
     with torch.device("meta"):
         model = config.build()

@@ -14,7 +14,8 @@ from titan_loop.distributed.memory import estimate_memory
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.resolved_run import resolve
@@ -48,7 +49,7 @@ def moved(monkeypatch) -> list[Tensor]:
 
 def build() -> LoopDecoder:
     torch.manual_seed(0)
-    return build_decoder(ModelOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
+    return build_decoder(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
 
 
 def gradients(model: LoopDecoder) -> dict[str, Tensor]:

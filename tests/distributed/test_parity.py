@@ -26,8 +26,9 @@ from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.models.initialisation import keep_shard
-from titan_loop.models.sizes import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
 pytestmark = pytest.mark.multiprocess
@@ -81,9 +82,7 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     )
     dist_utils.set_spmd_backend(backend)
     dims = _meshes(world, layout.tp, layout.cp, layout.replicate, backend)
-    options = ModelOptions(
-        size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate
-    )
+    options = OuroOptions(size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate)
     config = decoder_config(options, max_seq_len=SEQ_LEN)
     config.set_sharding(enable_sp=layout.sequence_parallel)
     config.recurrence.backward_steps = case.backward_steps

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from tests.distributed.sharded_model import LAYERS, build, forward_backward, gradients
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 
 
 def visit_sum_errors(options: dict[str, Any]) -> dict[bool, float]:
@@ -43,9 +44,7 @@ def gradient_of_separate_visits(sharded: LoopDecoder) -> dict[str, Tensor]:
         name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor()
         for name, value in sharded.state_dict().items()
     }
-    model = decoder_config(
-        ModelOptions(size="debugmodel", n_layers=LAYERS), max_seq_len=128
-    ).build()
+    model = decoder_config(OuroOptions(size="debugmodel", n_layers=LAYERS), max_seq_len=128).build()
     with torch.no_grad():
         model.init_states()
     model.load_state_dict(whole, strict=False)

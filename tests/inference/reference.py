@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 CONTEXT = 48
 VOCABULARY = 128
@@ -20,7 +21,7 @@ VOCABULARY = 128
 def make_model(seed: int = 0, **options) -> LoopDecoder:
     """Return a debug model away from its symmetric start: norms of 1, a silent gate."""
     torch.manual_seed(seed)
-    model = build_decoder(ModelOptions(size="debugmodel", **options), max_seq_len=CONTEXT)
+    model = build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=CONTEXT)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

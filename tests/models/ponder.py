@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.models.reference import Weights
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 
 
 class Pondered(NamedTuple):
@@ -41,7 +42,7 @@ class PonderDecoder(LoopDecoder):
 def ponder_model(*, max_seq_len: int, **options) -> PonderDecoder:
     """Return a debug model in float64, away from its symmetric start."""
     torch.manual_seed(0)
-    options = ModelOptions(size="debugmodel", **options)
+    options = OuroOptions(size="debugmodel", **options)
     model = PonderDecoder(decoder_config(options, max_seq_len=max_seq_len))
     with torch.no_grad():
         model.init_states()

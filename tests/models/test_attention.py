@@ -8,14 +8,15 @@ from torchtitan.models.common.attention import FlexAttention, create_varlen_meta
 
 from titan_loop.distributed.context_parallel import window_share
 from titan_loop.errors import UserError
-from titan_loop.models import sizes
 from titan_loop.models.attention import (
     DocumentAttention,
     document_block_mask,
     document_mask,
     inner_attention_config,
 )
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families import ouro
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 LENGTHS = (50, 1, 77)
 # The eager kernel takes its softmax in fp32 in another order.
@@ -79,10 +80,10 @@ def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch)
     """The CUDA path's mask and wiring, run with the uncompiled kernel on CPU."""
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(flex_attention))
     monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
-    options = ModelOptions(size="debugmodel")
+    options = OuroOptions(size="debugmodel")
     torch.manual_seed(0)
     reference = build_decoder(options, max_seq_len=128)
-    monkeypatch.setattr(sizes, "inner_attention_config", lambda backend: FlexAttention.Config())
+    monkeypatch.setattr(ouro, "inner_attention_config", lambda backend: FlexAttention.Config())
     flex = build_decoder(options, max_seq_len=128)
     flex.load_state_dict(reference.state_dict())
     tokens = torch.randint(128, (2, 128))

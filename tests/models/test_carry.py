@@ -8,7 +8,8 @@ from torch.utils._pytree import tree_map
 from tests.models.ponder import PonderDecoder, ponder_input, ponder_model
 from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 
 SEQ_LEN, STEPS = 16, 4
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
@@ -79,7 +80,7 @@ def test_named_columns_reach_the_start_and_every_step():
             return super().advance(carry, hidden_BLD, step, context)
 
     torch.manual_seed(0)
-    model = Typed(decoder_config(ModelOptions(), max_seq_len=SEQ_LEN))
+    model = Typed(decoder_config(OuroOptions(), max_seq_len=SEQ_LEN))
     with torch.no_grad():
         model.init_states()
     tokens, positions = batch()

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 from tests.models.reference import reference_forward
 from titan_loop.models.context import CacheSlot
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.models.output import LoopOutput
-from titan_loop.models.sizes import SIZES, ModelOptions, build_decoder
 
 SEQ_LEN = 32
 # fp32 sums of a few hundred terms of size one, in another order
@@ -21,7 +22,7 @@ FP32_TOLERANCE = 2e-5
 
 def make_model(seed: int = 0, **options: Any) -> LoopDecoder:
     torch.manual_seed(seed)
-    model = build_decoder(ModelOptions(size="debugmodel", **options), max_seq_len=2 * SEQ_LEN)
+    model = build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=2 * SEQ_LEN)
     with torch.no_grad():  # away from the symmetric start: norms of 1, a silent gate, tiny matrices
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -54,7 +55,7 @@ def test_auxiliary_values_are_leaves_of_the_output():  # else FSDP's hooks would
     [("1.4b", 1_434_652_673), ("2.6b", 2_667_974_657)],
 )
 def test_released_sizes_have_exactly_the_released_parameter_counts(size, parameters):
-    model = build_decoder(ModelOptions(size=size), max_seq_len=64, device="meta")
+    model = build_decoder(OuroOptions(size=size), max_seq_len=64, device="meta")
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
@@ -62,12 +63,12 @@ def test_released_sizes_have_exactly_the_released_parameter_counts(size, paramet
     ("size", "millions"), [("53m", 53), ("134m", 134), ("374m", 374), ("778m", 778)]
 )
 def test_scaling_study_sizes_match_their_printed_names(size, millions):
-    model = build_decoder(ModelOptions(size=size), max_seq_len=64, device="meta")
+    model = build_decoder(OuroOptions(size=size), max_seq_len=64, device="meta")
     assert round(sum(p.numel() for p in model.parameters()) / 1e6) == millions
 
 
 def test_quickstart_has_about_a_million_parameters():
-    model = build_decoder(ModelOptions(size="quickstart"), max_seq_len=64, device="meta")
+    model = build_decoder(OuroOptions(size="quickstart"), max_seq_len=64, device="meta")
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.3e6
 
 
@@ -260,7 +261,7 @@ def _initial_gradient_norm(model: LoopDecoder, steps: int) -> float:
 def test_initialisation_survives_eight_recurrent_steps_of_24_layers():
     """The R visits' gradients may add up, but must not multiply: with all norm gains 1 they do."""
     torch.manual_seed(0)
-    options = ModelOptions(size="quickstart", n_layers=24)
+    options = OuroOptions(size="quickstart", n_layers=24)
     model = build_decoder(options, max_seq_len=64)
     growth = _initial_gradient_norm(model, 8) / _initial_gradient_norm(model, 1)
     assert growth < 4

@@ -5,15 +5,16 @@ import titan_loop.compat  # noqa: F401 (must come before torchtitan)
 import torch
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.models.flops import training_flops_per_token
-from titan_loop.models.sizes import ModelOptions, decoder_config
 
 SEQ_LEN = 512
 
 
 def test_baseline_equals_torchtitan_up_to_norm_weights():
     config = decoder_config(
-        ModelOptions(size="quickstart", recurrent_steps=1, exit_gate=False), max_seq_len=SEQ_LEN
+        OuroOptions(size="quickstart", recurrent_steps=1, exit_gate=False), max_seq_len=SEQ_LEN
     )
     with torch.device("meta"):
         model = config.build()
@@ -54,7 +55,7 @@ def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
 
 
 def test_a_frozen_language_model_runs_forward_only():
-    config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
+    config = decoder_config(OuroOptions(size="quickstart"), max_seq_len=SEQ_LEN)
     steps = 4
     gate = steps * config.dim  # multiply-adds a token
     whole = config.training_flops(SEQ_LEN, steps).total - 6 * gate
@@ -64,13 +65,13 @@ def test_a_frozen_language_model_runs_forward_only():
 
 def test_steps_without_backward_run_forward_only():
     """Two of four steps: a third of their layers' FLOPs, two thirds of their readout and gate."""
-    options = ModelOptions(size="quickstart", exit_gate=False)
+    options = OuroOptions(size="quickstart", exit_gate=False)
     config = decoder_config(options, max_seq_len=SEQ_LEN)
     readout = 6 * config.dim * config.vocab_size
     step = config.training_flops(SEQ_LEN, 2).total - config.training_flops(SEQ_LEN, 1).total
     truncated = config.training_flops(SEQ_LEN, 4, backward_steps=2).total
     assert 3 * truncated == (2 + 2 * 3) * step + 3 * readout
-    config = decoder_config(ModelOptions(size="quickstart"), max_seq_len=SEQ_LEN)
+    config = decoder_config(OuroOptions(size="quickstart"), max_seq_len=SEQ_LEN)
     outside = readout + 6 * config.dim
     truncated = config.training_flops(SEQ_LEN, 4, backward_steps=2).total
     assert 3 * truncated == (2 + 2 * 3) * step + (2 * 2 + 2 * 3) * outside

@@ -7,7 +7,8 @@ from torchtitan.config import CompileConfig
 
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.objectives.exit_distribution import exit_pmf
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
@@ -17,7 +18,7 @@ EXACT = 1e-11  # float64, another order of sums
 
 def build(*, tie: bool = False) -> tuple[LoopDecoder, Tensor]:
     torch.manual_seed(0)
-    options = ModelOptions(size="debugmodel", tie_weights=tie)
+    options = OuroOptions(size="debugmodel", tie_weights=tie)
     model = build_decoder(options, max_seq_len=SEQ_LEN).double()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from titan_loop.cli.main import main
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.distributed.memory import USABLE_SHARE
-from titan_loop.models.sizes import decoder_config
+from titan_loop.models.family import decoder_config
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import StageNeeds, stage_needs
 from titan_loop.recipes.recipe import Recipe, Stage

@@ -10,7 +10,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 @pytest.fixture
 def imported(source: Path, tmp_path: Path) -> Path:
-    options = ModelOptions(vocab_size=TINY_VOCABULARY)
+    options = OuroOptions(vocab_size=TINY_VOCABULARY)
     write_run(tmp_path / "run", options, random_model(options), mixture=[f"{source}=1"])
     convert("export", tmp_path / "run", "--output", tmp_path / "folder")
     convert("import", tmp_path / "folder", "--output", tmp_path / "imported")

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.slurm.record import newest_checkpoints
@@ -31,7 +31,7 @@ def edit_config(run: Path, **changes: object) -> None:
 
 def test_what_an_old_run_says_of_itself(old_run: Path):
     run = SavedRun(old_run)
-    assert run.model_options == ModelOptions(size="quickstart", vocab_size=1024)
+    assert run.model_options == OuroOptions(size="quickstart", vocab_size=1024)
     assert (run.seq_len, run.total_tokens, run.trainable) == (256, 80_000, "all")
     assert (run.keep_every, run.parent) == (0, None)
     assert [source.name for source in run.sources] == ["code", "prose", "math"]
@@ -48,11 +48,27 @@ def test_what_an_old_run_says_of_itself(old_run: Path):
 def test_older_runs_lack_fields(old_run: Path):
     config = json.loads((old_run / "config.json").read_text())
     del config["trainable"], config["checkpoint"]["keep_every"], config["checkpoint"]["carry"]
-    config["model"]["of_another_version"] = 3
     (old_run / "config.json").write_text(json.dumps(config))
     run = SavedRun(old_run)
     assert (run.trainable, run.keep_every, run.parent) == (None, 0, None)
     assert run.model_options.size == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"of_another_version": 3},
+            r"config\.json: model\.of_another_version=3: family ouro has",
+        ),
+        ({"family": "oro"}, r"config\.json: model\.family=oro is unknown; nearest: ouro"),
+    ],
+)
+def test_a_model_this_version_does_not_know_is_refused(old_run: Path, change, message):
+    config = json.loads((old_run / "config.json").read_text())
+    edit_config(old_run, model={**config["model"], **change})
+    with pytest.raises(UserError, match=message):
+        SavedRun(old_run).model_options  # noqa: B018
 
 
 def test_run_and_checkpoint_open_the_same_run(old_run: Path):

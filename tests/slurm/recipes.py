@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_loop.data.load.mano_loader import ManoLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.optimizer import AdamWConfig
@@ -68,7 +68,7 @@ def tiny(steps: int = STEPS) -> LoopTrainer.Config:
     """Return a run of some steps; every second one is saved."""
     config = LoopTrainer.Config(
         total_tokens=steps * BATCH_WINDOWS * WINDOW_TOKENS,
-        model=ModelOptions(size="debugmodel", n_layers=1, recurrent_steps=2),
+        model=OuroOptions(size="debugmodel", n_layers=1, recurrent_steps=2),
         dataloader=ManoLoader.Config(modulus=5, max_operations=3),
         learning_rate=Schedule.constant(1e-3),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_WINDOWS * WINDOW_TOKENS)),

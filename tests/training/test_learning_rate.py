@@ -2,14 +2,15 @@
 
 import torch
 
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.schedule import Schedule
 
 
 def test_the_rate_is_a_function_of_tokens_in_every_group():
-    model = build_decoder(ModelOptions(size="debugmodel"), max_seq_len=32)
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
     optimizers = LoopOptimizers.Config().build(model_parts=[model])
     schedule = Schedule.parse("0:0 linear 100:1e-2")
     rate = TokenLearningRate.Config(schedule=schedule).build(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
+from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.models.parameter_groups import ParameterGroup
-from titan_loop.models.sizes import SIZES, ModelOptions, build_decoder, decoder_config
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers
 
 DECAYED_BEFORE_GROUPS = re.compile(r"norm\.weight$|^exit_gate\.")
@@ -19,7 +20,7 @@ DECAYED_BEFORE_GROUPS = re.compile(r"norm\.weight$|^exit_gate\.")
 @pytest.mark.parametrize("size", SIZES)
 def test_norms_and_gate_do_not_decay_and_everything_else_does(size):
     with torch.device("meta"):
-        model = decoder_config(ModelOptions(size=size), max_seq_len=32).build()
+        model = decoder_config(OuroOptions(size=size), max_seq_len=32).build()
     for name, parameter in model.named_parameters():
         group = model.parameter_group(name, parameter)
         assert group == ParameterGroup(
@@ -30,7 +31,7 @@ def test_norms_and_gate_do_not_decay_and_everything_else_does(size):
 
 @pytest.mark.parametrize("exit_gate", [True, False])
 def test_every_parameter_is_in_one_group_with_the_settings_asked_for(exit_gate):
-    model = build_decoder(ModelOptions(size="debugmodel", exit_gate=exit_gate), max_seq_len=32)
+    model = build_decoder(OuroOptions(size="debugmodel", exit_gate=exit_gate), max_seq_len=32)
     config = LoopOptimizers.Config(adamw=AdamWConfig(weight_decay=0.3, eps=1e-6))
     (optimizer,) = config.build(model_parts=[model])
     decay = {
@@ -45,7 +46,7 @@ def test_every_parameter_is_in_one_group_with_the_settings_asked_for(exit_gate):
 
 
 def test_a_frozen_language_model_has_no_group_and_the_gate_does_not_decay():
-    model = build_decoder(ModelOptions(size="debugmodel"), max_seq_len=32)
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
     freeze_all_but_the_exit_gate(model)
     (optimizer,) = LoopOptimizers.Config().build(model_parts=[model])
     (group,) = optimizer.param_groups
@@ -63,7 +64,7 @@ class FastGate(LoopDecoder):
 
 
 def test_a_family_s_rate_factor_and_decay_reach_the_update():
-    model = build_decoder(ModelOptions(size="debugmodel"), max_seq_len=32)
+    model = build_decoder(OuroOptions(size="debugmodel"), max_seq_len=32)
     model.__class__ = FastGate
     optimizers = LoopOptimizers.Config().build(model_parts=[model])
     optimizers.set_learning_rate(1e-3)

@@ -161,7 +161,7 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.models.sizes import build_decoder  # imports torchtitan, which takes seconds
+    from titan_loop.models.family import build_decoder  # imports torchtitan, which takes seconds
 
     run = SavedRun(folder)
     records = RunDirectory(folder).read_metrics()

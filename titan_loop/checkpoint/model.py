@@ -11,7 +11,7 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy, check_key
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.family import ModelOptions, build_decoder
 
 
 def architecture(config: LoopDecoder.Config) -> dict[str, Any]:

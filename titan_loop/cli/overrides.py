@@ -77,6 +77,8 @@ def _register_rules() -> None:
 def _flags(config: Any, prefix: str = "--") -> Iterator[str]:
     """Yield the flag of every field, nested ones included."""
     for field in fields(config):
+        if not field.init:
+            continue  # follows from the class
         flag = prefix + field.name.replace("_", "-")
         value = getattr(config, field.name)
         if is_dataclass(value) and not isinstance(value, (type, Schedule)):

@@ -28,8 +28,8 @@ from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import decoder_config
 from titan_loop.models.flops import Flops
-from titan_loop.models.sizes import decoder_config, get_size
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
@@ -214,11 +214,8 @@ def stage_needs(
 
 def _architecture(config: LoopTrainer.Config) -> LoopDecoder.Config:
     options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
-    if options.vocab_size is None:
-        prepared = _are_prepared(config)
-        options.vocab_size = (
-            config.dataloader.vocabulary().size if prepared else get_size(options.size).vocab_size
-        )
+    if options.vocab_size is None and _are_prepared(config):
+        options.vocab_size = config.dataloader.vocabulary().size
     return decoder_config(options, max_seq_len=config.training.seq_len)
 
 

@@ -16,7 +16,7 @@ from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.model import architecture, check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import decoder_config
+from titan_loop.models.family import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder

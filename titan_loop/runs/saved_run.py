@@ -9,7 +9,6 @@ that the keys of its `config.json`, and what older versions wrote there, are kno
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -34,7 +33,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from titan_loop.models.sizes import ModelOptions  # imports torchtitan, which takes seconds
+    from titan_loop.models.family import ModelOptions  # imports torchtitan, which takes seconds
 
 
 _REPAIR = "repair it, or move it away and start the run once more to write it"
@@ -152,15 +151,17 @@ class SavedRun:
 
     @property
     def model_options(self) -> "ModelOptions":
-        """Options of the model, without those of other versions."""
-        from titan_loop.models.sizes import ModelOptions
+        """Options of the model, of the class of its family.
 
-        known = {field.name for field in fields(ModelOptions)}
-        options = self._option("model", dict)
+        Raises:
+            UserError: The family, or an option, is unknown to this version.
+        """
+        from titan_loop.models.family import read_options
+
         try:
-            return ModelOptions(**{name: options[name] for name in options if name in known})
-        except TypeError as error:
-            raise UserError(f"{self.directory.config_json}: model: {error}; {_REPAIR}") from error
+            return read_options(self._option("model", dict))
+        except UserError as error:
+            raise UserError(f"{self.directory.config_json}: {error}") from error
 
     @property
     def seq_len(self) -> int:

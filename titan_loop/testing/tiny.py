@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
@@ -64,7 +64,7 @@ def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrain
     config = LoopTrainer.Config(
         dump_folder=str(dump_folder),
         total_tokens=total,
-        model=ModelOptions(size="debugmodel"),
+        model=OuroOptions(size="debugmodel"),
         dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
         learning_rate=Schedule.warmup_cosine(
             3e-3, warmup_tokens=BATCH_TOKENS, total_tokens=total, start=3e-4

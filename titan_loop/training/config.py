@@ -31,7 +31,8 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.batch_schedule import BatchConfig, batch_sizes, planned_tokens
@@ -92,7 +93,7 @@ class RunConfig(Trainer.Config):
     total_tokens: int = 1_000_000
     """Number of tokens to train on, all ranks together."""
 
-    model: ModelOptions = field(default_factory=ModelOptions)
+    model: ModelOptions = field(default_factory=OuroOptions)
     trainable: Trainable = "all"
     """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
 

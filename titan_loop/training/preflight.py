@@ -28,7 +28,7 @@ from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.sizes import decoder_config
+from titan_loop.models.family import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig

@@ -18,7 +18,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.errors import EXIT_OK, NonFiniteError, StoppedError, UserError, raise_first
-from titan_loop.models.sizes import size_notes
+from titan_loop.models.family import size_notes
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback

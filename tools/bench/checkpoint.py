@@ -33,7 +33,8 @@ from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import file_records, find_damage, read_manifest
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.training.optimizer import LoopOptimizers
 
@@ -67,7 +68,7 @@ class _Training:
 
     def __init__(self, options: argparse.Namespace) -> None:
         gate = options.recurrent_steps > 1
-        size = ModelOptions(
+        size = OuroOptions(
             size=options.size, recurrent_steps=options.recurrent_steps, exit_gate=gate
         )
         self.model: LoopDecoder = build_decoder(size, max_seq_len=options.seq_len).to(device())

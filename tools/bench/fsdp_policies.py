@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Job, build, step_parser, trainer_step
 
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.testing.multiprocess import GlooPool
 
 POLICIES = ("per_visit", "per_step")
@@ -80,7 +80,7 @@ def _measure(options: dict[str, Any], gigabytes_per_second: float | None) -> lis
     steps, links = [], []
     for policy in POLICIES:
         job = Job(
-            model=ModelOptions(size=options["size"], recurrent_steps=options["recurrent_steps"]),
+            model=OuroOptions(size=options["size"], recurrent_steps=options["recurrent_steps"]),
             seq_len=options["seq_len"],
             windows=options["batch"],
             fsdp_policy=policy,

@@ -16,7 +16,7 @@ from conditions import begin
 from timing import in_turn, ratios, spread
 from training_step import Job, build, start, step_parser, trainer_step
 
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def _measure(options: argparse.Namespace, steps: int) -> float:
-    size = ModelOptions(size=options.size, attention=options.attention, recurrent_steps=steps)
+    size = OuroOptions(size=options.size, attention=options.attention, recurrent_steps=steps)
     whole = Job(
         model=size,
         seq_len=options.seq_len,

@@ -26,7 +26,8 @@ from timing import in_turn, ratios, seconds_of, spread
 from torch import nn
 from training_step import Job, build, device, extra_bytes, start, step_parser, trainer_step
 
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.testing.multiprocess import GlooPool
 
 
@@ -54,7 +55,7 @@ def _job(
     options: argparse.Namespace, steps: int, seq_len: int, *, windows: int | None = None
 ) -> Job:
     return Job(
-        model=ModelOptions(size=options.size, recurrent_steps=steps, exit_gate=steps > 1),
+        model=OuroOptions(size=options.size, recurrent_steps=steps, exit_gate=steps > 1),
         seq_len=seq_len,
         windows=windows or options.batch,
     )

@@ -34,7 +34,8 @@ from titan_loop.inference.loading import load_checkpoint, load_matching_tokenize
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 RECURRENT_STEPS = 4
 EXIT_PMF = (0.4, 0.3, 0.2, 0.1)
@@ -106,7 +107,7 @@ def main() -> int:
     if set(options.parts) == {"speculation"}:
         return 0
     torch.manual_seed(0)
-    size = ModelOptions(size=options.size, n_layers=options.layers, attention="sdpa")
+    size = OuroOptions(size=options.size, n_layers=options.layers, attention="sdpa")
     context = max(options.prompt_tokens + options.new_tokens, options.sweep_tokens)
     model = build_decoder(size, max_seq_len=context, device=device).eval()
     for part in (model.tok_embeddings, model.layers, model.norm, model.lm_head):

@@ -33,7 +33,8 @@ from training_step import (
 from titan_loop.distributed.communication import step_traffic
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 
 
 def main() -> int:
@@ -84,7 +85,7 @@ def main() -> int:
 
 def _job(options: argparse.Namespace, layers: int, steps: int, *, exit_gate: bool) -> Job:
     return Job(
-        model=ModelOptions(
+        model=OuroOptions(
             dim=options.dim,
             n_layers=layers,
             n_heads=options.heads,

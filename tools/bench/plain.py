@@ -41,7 +41,7 @@ from training_step import (
 )
 
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import NORM_EPS, SIZES, ModelOptions
+from titan_loop.models.families.ouro import NORM_EPS, SIZES, OuroOptions
 
 LOSS_TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # fp32 in another order; bf16
 
@@ -51,7 +51,7 @@ class Case:
     """A shape to compare, and the share of the matmul rate the plain model must reach."""
 
     name: str
-    model: ModelOptions
+    model: OuroOptions
     seq_len: int
     windows: int
     least_share: float
@@ -60,14 +60,14 @@ class Case:
 CASES = [
     Case(
         "D 256, 4 layers, V 2,048, L 256, B 2",
-        ModelOptions(dim=256, n_layers=4, n_heads=4, hidden_dim=768, vocab_size=2048),
+        OuroOptions(dim=256, n_layers=4, n_heads=4, hidden_dim=768, vocab_size=2048),
         256,
         2,
         0.60,
     ),
     Case(
         "D 512, 6 layers, V 49,152, L 512, B 1",
-        ModelOptions(dim=512, n_layers=6, n_heads=8, hidden_dim=1536, vocab_size=49_152),
+        OuroOptions(dim=512, n_layers=6, n_heads=8, hidden_dim=1536, vocab_size=49_152),
         512,
         1,
         0.80,
@@ -184,7 +184,7 @@ def main() -> int:
     options = begin(parser, start=start)
     cases = CASES
     if options.size is not None:
-        named = ModelOptions(size=options.size)
+        named = OuroOptions(size=options.size)
         cases = [Case(options.size, named, options.seq_len, options.batch, 0.0)]
     agree = [_compare(case, options) for case in cases]
     dist.destroy_process_group()

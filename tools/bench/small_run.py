@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.testing.tiny import TINY_VOCABULARY
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.schedule import Schedule
@@ -23,7 +23,7 @@ def run_config(options: argparse.Namespace, source: Path, *, steps: int) -> Loop
     tokens = options.batch * options.seq_len
     config = LoopTrainer.Config(
         total_tokens=steps * tokens,
-        model=ModelOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
+        model=OuroOptions(size=options.size, vocab_size=max(TINY_VOCABULARY, 1024)),
         dataloader=WindowLoader.Config(mixture=[f"{source}=1"]),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
     )

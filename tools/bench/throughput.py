@@ -21,7 +21,7 @@ from timing import in_turn
 from torchtitan.tools import utils as titan_utils
 from training_step import Job, build, device, flops_per_step, mfu, start, trainer_step
 
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
 
 def _measure(options: argparse.Namespace, steps: int) -> None:
     job = Job(
-        model=ModelOptions(
+        model=OuroOptions(
             size=options.size,
             attention=options.attention,
             recurrent_steps=steps,

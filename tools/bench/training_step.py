@@ -26,7 +26,8 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_uni
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.testing.allocations import AllocationTrace
@@ -53,7 +54,7 @@ class Job:
             rank).
     """
 
-    model: ModelOptions
+    model: OuroOptions
     seq_len: int
     windows: int
     compiled: bool = False

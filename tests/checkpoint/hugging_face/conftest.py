@@ -22,7 +22,8 @@ from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.data.source_card import SourceCard, file_sha256
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
 VOCABULARY = 300
@@ -31,7 +32,7 @@ STEP, TOKENS = 7, 7 * 4096
 LINEAGE = {"parent": None, "recipe_sha256": "c0ffee", "stage": "1a"}
 
 
-def random_model(options: ModelOptions) -> LoopDecoder:
+def random_model(options: OuroOptions) -> LoopDecoder:
     """Build a model whose every weight matters: norms away from 1, gate logits of both signs."""
     torch.manual_seed(20)
     model = build_decoder(options, max_seq_len=WINDOW).eval()
@@ -64,7 +65,7 @@ def write_source(source: Path, tokenizer_file: Path, *, eos_id: int, chat: bool 
 
 
 def write_run(
-    run: Path, options: ModelOptions, model: LoopDecoder, mixture: Sequence[str] = ()
+    run: Path, options: OuroOptions, model: LoopDecoder, mixture: Sequence[str] = ()
 ) -> Path:
     """Write the run directory of a finished training; return its checkpoint."""
     config = {
@@ -163,7 +164,7 @@ Exporter = Callable[..., Exported]
 def export_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Exporter:
     """Return `export(options, *flags)`, which makes a run and exports it."""
 
-    def export(options: ModelOptions, *flags: object) -> Exported:
+    def export(options: OuroOptions, *flags: object) -> Exported:
         folder = tmp_path_factory.mktemp("model")
         model = random_model(options)
         write_run(folder / "run", options, model)
@@ -179,13 +180,13 @@ def export_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path)
 @pytest.fixture(scope="session")
 def plain(export_model: Exporter) -> Exported:
     """Return a model like the released ones: as many key-value as query heads, untied."""
-    return export_model(ModelOptions(vocab_size=VOCABULARY))
+    return export_model(OuroOptions(vocab_size=VOCABULARY))
 
 
 @pytest.fixture(scope="session")
 def grouped(export_model: Exporter) -> Exported:
     """Return a ChatML model with grouped heads and tied embeddings, in several shards."""
-    options = ModelOptions(
+    options = OuroOptions(
         vocab_size=VOCABULARY, n_kv_heads=2, tie_weights=True, rope_theta=500.0, recurrent_steps=4
     )
     return export_model(options, "--chatml", "--max-shard-gigabytes", "1e-4")

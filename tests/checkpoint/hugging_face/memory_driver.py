@@ -21,11 +21,12 @@ from titan_loop import compat
 from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.cli import main as cli
-from titan_loop.models.sizes import ModelOptions, build_decoder
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
 
-def write_run(run: RunDirectory, options: ModelOptions) -> int:
+def write_run(run: RunDirectory, options: OuroOptions) -> int:
     """Write a run whose weights are drawn one by one; return their bytes."""
     model = build_decoder(options, max_seq_len=8, device="meta")
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -62,7 +63,7 @@ def main() -> None:
     folder, tokenizer, max_shard_gigabytes = Path(sys.argv[1]), *sys.argv[2:]
     shard = ("--max-shard-gigabytes", max_shard_gigabytes)
 
-    def convert(options: ModelOptions, name: str) -> int:
+    def convert(options: OuroOptions, name: str) -> int:
         """Write a run, export it in bf16 and import that in fp32; return the run's bytes."""
         run = RunDirectory(folder / name)
         weights = write_run(run, options)
@@ -74,11 +75,11 @@ def main() -> None:
         return weights
 
     vocabulary = 300
-    convert(ModelOptions(vocab_size=vocabulary), "small")  # imports everything, warms the allocator
+    convert(OuroOptions(vocab_size=vocabulary), "small")  # imports everything, warms the allocator
     gc.collect()
     compat.CpuDevice().reset_peak_memory_stats()
     before = resident_bytes()
-    large = ModelOptions(
+    large = OuroOptions(
         vocab_size=vocabulary, dim=512, n_heads=8, n_kv_heads=8, hidden_dim=2048, n_layers=10
     )
     weights = convert(large, "large")

@@ -30,7 +30,7 @@ from titan_loop.checkpoint.hugging_face import exporting
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.cli import main as cli
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.storage.json_files import write_json
 
 # fp32 against float64 through 2 layers and 3 steps, at states of size 1.
@@ -179,7 +179,7 @@ def test_the_tokenizer_is_that_of_the_training_data(
 ):
     monkeypatch.chdir(tmp_path)
     write_source(Path("sources/my"), tokenizer_file, eos_id=1)
-    options = ModelOptions(vocab_size=VOCABULARY + 1000)
+    options = OuroOptions(vocab_size=VOCABULARY + 1000)
     write_run(Path("run"), options, random_model(options), mixture=["sources/my=1"])
     convert("export", "run", "--output", "out")  # known to be right, so padding may be wide
     assert Path("out/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
@@ -200,7 +200,7 @@ def test_a_model_trained_on_conversations_gets_a_chat_template(
     monkeypatch.chdir(tmp_path)
     write_source(Path("prose"), tokenizer_file, eos_id=0)
     write_source(Path("chats"), tokenizer_file, eos_id=0, chat=True)
-    options = ModelOptions(vocab_size=VOCABULARY)
+    options = OuroOptions(vocab_size=VOCABULARY)
     write_run(Path("run"), options, random_model(options), mixture=["prose=1", "chats=1"])
 
     def ends(output: str) -> tuple:
@@ -250,7 +250,7 @@ def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
 
 def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys, tokenizer_file):
     for vocabulary, accepted in ((VOCABULARY - 1, False), (VOCABULARY + 20, True), (600, False)):
-        options = ModelOptions(vocab_size=vocabulary, n_layers=1)
+        options = OuroOptions(vocab_size=vocabulary, n_layers=1)
         run = tmp_path / f"{vocabulary}"
         write_run(run, options, random_model(options))
         arguments = (run, "--output", tmp_path / f"out-{vocabulary}", "--tokenizer", tokenizer_file)

@@ -15,7 +15,7 @@ from tests.checkpoint.hugging_face.conftest import (
 from tests.checkpoint.hugging_face.strict_reader import read_strictly
 from tests.readme import example, readme_of, run_example
 from titan_loop.cli import main as cli
-from titan_loop.models.sizes import ModelOptions
+from titan_loop.models.families.ouro import OuroOptions
 
 README = readme_of(titan_loop.checkpoint.hugging_face)
 
@@ -26,7 +26,7 @@ def in_a_folder_with_a_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_source(Path("sources/my"), tokenizer_file, eos_id=0)
-    options = ModelOptions(vocab_size=VOCABULARY)
+    options = OuroOptions(vocab_size=VOCABULARY)
     write_run(Path("runs/mine"), options, random_model(options), mixture=["sources/my=1"])
 
 

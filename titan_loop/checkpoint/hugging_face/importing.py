@@ -24,7 +24,8 @@ from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import SIZES, ModelOptions, decoder_config
+from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.models.family import decoder_config
 from titan_loop.storage.json_files import read_json_object
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.text.text_format import TextFormat
@@ -125,7 +126,7 @@ class OuroFolder:
             self._files.close()
 
 
-def model_options(shape: OuroShape) -> ModelOptions:
+def model_options(shape: OuroShape) -> OuroOptions:
     """Return the options that build a model of this shape, every one of them explicit."""
     size = next(
         (
@@ -134,9 +135,9 @@ def model_options(shape: OuroShape) -> ModelOptions:
             if (known.dim, known.n_layers, known.n_heads, known.hidden_dim)
             == (shape.dim, shape.n_layers, shape.n_heads, shape.hidden_dim)
         ),
-        ModelOptions().size,
+        OuroOptions().size,
     )
-    return ModelOptions(
+    return OuroOptions(
         size=size,
         vocab_size=shape.vocab_size,
         recurrent_steps=shape.recurrent_steps,

@@ -1,4 +1,4 @@
-"""The shape of an Ouro model, between `config.json` and `ModelOptions`.
+"""The shape of an Ouro model, between `config.json` and `OuroOptions`.
 
 Nothing of a config is guessed on import: a field that would change what is computed must have the
 value that titan_loop computes, or the folder is refused. On export every field is written, because
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.models.sizes import NORM_EPS
+from titan_loop.models.families.ouro import NORM_EPS
 
 MODEL_TYPE = "ouro"
 

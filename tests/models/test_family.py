@@ -1,0 +1,105 @@
+"""Families: found by name, with options that are read, written and refused."""
+
+from dataclasses import asdict, dataclass, field, fields
+
+import pytest
+
+from titan_loop.cli.overrides import apply_overrides
+from titan_loop.errors import UserError
+from titan_loop.models import family
+from titan_loop.models.families.ouro import OURO, OuroOptions
+from titan_loop.models.family import Family, ModelOptions, get_family, read_options, size_notes
+from titan_loop.training.trainer import LoopTrainer
+
+
+def test_recorded_options_are_read_back_and_name_their_family():
+    options = OuroOptions(n_layers=3, rope_theta=5e4)
+    recorded = asdict(options)
+    assert recorded["family"] == "ouro"
+    assert read_options(recorded) == options
+    del recorded["family"]  # as older versions wrote it
+    assert read_options(recorded) == options
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        ({"family": "ourro"}, "model.family=ourro is unknown; nearest: ouro"),
+        ({"family": "../ouro"}, "is unknown"),
+        ({"family": ["ouro"]}, "is unknown"),
+        ({"decode": 1, "size": "53m"}, "model.decode=1: family ouro has no such option"),
+    ],
+)
+def test_what_this_version_does_not_know_is_refused(recorded, message):
+    with pytest.raises(UserError, match=message):
+        read_options(recorded)
+
+
+@dataclass(kw_only=True, slots=True)
+class _DeepOptions(ModelOptions):
+    family: str = field(default="deep", init=False)
+    twist: float = 1.0
+
+
+def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeypatch):
+    monkeypatch.setattr(family, "_registered", {"ouro": OURO})
+    family.register(
+        Family(
+            name="deep",
+            options=_DeepOptions,
+            sizes=OURO.sizes,
+            decoder_config=OURO.decoder_config,
+            uses=frozenset({"held_out"}),
+            exit_policies=frozenset({"full", "static"}),
+        )
+    )
+    config = LoopTrainer.Config(model=_DeepOptions())
+    config = apply_overrides(config, ["--model.twist", "2", "--model.size", "quickstart"], "train")
+    assert config.model == _DeepOptions(twist=2.0, size="quickstart")
+    assert read_options(asdict(config.model)) == config.model
+    with pytest.raises(UserError, match=r"unknown flag --model.rope-theta"):
+        apply_overrides(config, ["--model.rope-theta", "2"], "train")
+    with pytest.raises(UserError, match=r"unknown flag --model.family"):
+        apply_overrides(config, ["--model.family", "ouro"], "train")
+    with pytest.raises(UserError, match=r"model.family=deep does not have export; it has held_out"):
+        get_family("deep").require("export")
+    with pytest.raises(UserError, match=r"exit=q is an exit policy that model.family=deep"):
+        get_family("deep").require_exit_policy("q")
+
+
+def test_a_family_of_ones_own_is_found_through_the_environment(monkeypatch, tmp_path):
+    (tmp_path / "family_of_a_user.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "from titan_loop.models.families.ouro import OURO, OuroOptions\n"
+        "from titan_loop.models.family import Family, register\n"
+        "@dataclass(kw_only=True, slots=True)\n"
+        "class Options(OuroOptions):\n"
+        "    family: str = field(default='mine', init=False)\n"
+        "register(Family(name='mine', options=Options, sizes={},"
+        " decoder_config=OURO.decoder_config))\n"
+    )
+    monkeypatch.setattr(family, "_registered", {"ouro": OURO})
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"model.family=mine is unknown.*TITAN_LOOP_PLUGINS"):
+        get_family("mine")
+    monkeypatch.setenv("TITAN_LOOP_PLUGINS", "family_of_nobody")
+    with pytest.raises(UserError, match="no module 'family_of_nobody'"):
+        get_family("mine")
+    monkeypatch.setenv("TITAN_LOOP_PLUGINS", "family_of_a_user")
+    assert "rope_theta" in {option.name for option in fields(get_family("mine").options)}
+
+
+def test_a_size_with_another_shape_says_what_differs():
+    vocabulary, size = size_notes(OuroOptions(size="53m", n_layers=5), 1024)
+    assert vocabulary == "model.vocab_size=1024, the vocabulary of the data"
+    # As Ouro prints it: 53,228,545 parameters; every layer has 4 D² + 3 D F + 4 D of them.
+    layer = 4 * 512**2 + 3 * 512 * 1536 + 4 * 512
+    here = 53_228_545 - layer - 2 * 512 * (32_000 - 1024)
+    assert size == (
+        f"model.size=53m has {here:,} parameters here, and 53,228,545 as named: "
+        "n_layers=5 instead of 6, vocab_size=1024 instead of 32000"
+    )
+
+
+def test_a_size_as_named_says_nothing():
+    assert not list(size_notes(OuroOptions(size="quickstart", vocab_size=1024), 1024))

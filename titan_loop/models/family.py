@@ -1,0 +1,282 @@
+"""What a family of looped models tells everyone else, and the families there are.
+
+    --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
+
+A run's model options belong to its family: the recipe's instance decides the class. A family is one
+module of `titan_loop/models/families/`, found by its name; one that lives elsewhere is registered
+when its module is imported (`titan_loop/plugins.py`). Nobody else asks which family a model is of:
+what they need to know stands in its `Family`, or is a method of its decoder or decoder's config.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.plugins import import_plugins
+
+_FOLDER = Path(__file__).with_name("families")
+
+FIRST_FAMILY = "ouro"
+"""The family of a run or checkpoint that names none: older versions knew no other."""
+
+Use = Literal["export", "generate", "held_out", "upcycle"]
+"""What not every family can be used for."""
+
+USES: frozenset[Use] = frozenset(get_args(Use))
+EXIT_POLICIES = frozenset(("full", "static", "hidden", "q", "kl"))
+"""Names of all exit policies."""
+
+RUNTIME_OPTIONS = frozenset(("size", "recurrent_steps", "attention", "readout_chunk_tokens"))
+"""Options in which two models of one checkpoint may differ: they resolve to others, or change only
+how the same is computed."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """One size: width D, unique layers, query and key-value heads, F and its vocabulary."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    hidden_dim: int
+    vocab_size: int
+    recurrent_steps: int = 4
+    n_kv_heads: int | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelOptions:
+    """Which model to train: the options of every family. A family's own class adds its own."""
+
+    family: str = field(default="", init=False)
+    """Name of the family; it follows from the class."""
+
+    size: str = "debugmodel"
+    """Named size of the family, see `titan_loop/models/families/`."""
+
+    vocab_size: int | None = None
+    """Rows of embedding and head; None takes the size's own."""
+
+    recurrent_steps: int | None = None
+    """R the model is built with; None takes the size's own. The recurrence schedule sets R in
+    training."""
+
+    n_layers: int | None = None
+    """Unique layers; None takes the size's own."""
+
+    dim: int | None = None
+    """Width D; None takes the size's own. Feed-forward and head widths are not rescaled."""
+
+    n_heads: int | None = None
+    """Query heads; None takes the size's own."""
+
+    n_kv_heads: int | None = None
+    """Key-value heads; None takes the size's own, as many as query heads."""
+
+    hidden_dim: int | None = None
+    """Feed-forward width F; None takes the size's own."""
+
+    exit_gate: bool = True
+    """Whether there is an exit gate; without one the loss is that of the last step."""
+
+    tie_weights: bool = False
+    """Whether embedding and head share one matrix."""
+
+    attention: str = "auto"
+    """sdpa, flex, varlen, or auto: Flex on CUDA and SDPA elsewhere."""
+
+    readout_chunk_tokens: int | None = None
+    """Tokens read out at a time in the loss; None takes `LMHead`'s default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of looped models.
+
+    Attributes:
+        name: Its name, which is that of its module if it is one of titan_loop's own.
+        options: Class of its model options.
+        sizes: Named sizes.
+        decoder_config: Takes options, their shape and the longest window; returns the
+            architecture.
+        uses: What its models can be used for.
+        exit_policies: Names of the exit policies its models have.
+        runtime_options: Options that do not stand in the architecture record.
+    """
+
+    name: str
+    options: type[ModelOptions]
+    sizes: Mapping[str, ModelSize]
+    decoder_config: Callable[[Any, ModelSize, int], LoopDecoder.Config]
+    uses: frozenset[Use] = USES
+    exit_policies: frozenset[str] = EXIT_POLICIES
+    runtime_options: frozenset[str] = RUNTIME_OPTIONS
+
+    def size(self, name: str) -> ModelSize:
+        """Return the named size; raises `UserError` with the nearest names if it is unknown."""
+        if name not in self.sizes:
+            raise UserError(f"model.size={name} is unknown{nearest(name, self.sizes)}")
+        return self.sizes[name]
+
+    def require(self, use: Use) -> None:
+        """Raise `UserError` if models of this family cannot be used for that."""
+        if use not in self.uses:
+            does = ", ".join(sorted(self.uses)) or "nothing but training"
+            raise UserError(f"model.family={self.name} does not have {use}; it has {does}")
+
+    def require_exit_policy(self, name: str) -> None:
+        """Raise `UserError` if models of this family do not have the exit policy."""
+        if name not in self.exit_policies:
+            has = ", ".join(sorted(self.exit_policies))
+            raise UserError(
+                f"exit={name} is an exit policy that model.family={self.name} does not have; it "
+                f"has {has}"
+            )
+
+
+_registered: dict[str, Family] = {}
+
+
+def register(family: Family) -> Family:
+    """Make a family known by its name, and return it."""
+    assert family.options().family == family.name, "the options name another family"
+    known = _registered.setdefault(family.name, family)
+    assert known.options is family.options, f"two families are called {family.name}"
+    return family
+
+
+def get_family(name: str) -> Family:
+    """Return a family.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    if name not in _registered:
+        own = {path.stem for path in _FOLDER.glob("[a-z]*.py")}
+        if name in own:
+            importlib.import_module(f"{__package__}.{_FOLDER.name}.{name}")
+        else:
+            import_plugins()
+        if name not in _registered:
+            raise UserError(
+                f"model.family={name} is unknown{nearest(name, {*own, *_registered})}; a family "
+                "of your own is found through TITAN_LOOP_PLUGINS"
+            )
+    return _registered[name]
+
+
+def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
+    """Return the options that a `config.json` recorded.
+
+    Args:
+        recorded: Its `model`. An option that is absent has its default.
+
+    Raises:
+        UserError: The family, or an option, is unknown to this version.
+    """
+    values = dict(recorded)
+    family = get_family(str(values.pop("family", FIRST_FAMILY)))
+    known = {option.name for option in fields(family.options)}
+    unknown = [f"model.{name}={value}" for name, value in values.items() if name not in known]
+    if unknown:
+        raise UserError(
+            f"{', '.join(unknown)}: family {family.name} has no such option in this version; use "
+            "the version of titan_loop that wrote it"
+        )
+    return family.options(**values)
+
+
+def resolved_shape(options: ModelOptions) -> ModelSize:
+    """Return the named size with the deviations from it.
+
+    Raises:
+        UserError: The size is unknown, or the shape does not fit together.
+    """
+    size = get_family(options.family).size(options.size)
+    values = {
+        option.name: getattr(size, option.name)
+        if getattr(options, option.name) is None
+        else getattr(options, option.name)
+        for option in fields(ModelSize)
+    }
+    for name, value in (*values.items(), ("readout_chunk_tokens", options.readout_chunk_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"model.{name}={value} must be at least 1")
+    shape = ModelSize(**values)
+    if shape.dim % shape.n_heads or (shape.dim // shape.n_heads) % 2:
+        raise UserError(
+            f"model.n_heads={shape.n_heads} must divide model.dim={shape.dim} into even head widths"
+        )
+    kv_heads = shape.n_kv_heads or shape.n_heads
+    if shape.n_heads % kv_heads:
+        raise UserError(f"model.n_kv_heads={kv_heads} must divide model.n_heads={shape.n_heads}")
+    return shape
+
+
+def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Config:
+    """Build the architecture of `options`.
+
+    Args:
+        options: Family, size and deviations from it.
+        max_seq_len: Longest window the rotary table must cover.
+
+    Raises:
+        UserError: Unknown family, size or attention backend, or a shape that does not fit together.
+    """
+    family = get_family(options.family)
+    return family.decoder_config(options, resolved_shape(options), max_seq_len)
+
+
+def build_decoder(
+    options: ModelOptions, *, max_seq_len: int, device: str | torch.device = "cpu"
+) -> LoopDecoder:
+    """Build and initialise one undistributed decoder, e.g. for tests, evaluation and conversion.
+
+    Args:
+        options: Family, size and deviations from it.
+        max_seq_len: Longest window the rotary table must cover.
+        device: Where its parameters live; "meta" leaves them uninitialised.
+    """
+    with torch.device(device):
+        model = decoder_config(options, max_seq_len=max_seq_len).build()
+    if torch.device(device).type != "meta":
+        with torch.no_grad():
+            model.init_states()
+    return model
+
+
+def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
+    """Yield what a run's model is, where the options that were asked for do not say it.
+
+    Args:
+        asked: Options before the data's vocabulary was filled in.
+        vocab_size: Rows of the embedding that is trained.
+    """
+    if asked.vocab_size is None:
+        yield f"model.vocab_size={vocab_size}, the vocabulary of the data"
+    own = get_family(asked.family).size(asked.size)
+    model = replace(asked, vocab_size=vocab_size)
+    here = resolved_shape(model)
+    differing = [
+        f"{option.name}={getattr(here, option.name)} instead of {getattr(own, option.name)}"
+        for option in fields(ModelSize)
+        if option.name != "recurrent_steps"
+        and getattr(here, option.name) != getattr(own, option.name)
+    ]
+    if differing:
+        counts = [
+            sum(
+                parameter.numel()
+                for parameter in build_decoder(options, max_seq_len=2, device="meta").parameters()
+            )
+            for options in (model, replace(asked, **asdict(own)))
+        ]
+        yield "model.size={} has {:,} parameters here, and {:,} as named: {}".format(
+            asked.size, *counts, ", ".join(differing)
+        )
