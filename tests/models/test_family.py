@@ -8,7 +8,14 @@ from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
 from titan_loop.models import family
 from titan_loop.models.families.ouro import OURO, OuroOptions
-from titan_loop.models.family import Family, ModelOptions, get_family, read_options, size_notes
+from titan_loop.models.family import (
+    Family,
+    FamilyName,
+    ModelOptions,
+    get_family,
+    read_options,
+    size_notes,
+)
 from titan_loop.training.trainer import LoopTrainer
 
 
@@ -37,7 +44,7 @@ def test_what_this_version_does_not_know_is_refused(recorded, message):
 
 @dataclass(kw_only=True, slots=True)
 class _DeepOptions(ModelOptions):
-    family: str = field(default="deep", init=False)
+    family: FamilyName = field(default="deep", init=False)
     twist: float = 1.0
 
 
@@ -71,10 +78,10 @@ def test_a_family_of_ones_own_is_found_through_the_environment(monkeypatch, tmp_
     (tmp_path / "family_of_a_user.py").write_text(
         "from dataclasses import dataclass, field\n"
         "from titan_loop.models.families.ouro import OURO, OuroOptions\n"
-        "from titan_loop.models.family import Family, register\n"
+        "from titan_loop.models.family import Family, FamilyName, register\n"
         "@dataclass(kw_only=True, slots=True)\n"
         "class Options(OuroOptions):\n"
-        "    family: str = field(default='mine', init=False)\n"
+        "    family: FamilyName = field(default='mine', init=False)\n"
         "register(Family(name='mine', options=Options, sizes={},"
         " decoder_config=OURO.decoder_config))\n"
     )

@@ -12,9 +12,10 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
+import tyro
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
@@ -24,6 +25,9 @@ _FOLDER = Path(__file__).with_name("families")
 
 FIRST_FAMILY = "ouro"
 """The family of a run or checkpoint that names none: older versions knew no other."""
+
+FamilyName = Annotated[str, tyro.conf.Suppress]
+"""Type of the field `family` of model options: recorded, but no flag."""
 
 Use = Literal["export", "generate", "held_out", "upcycle"]
 """What not every family can be used for."""
@@ -54,7 +58,7 @@ class ModelSize:
 class ModelOptions:
     """Which model to train: the options of every family. A family's own class adds its own."""
 
-    family: str = field(default="", init=False)
+    family: FamilyName = field(default="", init=False)
     """Name of the family; it follows from the class."""
 
     size: str = "debugmodel"

@@ -33,7 +33,7 @@ from titan_loop.models.attention import LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import FinalNorm, LoopDecoder
 from titan_loop.models.exit_gate import ExitGate
-from titan_loop.models.family import Family, ModelOptions, ModelSize, register
+from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.readout import LMHead
 from titan_loop.models.rope import RotateHalf
@@ -61,7 +61,7 @@ SIZES = {
 class OuroOptions(ModelOptions):
     """Which Ouro model to train; every field can be set on the command line."""
 
-    family: str = field(default="ouro", init=False)
+    family: FamilyName = field(default="ouro", init=False)
 
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
