@@ -268,10 +268,9 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     model = replace(asked, vocab_size=vocab_size)
     here = resolved_shape(model)
     differing = [
-        f"{option.name}={getattr(here, option.name)} instead of {getattr(own, option.name)}"
-        for option in fields(ModelSize)
-        if option.name != "recurrent_steps"
-        and getattr(here, option.name) != getattr(own, option.name)
+        f"{name}={value} instead of {getattr(own, name)}"
+        for name, value in asdict(here).items()
+        if name != "recurrent_steps" and value != getattr(own, name)
     ]
     if differing:
         counts = [
