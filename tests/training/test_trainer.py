@@ -247,6 +247,7 @@ def test_optimiser_settings_of_this_start_win_over_the_checkpoint_s(source, tmp_
     run_training(first, command=["test"])
     second = tiny_config(source, tmp_path / "run", steps=STEPS)
     second.adamw.weight_decay, second.adamw.beta2 = 0.5, 0.99
+    second.accept_change = True
     trainer = _trainer(second)
     trainer.train()
     trainer.close()

@@ -80,6 +80,15 @@ class RunDirectory:
         """One record per evaluation: while training, or by `eval watch`."""
         return self.path / "evals.jsonl"
 
+    def kept_config(self, restart: int) -> Path:
+        """Return where `config.json` is kept when restart K replaces it."""
+        return self.path / f"config-before-restart-{restart}.json"
+
+    @property
+    def newest_kept_config(self) -> Path:
+        """The config that the newest start replaced."""
+        return self.kept_config(len(self.read_run()["restarts"]))
+
     @property
     def checkpoints(self) -> Path:
         """The folder of all checkpoints."""
@@ -124,7 +133,11 @@ class RunDirectory:
                 `config.json` that is not JSON.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        start = {"command": list(command), "versions": library_versions()}
+        start = {
+            "command": list(command),
+            "working_directory": os.getcwd(),
+            "versions": library_versions(),
+        }
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             record = self.read_run() if self.run_json.exists() else None
@@ -141,8 +154,7 @@ class RunDirectory:
                 if self.config_json.exists():
                     before = self.read_config()
                     if before != json.loads(json.dumps(finite_or_null(config))):
-                        kept = self.path / f"config-before-restart-{len(record['restarts'])}.json"
-                        write_json(kept, before)
+                        write_json(self.kept_config(len(record["restarts"])), before)
                 write_json(self.config_json, config)
             write_json(self.run_json, record)
         except OSError as error:

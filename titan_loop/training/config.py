@@ -111,6 +111,10 @@ class RunConfig(Trainer.Config):
     muon: MuonConfig = field(default_factory=MuonConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
+    accept_change: bool = False
+    """Continue a run although this start changes its data, or settings of the optimiser whose state
+    the checkpoint has."""
+
     max_skipped_steps: int = 10
     """Skipped non-finite updates in a row after which the run stops with exit code 3."""
 

@@ -52,11 +52,12 @@ class ResolvedRun:
     def recipe_sha256(self) -> str:
         """Return 64 hexadecimal digits for everything but this start's place and length.
 
-        These are `dump_folder`, `checkpoint.carry.parent`, `checkpoint.load_step` and
-        `training.steps`. The folders of the training data count.
+        These are `dump_folder`, `checkpoint.carry.parent`, `checkpoint.load_step`, `accept_change`
+        and `training.steps`. The folders of the training data count.
         """
         record = self.config.to_dict()
         del record["dump_folder"]
+        del record["accept_change"], record["dataloader"]["accept_change"]
         del record["checkpoint"]["carry"]["parent"]
         del record["checkpoint"]["load_step"]
         del record["training"]["steps"]
@@ -93,6 +94,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
         logger.warning("%s", remark)
     config, model = _copied(config), model_config(config)
     config.model.vocab_size = model.vocab_size
+    config.dataloader.accept_change |= config.accept_change
     config.model_spec = ModelSpec(
         name="loop",
         flavor=config.model.size,

@@ -23,6 +23,7 @@ from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import RunConfig
+from titan_loop.training.config_changes import change_refusals, setting_changes
 from titan_loop.training.preflight import folder_refusals
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.startup import StartupClock
@@ -84,6 +85,7 @@ def run_training(
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
+    changes = setting_changes(run.config) if rank == 0 else []
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
         trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
@@ -99,6 +101,11 @@ def run_training(
             from_rank_zero(
                 all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
             )
+            for change in changes:
+                logger.warning("changed since the last start: %s", change)
+            if changes:
+                kept = run_directory.newest_kept_config
+                logger.warning("the last start's config is kept as %s", kept)
             startup.mark("build")
             trainer.train()
         together = True
@@ -200,6 +207,7 @@ def check_resumable(run: ResolvedRun) -> bool:
         )
     limit = config.training.steps
     if state["tokens"] < config.total_tokens and not 0 < limit <= state["step"]:
+        raise_first(change_refusals(config))
         return True
     # Done, if the checkpoint that says so is whole; otherwise loading finds an older one.
     return inspect(step_folder(folder, step), "sizes")[0] is None

@@ -1,0 +1,96 @@
+"""A start with other settings than the last one says so; some of them need consent."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.resolved_run import resolve
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+@pytest.fixture(scope="module")
+def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped by a limit of steps."""
+    config = started(source, tmp_path_factory.mktemp("begun") / "run")
+    config.training.steps = 2
+    run_training(config, command=["test"])
+    return Path(config.dump_folder)
+
+
+def started(source: Path, folder: Path) -> LoopTrainer.Config:
+    config = tiny_config(source, folder, steps=4)
+    config.training.max_norm = math.inf  # null in JSON, and no change
+    return config
+
+
+@pytest.fixture
+def config(source: Path, begun: Path, tmp_path: Path) -> LoopTrainer.Config:
+    """The run's config without that limit, in a copy of the run."""
+    shutil.copytree(begun, tmp_path / "run")
+    return started(source, tmp_path / "run")
+
+
+def test_one_line_a_field(
+    config: LoopTrainer.Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    # It would take caplog's handler away.
+    monkeypatch.setattr("titan_loop.training.run.init_logger", lambda: None)
+    config.learning_rate = Schedule.parse("0:0 linear 1K:1e-3")
+    config.recurrence = RecurrenceConfig(steps=Schedule.constant(3))
+    config.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)
+    config.debug.seed = 7
+    run_training(config, command=["test"])
+    lines = [
+        record.getMessage() for record in caplog.records if "last start" in record.getMessage()
+    ]
+    changed = {line.split()[5]: line.split(maxsplit=6)[6] for line in lines[:-1]}
+    assert changed.pop("training.steps") == "2 → 0"
+    assert changed.pop("debug.seed") == "0 → 7"
+    assert changed.pop("learning_rate").endswith("→ '0:0 linear 1K:0.001'")
+    assert changed.pop("recurrence.steps") == "'0:4 constant 512:2' → '3'"
+    assert changed.pop("batch.global_batch_tokens") == "'256' → '128'"
+    assert not changed
+    kept = RunDirectory(config.dump_folder).kept_config(1)
+    assert lines[-1] == f"the last start's config is kept as {kept}"
+    assert json.loads(kept.read_text())["debug"]["seed"] == 0
+    caplog.clear()
+    config.total_tokens += 4 * BATCH_TOKENS
+    run_training(config, command=["test"])
+    lines = [
+        record.getMessage() for record in caplog.records if "last start:" in record.getMessage()
+    ]
+    assert [line.split()[5] for line in lines] == ["total_tokens"]
+
+
+def test_other_moments_need_consent(config: LoopTrainer.Config):
+    config.adamw.beta2, config.adamw.weight_decay = 0.99, 100.0
+    message = r"adamw\.weight_decay 0\.1 → 100\.0; adamw\.beta2 0\.95 → 0\.99; .*--accept-change"
+    with pytest.raises(UserError, match=message):
+        run_training(config, command=["test"])
+    assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 0
+    config.dataloader.seed = 3
+    with pytest.raises(UserError, match="reading other data"):
+        run_training(config, command=["test"])
+    config.accept_change = True  # both
+    run_training(config, command=["test"])
+    assert len(RunDirectory(config.dump_folder).read_run()["restarts"]) == 1
+
+
+def test_consent_is_no_part_of_a_recipe(config: LoopTrainer.Config):
+    without = resolve(config, 1).recipe_sha256()
+    config.accept_change = True
+    assert resolve(config, 1).recipe_sha256() == without
+    assert not config.dataloader.accept_change  # the user's config stays as it was

@@ -1,0 +1,86 @@
+"""What a start changes in a run that it continues: one line a field, old → new.
+
+`config.json` has the config of the last start. Schedules may be changed at will, a longer run needs
+that; the moments in a checkpoint, however, were gathered under the optimiser's settings of then.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from titan_loop.errors import Refusal
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import finite_or_null
+from titan_loop.training.config import RunConfig
+from titan_loop.training.schedule import Knot, Schedule
+
+OPTIMISER_FIELDS = ("adamw.",)
+"""Settings without which the optimiser's saved state means something else."""
+
+# Where the run lies, what the other fields decide, and consent.
+_NOT_SETTINGS = (
+    "dump_folder",
+    "checkpoint.load_step",
+    "model_spec.",
+    "optimizer.",
+    "lr_scheduler.",
+    "accept_change",
+    "dataloader.accept_change",
+)
+
+
+class SettingChange(NamedTuple):
+    """A field that differs from the last start.
+
+    Attributes:
+        field: Dotted name.
+        before: Value at the last start, as text.
+        now: Value now, as text.
+    """
+
+    field: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.field} {self.before} → {self.now}"
+
+
+def setting_changes(config: RunConfig) -> list[SettingChange]:
+    """Return what differs from the last start of a run; nothing if it was never started.
+
+    Args:
+        config: A resolved run's. Fields that the last start did not have are left out.
+    """
+    run = RunDirectory(config.dump_folder)
+    if not run.config_json.exists():
+        return []
+    now = dict(_leaves(finite_or_null(config.to_dict())))
+    before = dict(_leaves(run.read_config()))
+    return [
+        SettingChange(name, before[name], value)
+        for name, value in now.items()
+        if before.get(name, value) != value and not name.startswith(_NOT_SETTINGS)
+    ]
+
+
+def change_refusals(config: RunConfig) -> Iterator[Refusal]:
+    """Yield what a start that continues from a checkpoint changes and nobody has accepted."""
+    found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
+    if found and not config.accept_change:
+        yield Refusal(
+            found[0].field,
+            "the optimizer's state was gathered with other settings than this start has: "
+            + "; ".join(map(str, found)),
+            "undo this, start anew in another dump_folder, or continue with --accept-change",
+        )
+
+
+def _leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping) and set(value) == {"knots"}:
+            schedule = Schedule(tuple(Knot(**knot) for knot in value["knots"]))
+            yield prefix + name, repr(str(schedule))
+        elif isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, str(value)
