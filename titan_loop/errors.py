@@ -7,6 +7,7 @@ else that escapes is a defect and keeps its traceback.
 
 import difflib
 import errno
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -90,6 +91,11 @@ def exit_code(error: BaseException) -> int:
         return EXIT_INTERRUPTED
     found = (code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
     return next(found, EXIT_CRASH)
+
+
+def seen_from(path: str | os.PathLike[str]) -> str:
+    """Return " (in FOLDER)", where a relative path starts; empty for an absolute one."""
+    return "" if os.path.isabs(path) else f" (in {os.getcwd()})"
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:

@@ -148,3 +148,34 @@ def test_a_config_of_the_wrong_shape_is_one_line(tmp_path, config, read):
     RunDirectory(tmp_path).create_or_open([], config)
     with pytest.raises(UserError, match=r"config\.json.*; repair it"):
         read(SavedRun(tmp_path))
+
+
+def test_relative_paths_are_found_from_any_folder(
+    old_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those of the last start; a project that was moved is looked through from the run upwards."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "runs" / "mine").mkdir(parents=True)
+    for folder in (project, elsewhere):
+        for name in ("sources/my", "runs/parent"):
+            (folder / name).mkdir(parents=True)
+    config = json.loads((old_run / "config.json").read_text())
+    config["dataloader"]["mixture"] = ["sources/my=0.5:packed", "sources/gone=0.5"]
+    config["checkpoint"]["carry"]["parent"] = "runs/parent"
+    mine = RunDirectory(project / "runs" / "mine")
+    monkeypatch.chdir(project)
+    mine.create_or_open([], config)
+    assert SavedRun(mine.path).sources == [Path("sources/my"), Path("sources/gone")]
+    monkeypatch.chdir(elsewhere)
+    run = SavedRun(mine.path)
+    assert run.mixture == [f"{project}/sources/my=0.5:packed", f"{project}/sources/gone=0.5"]
+    assert run.dataloader["mixture"] == run.mixture
+    assert run.parent == project / "runs" / "parent"
+    moved = project.rename(tmp_path / "moved")
+    assert SavedRun(moved / "runs" / "mine").sources[0] == moved / "sources" / "my"
+    record = json.loads((moved / "runs" / "mine" / "run.json").read_text())
+    del record["working_directory"]  # as older versions left it
+    (moved / "runs" / "mine" / "run.json").write_text(json.dumps(record))
+    assert SavedRun(moved / "runs" / "mine").sources[0] == moved / "sources" / "my"
+    with pytest.raises(UserError, match=rf"runs/none is not a folder \(in {elsewhere}\)"):
+        SavedRun.open("runs/none")

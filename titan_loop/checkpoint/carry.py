@@ -17,7 +17,7 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, seen_from
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Carry:
         if newest is None:
             raise UserError(
                 f"checkpoint.carry.parent={self.parent} is neither a checkpoint nor a run that "
-                "has one; train the parent first, or give another path"
+                f"has one{seen_from(path)}; train the parent first, or give another path"
             )
         return step_folder(folder, newest[0])
 

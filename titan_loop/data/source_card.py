@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import finite_or_null, read_json_object, write_json
 from titan_loop.text.text_format import TextFormat
@@ -137,7 +137,8 @@ class SourceCard:
         path = folder / CARD_NAME
         if not folder.is_dir():
             raise UserError(
-                f"source {folder} is not a folder: prepare it with titan-loop data tokenize"
+                f"source {folder} is not a folder{seen_from(folder)}: prepare it with titan-loop "
+                "data tokenize"
             )
         if not path.is_file():
             raise UserError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, seen_from
 
 if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
@@ -107,6 +107,6 @@ def _import(module_name: str, recipe: str) -> ModuleType:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UserError(
-            f"recipe {recipe!r}: no module {error.name!r}; give it as PACKAGE.MODULE:FUNCTION, "
-            "importable from the current folder"
+            f"recipe {recipe!r}: no module {error.name!r}{seen_from('')}; give it as "
+            "PACKAGE.MODULE:FUNCTION, importable from the current folder"
         ) from error

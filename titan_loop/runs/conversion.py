@@ -52,6 +52,7 @@ def upcycle_run(
     config = {
         **run.config,
         "dump_folder": str(output),
+        "dataloader": run.dataloader,
         "model": {**run.config["model"], "n_layers": upcycling.n_layers},
     }
     with staged_folder(output) as staged:

@@ -30,7 +30,7 @@ from typing import Any
 
 import titan_loop
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
     finite_or_null,
@@ -196,8 +196,18 @@ class RunDirectory:
             )
         except FileNotFoundError as error:
             raise UserError(
-                f"{str(self.path)!r} is not a run directory (no run.json); give the folder of a run"
+                f"{str(self.path)!r} is not a run directory{seen_from(self.path)}: it has no "
+                "run.json; give the folder of a run"
             ) from error
+
+    @property
+    def working_directory(self) -> Path | None:
+        """Where the last start was given relative paths; None if it did not record that."""
+        if not self.run_json.exists():
+            return None
+        run = self.read_run()
+        start = [run, *run.get("restarts", [])][-1]
+        return Path(start["working_directory"]) if "working_directory" in start else None
 
     def read_config(self) -> dict[str, Any]:
         """Return the content of `config.json`.

@@ -24,7 +24,7 @@ from titan_loop.data.source_card import (
     text_format,
 )
 from titan_loop.data.tasks.task import recorded_task
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import nested
 from titan_loop.text.text_format import TextFormat
@@ -124,7 +124,8 @@ class SavedRun:
         path = Path(path)
         if not path.is_dir():
             raise UserError(
-                f"checkpoint {path} is not a folder; give a run or one of its checkpoints"
+                f"checkpoint {path} is not a folder{seen_from(path)}; give a run or one of its "
+                "checkpoints"
             )
         if RunDirectory(path).run_json.is_file():
             return cls(path)
@@ -192,7 +193,7 @@ class SavedRun:
     def parent(self) -> Path | None:
         """The option `checkpoint.carry.parent`, a run or a checkpoint; None for initial weights."""
         parent = self._option("checkpoint.carry.parent", str, "")
-        return Path(parent) if parent else None
+        return self._found(parent) if parent else None
 
     def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return the option with a dotted name.
@@ -219,18 +220,38 @@ class SavedRun:
 
     @property
     def dataloader(self) -> Mapping[str, Any]:
-        """The options of the loader, as they were written."""
-        return self._option("dataloader", dict)
+        """The options of the loader, with the sources where they are now."""
+        options = self._option("dataloader", dict)
+        return {**options, "mixture": self.mixture} if "mixture" in options else options
 
     @property
     def mixture(self) -> list[str]:
-        """The option `dataloader.mixture`; empty for generated or imported data."""
-        return self.dataloader.get("mixture") or []
+        """The option `dataloader.mixture`, with the sources where they are now; may be empty."""
+        texts = self._option("dataloader", dict).get("mixture") or []
+        return [
+            f"{self._found(entry.path)}{text.removeprefix(entry.path)}"
+            for text, entry in zip(texts, parse_mixture(texts) if texts else (), strict=True)
+        ]
 
     @property
     def sources(self) -> list[Path]:
         """Folders of the prepared sources, in the order of the mixture, whether still there."""
         return [Path(entry.path) for entry in parse_mixture(self.mixture)] if self.mixture else []
+
+    def _found(self, path: str) -> Path:
+        """Return where a path that the run recorded leads to from here.
+
+        A relative one started in the working directory of the run's last start. If that is gone, or
+        an older version did not record it, the project was moved: the folders above the run are
+        looked through, then the current one.
+        """
+        if Path(path).is_absolute():
+            return Path(path)
+        known = self.directory.working_directory
+        places = [known] if known is not None else []
+        places += [*self.path.resolve().parents, Path.cwd()]
+        there = next((place for place in places if (place / path).exists()), known or Path.cwd())
+        return Path(path) if there == Path.cwd() else there / path
 
     def text_format(self, tokenizer: "Tokenizer") -> TextFormat:
         """Return how text ends and conversations are rendered.

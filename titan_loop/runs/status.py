@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_versioned_json, write_json
@@ -201,7 +201,9 @@ def _read_plan(folder: Path) -> list[PlannedStage]:
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; give that of a run or a recipe")
+            raise UserError(
+                f"{folder} is not a folder{seen_from(folder)}; give that of a run or a recipe"
+            )
         return []
     fix = "train once more to write it"
     plan = read_versioned_json(path, format_version=FORMAT_VERSION, fix=fix)
