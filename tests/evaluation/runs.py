@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.inference.reference import make_model
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.runs.run_directory import RunDirectory
@@ -46,7 +45,7 @@ def write_checkpoint_of(
                 "step": step,
                 "tokens": TOKENS_A_STEP * step,
                 "recurrent_steps": 4,
-                "architecture": architecture(model.config),
+                "architecture": model.config.architecture(),
             },
             "data": {"windows_consumed": windows_consumed, "accepted": [], "data": data or {}},
             "lineage": {},

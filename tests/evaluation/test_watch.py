@@ -11,7 +11,6 @@ import pytest
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.inference.reference import make_model
 from titan_loop.checkpoint.manifest import MANIFEST
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.errors import UserError
@@ -78,7 +77,7 @@ def test_a_checkpoint_written_anew_is_new(run: Path):
         "step": 3,
         "trainer": {
             "step": 3, "tokens": 300, "recurrent_steps": 2,
-            "architecture": architecture(model.config),
+            "architecture": model.config.architecture(),
         },
         "data": {}, "lineage": {},
     }  # fmt: skip

@@ -12,7 +12,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.inference.reference import CONTEXT, make_model
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.inference.engine import Engine
@@ -63,7 +62,7 @@ def write_run(folder: Path) -> Path:
                 "step": 5,
                 "tokens": 0,
                 "recurrent_steps": 2,
-                "architecture": architecture(model.config),
+                "architecture": model.config.architecture(),
             },
             "data": {},
             "lineage": {},

@@ -11,7 +11,7 @@ from titan_loop.models.families.ouro import OURO, OuroOptions
 from titan_loop.models.family import (
     Family,
     FamilyName,
-    ModelOptions,
+    decoder_config,
     get_family,
     read_options,
     size_notes,
@@ -43,7 +43,7 @@ def test_what_this_version_does_not_know_is_refused(recorded, message):
 
 
 @dataclass(kw_only=True, slots=True)
-class _DeepOptions(ModelOptions):
+class _DeepOptions(OuroOptions):
     family: FamilyName = field(default="deep", init=False)
     twist: float = 1.0
 
@@ -64,14 +64,23 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
     config = apply_overrides(config, ["--model.twist", "2", "--model.size", "quickstart"], "train")
     assert config.model == _DeepOptions(twist=2.0, size="quickstart")
     assert read_options(asdict(config.model)) == config.model
-    with pytest.raises(UserError, match=r"unknown flag --model.rope-theta"):
-        apply_overrides(config, ["--model.rope-theta", "2"], "train")
+    with pytest.raises(UserError, match=r"unknown flag --model.decode"):
+        apply_overrides(config, ["--model.decode", "2"], "train")
     with pytest.raises(UserError, match=r"unknown flag --model.family"):
         apply_overrides(config, ["--model.family", "ouro"], "train")
     with pytest.raises(UserError, match=r"model.family=deep does not have export; it has held_out"):
         get_family("deep").require("export")
     with pytest.raises(UserError, match=r"exit=q is an exit policy that model.family=deep"):
         get_family("deep").require_exit_policy("q")
+
+
+def test_an_option_that_the_architecture_record_lacks_is_a_defect(monkeypatch):
+    deep = Family(
+        name="deep", options=_DeepOptions, sizes=OURO.sizes, decoder_config=OURO.decoder_config
+    )
+    monkeypatch.setattr(family, "_registered", {"deep": deep})
+    with pytest.raises(AssertionError, match=r"architecture\(\) of deep lacks .*twist"):
+        decoder_config(_DeepOptions(), max_seq_len=8)
 
 
 def test_a_family_of_ones_own_is_found_through_the_environment(monkeypatch, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.manifest import MANIFEST
-from titan_loop.checkpoint.model import check_architecture
+from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling
@@ -113,8 +113,12 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Car
         may_differ.add("n_layers")
     if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
         may_differ.add("exit_gate")
-    fixed = {name: value for name, value in wanted.items() if name not in may_differ}
-    rest_fits = all(saved.get(name) == fixed[name] for name in fixed if name != "n_layers")
+    rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
     deeper = rest_fits and wanted["n_layers"] % saved["n_layers"] == 0
-    otherwise = "checkpoint.carry.upcycle=stacked" if deeper else "another parent"
-    check_architecture(saved, fixed, holder="the parent", otherwise=otherwise)
+    check_architecture(
+        saved,
+        wanted,
+        may_differ=may_differ,
+        holder="the parent",
+        otherwise="checkpoint.carry.upcycle=stacked" if deeper else "another parent",
+    )

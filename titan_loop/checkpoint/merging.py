@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest, reference
+from titan_loop.checkpoint.model import different_options
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 
@@ -113,9 +114,8 @@ def _check_architectures(sources: Sequence[Path], manifests: Sequence[dict[str, 
     first, *others = (manifest["trainer"].get("architecture", {}) for manifest in manifests)
     for source, other in zip(sources[1:], others, strict=True):
         differences = [
-            f"model.{field}={other.get(field)} (the first: {first.get(field)})"
-            for field in {**first, **other}
-            if other.get(field) != first.get(field)
+            f"model.{name}={other.get(name)} (the first: {first.get(name)})"
+            for name in sorted(different_options(first, other))
         ]
         if differences:
             raise UserError(

@@ -1,6 +1,6 @@
 """The model of a checkpoint: which one it is, and itself as one undistributed model."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,50 +11,53 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy, check_key
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import ModelOptions, build_decoder
-
-
-def architecture(config: LoopDecoder.Config) -> dict[str, Any]:
-    """Return the options in which two models must agree to share a checkpoint."""
-    attention = config.layers[0].attention
-    return {
-        "dim": config.dim,
-        "n_layers": len(config.layers),
-        "n_heads": attention.n_heads,
-        "n_kv_heads": attention.n_kv_heads or attention.n_heads,
-        "hidden_dim": config.layers[0].feed_forward.w1.out_features,
-        "vocab_size": config.vocab_size,
-        "exit_gate": config.exit_gate is not None,
-        "tie_weights": config.enable_weight_tying,
-        "rope_theta": attention.rope.theta,
-    }
+from titan_loop.models.family import ModelOptions, build_decoder, completed_architecture
 
 
 def check_architecture(
     saved: Mapping[str, Any],
     wanted: Mapping[str, Any],
     *,
+    may_differ: Collection[str] = (),
     holder: str = "the checkpoint",
     otherwise: str = "another dump_folder",
 ) -> None:
-    """Raise `UserError` naming every difference between a checkpoint's model and this run's.
+    """Raise `UserError` naming every difference between a checkpoint's model and another.
 
     Args:
-        saved: The checkpoint's.
-        wanted: The values it must have.
+        saved: Architecture record of the checkpoint, of any version.
+        wanted: The record it must agree with, likewise.
+        may_differ: Names that are not compared.
         holder: How the message calls the checkpoint.
         otherwise: Alternative to using the checkpoint's values, for the message.
     """
-    differences = [
-        f"model.{name}={wanted[name]} (checkpoint: {saved.get(name)})"
-        for name in wanted
-        if wanted[name] != saved.get(name)
+    differing = different_options(saved, wanted) - set(may_differ)
+    if not differing:
+        return
+    saved, wanted = completed_architecture(saved), completed_architecture(wanted)
+    named = [
+        f"model.{name}={wanted.get(name, 'unknown')} (checkpoint: {saved.get(name, 'unknown')})"
+        for name in {**wanted, **saved}
+        if name in differing
     ]
-    if differences:
-        raise UserError(
-            f"{holder} is of another architecture: {', '.join(differences)}; use its values, or "
-            f"{otherwise}"
-        )
+    raise UserError(
+        f"{holder} is of another architecture: {', '.join(named)}; use its values, or {otherwise}"
+    )
+
+
+def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
+    """Return the names in which two architecture records, each of any version, do not agree.
+
+    Raises:
+        UserError: This version does not know the family of one of them.
+    """
+    first, second = completed_architecture(first), completed_architecture(second)
+    missing = object()
+    return {
+        name
+        for name in {**first, **second}
+        if first.get(name, missing) != second.get(name, missing)
+    }
 
 
 def load_model(

@@ -66,6 +66,7 @@ class LoopDecoder(Decoder):
     class Config(Decoder.Config):
         """Architecture of a looped decoder."""
 
+        family: str = ""  # set by `titan_loop.models.family.decoder_config`
         recurrent_steps: int = 4
         exit_gate: ExitGate.Config | None = None
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
@@ -90,6 +91,27 @@ class LoopDecoder(Decoder):
                 self.exit_gate.sharding_config = replicated_gate()
             for layer in self.layers:
                 set_block_sharding(layer, enable_sp=enable_sp)
+
+        def architecture(self) -> dict[str, Any]:
+            """Return the family's name and every option that changes what the model computes.
+
+            Two models must agree in them to share a checkpoint. Keys are names of options where
+            there is one. A key that a checkpoint lacks has the value of the family's default model:
+            so the default of a new option is what the model did before, and stays.
+            """
+            attention = self.layers[0].attention
+            return {
+                "family": self.family,
+                "dim": self.dim,
+                "n_layers": len(self.layers),
+                "n_heads": attention.n_heads,
+                "n_kv_heads": attention.n_kv_heads or attention.n_heads,
+                "hidden_dim": self.layers[0].feed_forward.w1.out_features,
+                "vocab_size": self.vocab_size,
+                "exit_gate": self.exit_gate is not None,
+                "tie_weights": self.enable_weight_tying,
+                "rope_theta": attention.rope.theta,
+            }
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Return (parameters, training FLOPs per token at this config's R)."""

@@ -234,7 +234,30 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
         UserError: Unknown family, size or attention backend, or a shape that does not fit together.
     """
     family = get_family(options.family)
-    return family.decoder_config(options, resolved_shape(options), max_seq_len)
+    config = family.decoder_config(options, resolved_shape(options), max_seq_len)
+    config.family = family.name
+    recorded = {"family", *config.architecture(), *family.runtime_options}
+    missing = {option.name for option in fields(options)} - recorded
+    assert not missing, f"Config.architecture() of {family.name} lacks the options {missing}"
+    return config
+
+
+def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the architecture record of a checkpoint with what its version did not write.
+
+    Args:
+        recorded: `architecture` of its manifest. The family, and options younger than the
+            checkpoint, may be absent; the shape never is.
+
+    Raises:
+        UserError: The family is unknown.
+    """
+    family = get_family(str(recorded.get("family", FIRST_FAMILY)))
+    default = family.options(size=next(iter(family.sizes)), attention="sdpa")
+    written_always = {size_field.name for size_field in fields(ModelSize)}
+    known = decoder_config(default, max_seq_len=1).architecture()
+    absent = {name: value for name, value in known.items() if name not in written_always}
+    return {**absent, **recorded}
 
 
 def build_decoder(

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_loop.checkpoint.model import architecture
 from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.devices import Device
@@ -143,8 +142,8 @@ def stage_needs(
     refusals += map(str, suite_refusals(config))
     model = _architecture(config)
     if stage and parent:
-        before = architecture(_architecture(parent.config))
-        carried = carry_refusals(stage, parent, wanted=architecture(model), trained=before)
+        before = _architecture(parent.config).architecture()
+        carried = carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
         refusals += map(str, carried)
     unfit = _layout_refusals(config, model, cluster.ranks)
     refusals += unfit

@@ -13,10 +13,10 @@ import torch
 
 from titan_loop.checkpoint.hugging_face.importing import OuroFolder, import_folder, model_options
 from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
-from titan_loop.checkpoint.model import architecture, check_architecture
+from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError
-from titan_loop.models.family import decoder_config
+from titan_loop.models.family import decoder_config, get_family
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
@@ -47,7 +47,8 @@ def upcycle_run(
     run = SavedRun.open(parent)
     source = run.checkpoint()
     saved = source.manifest["trainer"]["architecture"]
-    check_architecture(saved, architecture(decoder_config(run.model_options, max_seq_len=1)))
+    check_architecture(saved, decoder_config(run.model_options, max_seq_len=1).architecture())
+    get_family(run.model_options.family).require("upcycle")
     upcycling.sources(saved["n_layers"])  # before any file is read
     config = {
         **run.config,
@@ -89,7 +90,7 @@ def merge_runs(
     sources = [run.checkpoint() for run in runs]
     first = runs[0]
     saved = sources[0].manifest["trainer"]["architecture"]
-    check_architecture(saved, architecture(decoder_config(first.model_options, max_seq_len=1)))
+    check_architecture(saved, decoder_config(first.model_options, max_seq_len=1).architecture())
     _check_vocabularies(runs)
     config = {
         "total_tokens": 0,  # none are trained on here

@@ -17,7 +17,6 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.model import architecture
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
@@ -47,7 +46,7 @@ class ResolvedRun:
     @property
     def architecture(self) -> dict[str, Any]:
         """What makes its model the same model as another."""
-        return architecture(self.model)
+        return self.model.architecture()
 
     def recipe_sha256(self) -> str:
         """Return 64 hexadecimal digits for everything but this start's place and length.

@@ -17,7 +17,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.data.source_card import SourceCard, file_sha256
@@ -80,7 +79,7 @@ def write_run(
         "step": STEP,
         "tokens": TOKENS,
         "recurrent_steps": model.recurrent_steps,
-        "architecture": architecture(model.config),
+        "architecture": model.config.architecture(),
     }
     write_checkpoint(
         directory.checkpoint(STEP),

@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 
 from titan_loop import compat
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.models.families.ouro import OuroOptions
@@ -41,7 +40,7 @@ def write_run(run: RunDirectory, options: OuroOptions) -> int:
         "step": 1,
         "tokens": 1,
         "recurrent_steps": model.recurrent_steps,
-        "architecture": architecture(model.config),
+        "architecture": model.config.architecture(),
     }
     write_checkpoint(
         run.checkpoint(1),

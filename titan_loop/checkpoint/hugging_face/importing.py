@@ -20,7 +20,6 @@ from titan_loop.checkpoint.hugging_face.tokenizer_files import (
     TEMPLATE,
     TOKENIZER_CONFIG,
 )
-from titan_loop.checkpoint.model import architecture
 from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
@@ -178,7 +177,7 @@ def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -
             "step": 0,
             "tokens": 0,
             "recurrent_steps": folder.shape.recurrent_steps,
-            "architecture": architecture(config),
+            "architecture": config.architecture(),
         },
         "data": {},
         "lineage": {"parent": None, **folder.lineage()},

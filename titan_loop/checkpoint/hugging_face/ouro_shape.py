@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.models.families.ouro import NORM_EPS
+from titan_loop.models.family import FIRST_FAMILY, completed_architecture, get_family
 
 MODEL_TYPE = "ouro"
 
@@ -74,14 +75,24 @@ class OuroShape:
             max_positions: The window of its last stage.
 
         Raises:
-            UserError: The model has no exit gate, for which the format has no place to say so.
+            UserError: The family is not exported, or the model has no exit gate or another option
+                for which the format has no place.
         """
+        get_family(str(architecture.get("family", FIRST_FAMILY))).require("export")
+        architecture = completed_architecture(architecture)
         if not architecture["exit_gate"]:
             raise UserError(
                 "model.exit_gate=False: the Ouro format always has a gate; only a model that was "
                 "trained with one can be exported"
             )
-        shape = {name: value for name, value in architecture.items() if name != "exit_gate"}
+        shape = {name: architecture[name] for name in architecture if name in cls.__slots__}
+        usual = completed_architecture({"family": architecture["family"]})
+        for name in architecture.keys() - shape.keys():
+            if architecture[name] != usual.get(name):
+                raise UserError(
+                    f"model.{name}={architecture[name]}: the Ouro format has no place for it; only "
+                    f"a model with {usual.get(name)} can be exported"
+                )
         return cls(**shape, recurrent_steps=recurrent_steps, max_positions=max_positions)
 
     @classmethod
