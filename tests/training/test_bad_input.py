@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from titan_loop.checkpoint.manifest import write_manifest
-from titan_loop.data.load.mano_loader import ManoLoader
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -244,7 +244,7 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "held-out text of generated data": (
         lambda c: (
             _set("held_out.interval", 1)(c),
-            _set("dataloader", ManoLoader.Config(max_operations=3))(c),
+            _set("dataloader", TaskLoader.Config(max_operations=3))(c),
         ),
         1,
         r"held_out\.interval=1: this data has no held-out text",

@@ -11,7 +11,7 @@ import pytest
 
 from titan_loop.data.load.batches import data_changes, match_sources
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.mano_loader import ManoLoader
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
@@ -211,8 +211,8 @@ def test_older_and_damaged_states_are_refused(sources: list[Path], state: dict) 
 
 
 def test_generated_tasks_name_their_differences_too() -> None:
-    def build(**config: object) -> ManoLoader:
-        return ManoLoader.Config(modulus=5, max_operations=2, **config).build(  # pyright: ignore
+    def build(**config: object) -> TaskLoader:
+        return TaskLoader.Config(modulus=5, max_operations=2, **config).build(  # pyright: ignore
             dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1
         )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.mano_loader import ManoLoader
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import (
     HELD_OUT_ONE_IN,
     Mano,
@@ -91,8 +91,8 @@ def test_text_form() -> None:
         assert evaluate(symbols) == int(answer)
 
 
-def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options) -> ManoLoader:
-    config = ManoLoader.Config(modulus=MODULUS, max_operations=LONGEST, **options)
+def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options) -> TaskLoader:
+    config = TaskLoader.Config(modulus=MODULUS, max_operations=LONGEST, **options)
     return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=L, local_batch_size=local_batch)
 
 
@@ -140,7 +140,7 @@ def test_resuming_another_task_is_refused(other: dict) -> None:
 
 
 def test_vocabulary_from_the_config() -> None:
-    config = ManoLoader.Config(modulus=23, max_operations=10)
+    config = TaskLoader.Config(modulus=23, max_operations=10)
     assert config.vocabulary() == (2 + 3 + 23 + 11, 38)
     assert config.source_paths() == []
     assert config.task() == Mano(23, 10)
@@ -167,7 +167,7 @@ def test_a_checkpoint_names_its_task() -> None:
     ],
 )
 def test_mistakes(options: dict, message: str) -> None:
-    config = ManoLoader.Config(**options)
+    config = TaskLoader.Config(**options)
     with pytest.raises(UserError, match=message):
         config.build(dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=1)
 

@@ -14,7 +14,7 @@ from titan_loop.data.tasks.task import TASK
 from titan_loop.errors import UserError
 
 
-class ManoLoader(GlobalWindowLoader):
+class TaskLoader(GlobalWindowLoader):
     """Packs Mano examples into windows; window k is a pure function of the seed and k.
 
     An example is a document: positions restart at `<bos>`. The last example of a window is cut off
