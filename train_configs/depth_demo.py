@@ -9,6 +9,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down
 """
 
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
@@ -44,7 +45,7 @@ def _run(recurrent_steps: int) -> LoopTrainer.Config:
         model=OuroOptions(
             size="debugmodel", n_layers=1, recurrent_steps=recurrent_steps, exit_gate=looped
         ),
-        dataloader=TaskLoader.Config(modulus=MODULUS, max_operations=MAX_OPERATIONS),
+        dataloader=TaskLoader.Config(task=Mano(MODULUS, MAX_OPERATIONS)),
         learning_rate=Schedule.warmup_cosine(
             4e-3, start=4e-4, warmup_tokens=200_000, total_tokens=TOTAL_TOKENS, final=4e-4
         ),

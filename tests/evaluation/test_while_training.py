@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks, suite_refusals
@@ -138,7 +139,7 @@ def test_what_is_asked_is_never_left_out_silently(source: Path, tmp_path: Path, 
 @pytest.mark.usefixtures("alone")
 def test_mano_in_token_ids(source: Path, tmp_path: Path):
     config = tiny_config(source, tmp_path / "run", steps=2)
-    config.dataloader = TaskLoader.Config(modulus=3, max_operations=2)
+    config.dataloader = TaskLoader.Config(task=Mano(3, 2))
     config.suite = suite(["mano"])
     run = train(config)
     (record,) = read_jsonl(run.evals_jsonl)
@@ -180,7 +181,6 @@ def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path:
         config.suite = SuiteConfig(**{"interval": 1, **changes})
         if dataloader is not None:
             config.dataloader = dataloader
-            config.parallelism.context_parallel_degree = 2
         with pytest.raises(UserError, match=match):
             raise_first(chain(config.suite.refusals(), suite_refusals(config)))
 
@@ -190,7 +190,6 @@ def test_what_cannot_be_asked_is_refused_before_training(source: Path, tmp_path:
     refuse(r"suite\.depths=\[\]", depths=[])
     refuse(r"suite\.depths=\[0\]", depths=[0])
     refuse("multihop cannot be asked while training; nearest: multi_hop", tasks=["multihop"])
-    mano = TaskLoader.Config(modulus=3, max_operations=2)
+    mano = TaskLoader.Config(task=Mano(3, 2))
     refuse("held_out needs a prepared source", mano)
-    refuse("context_parallel_degree=2", mano, tasks=["mano"])
     refuse("no task was named", tasks=[])

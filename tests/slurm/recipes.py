@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
@@ -69,7 +70,7 @@ def tiny(steps: int = STEPS) -> LoopTrainer.Config:
     config = LoopTrainer.Config(
         total_tokens=steps * BATCH_WINDOWS * WINDOW_TOKENS,
         model=OuroOptions(size="debugmodel", n_layers=1, recurrent_steps=2),
-        dataloader=TaskLoader.Config(modulus=5, max_operations=3),
+        dataloader=TaskLoader.Config(task=Mano(5, 3)),
         learning_rate=Schedule.constant(1e-3),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_WINDOWS * WINDOW_TOKENS)),
         adamw=AdamWConfig(beta2=0.98),

@@ -13,6 +13,7 @@ import pytest
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.source_card import CARD_NAME
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
@@ -244,7 +245,7 @@ CASES: dict[str, tuple[Change, int, str]] = {
     "held-out text of generated data": (
         lambda c: (
             _set("held_out.interval", 1)(c),
-            _set("dataloader", TaskLoader.Config(max_operations=3))(c),
+            _set("dataloader", TaskLoader.Config(task=Mano(max_operations=3)))(c),
         ),
         1,
         r"held_out\.interval=1: this data has no held-out text",

@@ -16,6 +16,7 @@ from tests.training.records import assert_same_records
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prepare.tokenize_source import tokenize_source
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -241,7 +242,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_mistake_is_one_clear_line(tmp_path, case):
     changes, message = BAD[case]
     config = gate_config(Path("unused"), tmp_path / "run")
-    config.dataloader = TaskLoader.Config(max_operations=3)
+    config.dataloader = TaskLoader.Config(task=Mano(max_operations=3))
     for path, value in changes.items():
         *parents, name = path.split(".")
         target: Any = config

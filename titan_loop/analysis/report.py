@@ -22,10 +22,11 @@ from titan_loop.analysis.plots import (
     plot_throughput,
 )
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
+from titan_loop.analysis.tables import task_rows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training
-from titan_loop.evaluation.task_report import TaskReport, headline
+from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import Ancestor, SavedRun
 from titan_loop.storage.json_files import write_text
@@ -129,8 +130,11 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
     plots, sections = run_directory.plots, []
     name = run_directory.path
-    has_text = bool(SavedRun(run_directory.path).mixture)
-    own, tasks = ("held_out", "offline") if has_text else ("mano", "mano")
+    saved = SavedRun(run_directory.path)
+    has_text, generated = bool(saved.mixture), saved.generated_task()
+    own, tasks = "held_out", "offline"
+    if generated is not None:
+        own = tasks = generated.name
     if any(run_directory.evaluations.glob("depth-step-*.json")):
         depths = DepthReport.latest(run_directory)
         sections.append(
@@ -181,18 +185,16 @@ def _has_depths(report: TaskReport) -> bool:
 
 
 def _task_table(report: TaskReport) -> Section:
-    rows = [["task", "metric", "reading", "mean steps", "value"]]
-    for task, readings in report.tasks.items():
-        for reading, result in readings.items():
-            if not (reading.startswith("static:") or len(readings) == 1) or not result.metrics:
-                continue
-            metric = headline(result.metrics)
-            steps = "-" if result.mean_steps is None else f"{result.mean_steps:.2f}"
-            rows.append([task, metric, reading, steps, f"{result.metrics[metric]:.4f}"])
+    readings = dict.fromkeys(
+        name
+        for results in report.tasks.values()
+        for name in results
+        if name.startswith("static:") or len(results) == 1
+    )
     lacking = {**report.skipped, **report.failures}
     reasons = "; ".join(f"{task}: {reason}" for task, reason in lacking.items())
     text = f"At step {report.step:,}." + (f" Without result: {reasons}." if reasons else "")
-    return Section("Tasks", text, rows=rows)
+    return Section("Tasks", text, rows=task_rows(report, list(readings)))
 
 
 def _lineage(run_directory: RunDirectory, lineage: Sequence[Ancestor]) -> list[Section]:

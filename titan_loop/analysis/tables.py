@@ -34,15 +34,24 @@ def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
         preferred: Task → metric to show of it, where there is a choice.
     """
     readings = list(dict.fromkeys(name for task in report.tasks.values() for name in task))
-    rows = [["task", "metric", *readings]]
-    for task, results in report.tasks.items():
-        metric = headline(next(iter(results.values())).metrics, preferred.get(task))
-        cells = (results.get(reading) for reading in readings)
-        rows.append([task, metric, *("-" if c is None else _value(c, metric) for c in cells)])
-    lines = [text_table(rows, left=(0, 1))] if report.tasks else []
+    lines = []
+    if report.tasks:
+        lines = [text_table(task_rows(report, readings, preferred), left=(0, 1))]
     lines += [f"skipped {task}: {reason}" for task, reason in report.skipped.items()]
     lines += [f"FAILED {task}: {reason}" for task, reason in report.failures.items()]
     return "\n".join(lines)
+
+
+def task_rows(
+    report: TaskReport, readings: Sequence[str], preferred: Mapping[str, str] | None = None
+) -> list[list[str]]:
+    """Return a row for each task, or stratum of one, and a column for each reading."""
+    rows = [["task", "metric", *readings]]
+    for task, results in report.tasks.items():
+        metric = headline(next(iter(results.values())).metrics, (preferred or {}).get(task))
+        cells = (results.get(reading) for reading in readings)
+        rows.append([task, metric, *("-" if c is None else _value(c, metric) for c in cells)])
+    return rows
 
 
 def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.tasks.mano import draw_question, is_held_out
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.demo.local_python import (
     TextFile,
     document_identity,
@@ -171,11 +171,12 @@ def _file_chats(file: TextFile) -> list[Chat]:
 def _mano_chat(number: int) -> tuple[str, Chat]:
     """Return the split and the chat of one expression, small enough to be learnt."""
     generator = random.Random(keyed_integer("mano chat", number))
-    operations = 1 + int(generator.random() * _MANO_OPERATIONS)
-    question = draw_question(generator, operations, _MANO_MODULUS)
+    mano = Mano(_MANO_MODULUS, _MANO_OPERATIONS)
+    operations = mano.choose(generator, level=0)
+    question = mano.draw(generator, operations)
     body = " ".join(map(str, question.expression))
     chat = Chat(f"What is {body} modulo {_MANO_MODULUS}, in prefix notation?", str(question.answer))
-    return ("held_out" if is_held_out(question) else "train"), chat
+    return ("held_out" if mano.is_held_out(question) else "train"), chat
 
 
 def _size(chat: Chat) -> int:

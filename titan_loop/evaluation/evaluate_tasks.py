@@ -11,15 +11,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.load.held_out import HeldOutWindows
-from titan_loop.data.tasks.task import Task, recorded_task
+from titan_loop.data.tasks.registry import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.held_out import at_readings, open_run, score_windows, summarise
+from titan_loop.evaluation.exam import Exam, right_at_readings
+from titan_loop.evaluation.held_out import (
+    at_readings,
+    open_run,
+    score_windows,
+    sum_windows,
+    summarise,
+)
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.evaluation.readings import (
@@ -30,8 +36,7 @@ from titan_loop.evaluation.readings import (
     states_at,
 )
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
-from titan_loop.evaluation.task_report import ReadingResult, TaskReport
-from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
+from titan_loop.evaluation.task_report import Results, TaskReport
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.runs.saved_run import SavedRun
@@ -47,8 +52,6 @@ CACHE_FOLDER = "requests"
 _EXAM_QUESTIONS = 512
 _SAMPLE_WINDOWS = 4
 _SAMPLE_QUESTIONS = 64
-
-Results = dict[str, dict[str, ReadingResult]]  # task → reading → result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +217,7 @@ class _Evaluation:
         if task.name == HELD_OUT:
             return self._held_out()
         if self._generated is not None and self._generated.name == task.name:
-            return {task.name: self._exam(self._generated)}
+            return self._graded(self._exam)
         return self._ask_harness(task)
 
     def _held_out(self) -> Results:
@@ -227,21 +230,10 @@ class _Evaluation:
             for name, windows in self._windows.items()
         }
 
-    def _exam(self, generated: Task) -> dict[str, ReadingResult]:
-        """Return exact match on the exam of the task that the run was trained on."""
-        count = min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS)
-        requests = [
-            TokenRequest(tuple(prompt), (answer,))
-            for prompt, answer in zip(*map(np.ndarray.tolist, generated.exam(count)), strict=True)
-        ]
-        scores = TokenScorer(self._model, self._readings).score(requests)
-        return {
-            reading.name: ReadingResult(
-                metrics={"acc,none": sum(score.greedy[index] for score in scores) / len(scores)},
-                mean_steps=sum(score.steps[index] for score in scores) / len(scores),
-            )
-            for index, reading in enumerate(self._readings)
-        }
+    def _graded(self, exam: Exam) -> Results:
+        forward = right_at_readings(self._model, self._readings)
+        names = [reading.name for reading in self._readings]
+        return exam.grade(names, lambda windows: sum_windows(windows, forward, device=self._device))
 
     def _ask_harness(self, task: SuiteTask) -> Results:
         consent = self._options.confirm_run_unsafe_code
@@ -285,6 +277,17 @@ class _Evaluation:
             seq_len=options.seq_len,
         )
 
+    @cached_property
+    def _exam(self) -> Exam:
+        """The exam of the task that the run was trained on."""
+        assert self._generated is not None
+        return Exam(
+            self._generated,
+            min(_EXAM_QUESTIONS, self._options.limit or _EXAM_QUESTIONS),
+            vocab_size=self._model.config.vocab_size,
+            room=self._model.config.max_seq_len,
+        )
+
     def _make_readings(self) -> list[Reading]:
         options = self._options
         steps = options.recurrent_steps or self._loaded.recurrent_steps
@@ -294,24 +297,15 @@ class _Evaluation:
             return [policy_reading(options.exit, steps)]
         # A policy's thresholds are taken from the states of a small sample.
         if self._generated is not None:
-            input_BL = torch.from_numpy(self._generated.exam(_SAMPLE_QUESTIONS)[0])
-            chosen_BL = torch.zeros_like(input_BL, dtype=torch.bool)
-            chosen_BL[:, -1] = True
-            positions_BL = None
+            sample, count = [*self._exam.windows.values()][-1], _SAMPLE_QUESTIONS
         else:
-            sample = next(iter(self._windows.values()))
-            input_BL, positions_BL = (
-                part_BL[:_SAMPLE_WINDOWS] for part_BL in (sample.input, sample.positions)
-            )
-            chosen_BL = sample.labels[:_SAMPLE_WINDOWS] != IGNORE_INDEX
-            positions_BL = positions_BL.to(self._device)
-        states = states_at(
-            self._model,
-            input_BL.to(self._device),
-            chosen_BL.to(self._device),
-            steps,
-            positions_BL,
+            sample, count = next(iter(self._windows.values())), _SAMPLE_WINDOWS
+        input_BL, positions_BL, labels_BL = (
+            part_BL[:count].to(self._device)
+            for part_BL in (sample.input, sample.positions, sample.labels)
         )
+        chosen_BL = labels_BL != IGNORE_INDEX
+        states = states_at(self._model, input_BL, chosen_BL, steps, positions_BL)
         return frontier_readings(self._model, states, steps)
 
 

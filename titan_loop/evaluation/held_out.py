@@ -28,7 +28,7 @@ from titan_loop.data.load.loader import named_sources
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
-from titan_loop.evaluation.readings import Reading, score_states, states_at
+from titan_loop.evaluation.readings import Reading, Scores, score_states, states_at
 from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.models.context import WindowShare
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
 
-Sums = tuple[list[float], list[float]]  # of one window: nats and recurrent steps at each reading
+Sums = tuple[list[float], list[float]]  # of one window: a value and recurrent steps at each reading
 Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes inputs, positions and labels, (B, L) each; returns nats and recurrent steps, (P, B) each,
 summed over the labels of a window."""
@@ -63,6 +63,18 @@ class WindowScores(NamedTuple):
     steps_PW: NDArray[np.float64]
     tokens_W: NDArray[np.int64]
     bytes_W: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, windows: HeldOutWindows, nats_PW: NDArray[np.float64], steps_PW: NDArray[np.float64]
+    ) -> "WindowScores":
+        """Return the scores of windows whose sums are known."""
+        return cls(
+            nats_PW,
+            steps_PW,
+            (windows.labels != IGNORE_INDEX).sum(dim=1).numpy(),
+            windows.label_bytes.sum(dim=1).numpy(),
+        )
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
@@ -134,18 +146,10 @@ def at_depths(
     Returns:
         The function; its sums are those of this rank's tokens.
     """
-    last = [depth - 1 for depth in depths]
 
     @torch.no_grad()
     def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
-        masks = None
-        if share is not None:
-            masks = model.get_attention_masks(positions_BL, share)
-            input_BL, positions_BL, labels_BL = (
-                part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
-            )
-        output = model(input_BL, positions_BL, masks, recurrent_steps=max(depths), collect="all")
-        states = tuple(output.hidden_RBLD[index] for index in last)
+        states, labels_BL = depth_states(model, depths, share, input_BL, positions_BL, labels_BL)
         weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
         _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
         tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
@@ -154,12 +158,36 @@ def at_depths(
     return forward
 
 
-def at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
+def depth_states(
+    model: LoopDecoder,
+    depths: Sequence[int],
+    share: WindowShare | None,
+    input_BL: Tensor,
+    positions_BL: Tensor,
+    labels_BL: Tensor,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the states at several depths of one pass, and this rank's part of the labels."""
+    masks = None
+    if share is not None:
+        masks = model.get_attention_masks(positions_BL, share)
+        input_BL, positions_BL, labels_BL = (
+            part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
+        )
+    output = model(input_BL, positions_BL, masks, recurrent_steps=max(depths), collect="all")
+    return tuple(output.hidden_RBLD[depth - 1] for depth in depths), labels_BL
+
+
+def at_readings(
+    model: LoopDecoder,
+    readings: Sequence[Reading],
+    value: Callable[[Scores], Tensor] = lambda scores: scores.nats_PT,
+) -> Forward:
     """Read out the states of one pass under every reading.
 
     Args:
         model: Whole, on this rank.
         readings: At least one.
+        value: What to sum over the labels of a window.
     """
     deepest = max(reading.deepest_step for reading in readings)
 
@@ -169,24 +197,31 @@ def at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
         states = states_at(model, input_BL, valid_BL, deepest, positions_BL)
         scores = score_states(model, states, labels_BL[valid_BL], readings)
         lengths = valid_BL.sum(1).tolist()
-        nats_PB, steps_PB = (
+        value_PB, steps_PB = (
             torch.stack([part_PT.double().sum(1) for part_PT in values.split(lengths, 1)], dim=1)
-            for values in (scores.nats_PT, scores.step_PT)
+            for values in (value(scores), scores.step_PT)
         )
-        return nats_PB, steps_PB
+        return value_PB, steps_PB
 
     return forward
 
 
 def score_windows(
+    windows: HeldOutWindows, forward: Forward, *, device: torch.device
+) -> WindowScores:
+    """Score windows with a model that is whole on every rank; see `sum_windows`."""
+    return WindowScores.of(windows, *sum_windows(windows, forward, device=device))
+
+
+def sum_windows(
     windows: HeldOutWindows,
     forward: Forward,
     *,
     device: torch.device,
     batch_windows: int = _BATCH_WINDOWS,
     divide: Divide = share_work,
-) -> WindowScores:
-    """Score windows; collective over the ranks that divide them.
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return what `forward` sums over the labels of each window; collective over the ranks.
 
     Args:
         windows: W windows, the same on every rank.
@@ -196,7 +231,7 @@ def score_windows(
         divide: How the ranks share the windows; by default every rank has the whole model.
 
     Returns:
-        The scores of all windows, equal on all ranks.
+        The sums of P readings and W windows, twice (P, W), equal on all ranks.
     """
 
     def work(rows: Sequence[int]) -> list[Sums]:
@@ -204,20 +239,15 @@ def score_windows(
         for start in range(0, len(rows), batch_windows):
             chosen = [*rows[start : start + batch_windows]]
             columns = (windows.input, windows.positions, windows.labels)
-            nats_PB, steps_PB = forward(*(column[chosen].to(device) for column in columns))
-            sums += zip(nats_PB.T.tolist(), steps_PB.T.tolist(), strict=True)
+            value_PB, steps_PB = forward(*(column[chosen].to(device) for column in columns))
+            sums += zip(value_PB.T.tolist(), steps_PB.T.tolist(), strict=True)
         return sums
 
     all_sums = divide(range(len(windows.labels)), work)
-    nats_PW, steps_PW = (
+    value_PW, steps_PW = (
         np.asarray(values, dtype=np.float64).T for values in zip(*all_sums, strict=True)
     )
-    return WindowScores(
-        nats_PW,
-        steps_PW,
-        (windows.labels != IGNORE_INDEX).sum(dim=1).numpy(),
-        windows.label_bytes.sum(dim=1).numpy(),
-    )
+    return value_PW, steps_PW
 
 
 def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:

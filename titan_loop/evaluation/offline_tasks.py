@@ -21,7 +21,7 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-from titan_loop.data.tasks.mano import held_out_questions
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 
 HELD_OUT = "held_out"
@@ -49,9 +49,8 @@ _MMLU_QUESTION = re.compile(
 
 def mano_documents() -> list[dict[str, Any]]:
     """Return held-out expressions, each behind the same solved ones."""
-    drawn = held_out_questions(
-        _QUESTIONS + _MANO_SHOTS, operations=_MANO_OPERATIONS, modulus=MODULUS
-    )
+    mano = Mano(MODULUS, _MANO_OPERATIONS)
+    drawn = mano.held_out_questions(_QUESTIONS + _MANO_SHOTS, _MANO_OPERATIONS)
     lines = [
         f"len_{question.operations} {' '.join(map(str, question.expression))} ="
         for question in drawn

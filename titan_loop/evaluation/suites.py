@@ -133,18 +133,10 @@ def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return
-    known, generated = (HELD_OUT, *OFFLINE_TASKS), config.dataloader.task()
+    known, generated = (HELD_OUT, *OFFLINE_TASKS), config.dataloader.generated_task()
     try:
         for name in task_names(suite):
             if generated is not None and generated.name == name:
-                degree = config.parallelism.context_parallel_degree
-                if degree > 1:
-                    yield Refusal(
-                        field,
-                        f"{field}: {name} in token ids does not work with "
-                        f"parallelism.context_parallel_degree={degree}",
-                        f"leave that at 1, or take {name} out",
-                    )
                 generated.exam(suite.questions)  # refuses more questions than there are
             elif name not in known:
                 yield Refusal(

@@ -37,6 +37,9 @@ class ReadingResult:
     mean_steps: float | None = None
 
 
+Results = dict[str, dict[str, ReadingResult]]
+"""Task → reading → result."""
+
 HEADLINES = ("acc_norm,none", "acc,none", "bits_per_byte", "bits_per_byte,none")
 
 

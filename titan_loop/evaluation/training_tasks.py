@@ -12,26 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.tasks.task import Task
+from titan_loop.evaluation.exam import Exam, right_at_depths
 from titan_loop.evaluation.held_out import (
+    Forward,
     Sums,
     WindowScores,
     at_depths,
     open_sources,
-    score_windows,
+    sum_windows,
     summarise,
 )
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
-from titan_loop.evaluation.task_report import ReadingResult
+from titan_loop.evaluation.task_report import ReadingResult, Results
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 from titan_loop.training.callback import TrainingState
 
@@ -41,13 +44,11 @@ if TYPE_CHECKING:
 _ROW_MULTIPLE = 16
 """Rows of a task are as long as its longest question, rounded up to this."""
 
-Results = dict[str, dict[str, ReadingResult]]  # task → reading → result
 
-
-def score_in_training(
-    trainer: TrainingState, windows: HeldOutWindows, depths: Sequence[int]
-) -> WindowScores:
-    """Score windows with the model that is being trained, in evaluation mode; collective.
+def sums_in_training(
+    trainer: TrainingState, windows: HeldOutWindows, forward: Forward
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sums of windows, with the model that is being trained; collective.
 
     Data-parallel ranks share the windows, context-parallel ones each window.
 
@@ -55,24 +56,30 @@ def score_in_training(
         trainer: Gives the model and the layout of the ranks.
         windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
             and is the training window under context parallelism.
-        depths: Recurrent steps, each ≥ 1.
+        forward: Scores a batch of `trainer.model`, this rank's share of each window.
 
     Returns:
-        The scores of all windows, equal on all ranks.
+        As `held_out.sum_windows`.
     """
-    whole = at_depths(trainer.model, depths, trainer.window_share)
 
-    def forward(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    def in_context(*columns: Tensor) -> tuple[Tensor, Tensor]:
         with trainer.train_context():
-            return whole(*columns)
+            return forward(*columns)
 
-    return score_windows(
+    return sum_windows(
         windows,
-        forward,
+        in_context,
         device=trainer.device,
         batch_windows=trainer.config.training.local_batch_size,
         divide=partial(_divide, trainer),
     )
+
+
+def window_multiple(trainer: TrainingState) -> int:
+    """Return what the length of a window is a multiple of; with context parallelism, all of it."""
+    seq_len = trainer.config.training.seq_len
+    whole = trainer.window_share is not None  # context parallelism splits the training window
+    return seq_len if whole else _ROW_MULTIPLE * trainer.parallel_dims.tp
 
 
 def _divide(
@@ -121,9 +128,12 @@ class HeldOutText(TrainingTask):
 
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Score the windows."""
-        names = [f"static:{depth}" for depth in depths]
+        forward = at_depths(trainer.model, depths, trainer.window_share)
         return {
-            f"{HELD_OUT}/{name}": summarise(score_in_training(trainer, windows, depths), names)
+            f"{HELD_OUT}/{name}": summarise(
+                WindowScores.of(windows, *sums_in_training(trainer, windows, forward)),
+                depth_names(depths),
+            )
             for name, windows in self._windows.items()
         }
 
@@ -159,50 +169,53 @@ class Questions(TrainingTask):
                 room,
             )
         longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
-        multiple = _ROW_MULTIPLE * trainer.parallel_dims.tp
-        whole = trainer.window_share is not None  # context parallelism splits the training window
-        length = room if whole else min(room, -(-longest // multiple) * multiple)
-        self._windows = _as_windows(pairs, length)
+        multiple = window_multiple(trainer)
+        self._windows = _as_windows(pairs, min(room, -(-longest // multiple) * multiple))
 
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Take the most likely answer, as the harness does."""
-        nats_PQ = score_in_training(trainer, self._windows, depths).nats_PW.tolist()
-        metrics = [_multiple_choice(self._documents, nats_Q) for nats_Q in nats_PQ]
-        return {self._name: _at_depths(depths, metrics)}
+        forward = at_depths(trainer.model, depths, trainer.window_share)
+        nats_PQ, _ = sums_in_training(trainer, self._windows, forward)
+        return {
+            self._name: {
+                name: ReadingResult(
+                    metrics=_multiple_choice(self._documents, nats_Q), mean_steps=float(depth)
+                )
+                for name, depth, nats_Q in zip(
+                    depth_names(depths), depths, nats_PQ.tolist(), strict=True
+                )
+            }
+        }
 
 
-class Exam(TrainingTask):
-    """Held-out examples of the generated task that the run trains on, in token ids.
-
-    The answer is one token and must be the most likely one of all.
+class TaskExam(TrainingTask):
+    """Held-out examples of the generated task that the run trains on.
 
     Args:
-        trainer: Gives the device.
+        trainer: Gives the window length.
         task: The task.
-        count: Number of held-out examples.
-
-    Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.2 (graded at ℓ = L).
+        count: Largest number of examples of a stratum.
+        strata: Strata to ask; None for all.
     """
 
-    def __init__(self, trainer: TrainingState, task: Task, count: int) -> None:
-        self._name = task.name
-        prompts, answers = task.exam(count)
-        self._prompts = torch.from_numpy(prompts).to(trainer.device)
-        self._answers = torch.from_numpy(answers).to(trainer.device)
+    def __init__(
+        self, trainer: TrainingState, task: Task, count: int, strata: Sequence[str] | None = None
+    ) -> None:
+        self._exam = Exam(
+            task,
+            count,
+            vocab_size=trainer.model.config.vocab_size,
+            room=trainer.config.training.seq_len,
+            multiple=window_multiple(trainer),
+            strata=strata,
+        )
 
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Return exact match; every data-parallel rank asks all questions."""
-        model, prompts = trainer.model, self._prompts
-        positions = torch.arange(prompts.shape[1], device=prompts.device)
-        positions = positions.expand(prompts.shape).contiguous()
-        with trainer.train_context():
-            output = model(prompts, positions, recurrent_steps=max(depths), collect="all")
-            guesses = [
-                _whole(model.lm_head(output.hidden_RBLD[depth - 1])).argmax(dim=-1)[:, -1]
-                for depth in depths
-            ]
-        right = [float((guess == self._answers).float().mean()) for guess in guesses]
-        return {self._name: _at_depths(depths, [{"acc,none": share} for share in right])}
+        """Grade every stratum."""
+        forward = right_at_depths(trainer.model, depths, trainer.window_share)
+        return self._exam.grade(
+            depth_names(depths), lambda windows: sums_in_training(trainer, windows, forward)
+        )
 
 
 def continuation_tokens(
@@ -256,15 +269,6 @@ def _multiple_choice(
     }
 
 
-def _at_depths(
-    depths: Sequence[int], metrics: Sequence[dict[str, float]]
-) -> dict[str, ReadingResult]:
-    return {
-        f"static:{depth}": ReadingResult(metrics=values, mean_steps=float(depth))
-        for depth, values in zip(depths, metrics, strict=True)
-    }
-
-
-def _whole(logits: Tensor) -> Tensor:
-    """Gather the vocabulary under tensor parallelism."""
-    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+def depth_names(depths: Sequence[int]) -> list[str]:
+    """Return the names of readings at fixed depths."""
+    return [f"static:{depth}" for depth in depths]

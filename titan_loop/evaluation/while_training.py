@@ -21,7 +21,7 @@ from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport, headline
-from titan_loop.evaluation.training_tasks import Exam, HeldOutText, Questions, TrainingTask
+from titan_loop.evaluation.training_tasks import HeldOutText, Questions, TaskExam, TrainingTask
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.config import RunConfig
@@ -64,11 +64,11 @@ def evaluations(config: RunConfig) -> list[Callback]:
 
 def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> TrainingTask:
     data = trainer.config.dataloader
-    generated = data.task()
+    generated = data.generated_task()
     if name == HELD_OUT:
         return HeldOutText(trainer, data.source_paths(), suite.windows)
     if generated is not None and generated.name == name:
-        return Exam(trainer, generated, suite.questions)
+        return TaskExam(trainer, generated, suite.questions)
     return Questions(trainer, name, suite.questions)
 
 

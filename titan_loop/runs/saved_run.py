@@ -23,7 +23,8 @@ from titan_loop.data.source_card import (
     file_sha256,
     text_format,
 )
-from titan_loop.data.tasks.task import recorded_task
+from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import nested
@@ -304,14 +305,18 @@ class SavedRun:
         None where neither run nor checkpoint says: an import without a tokenizer, or streamed text.
         """
         state = self.checkpoint().manifest["data"]
-        task = recorded_task(state)
-        if task is not None:
+        if (task := recorded_task(state)) is not None:
             return f"task {task.name} of {task.vocab_size} tokens"
         if self._imported_tokenizer.is_file():
             sha256 = file_sha256(self._imported_tokenizer)
         else:
             sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
         return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
+
+    def generated_task(self) -> Task | None:
+        """Return the task whose examples the run reads; None for text, and before a checkpoint."""
+        newest = self.newest("manifest")
+        return None if newest is None else recorded_task(newest.manifest["data"])
 
     @property
     def _imported_tokenizer(self) -> Path:

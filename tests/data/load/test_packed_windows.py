@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.windows import IGNORED, CutWindows, PackedWindows
+from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import LOSS_SUFFIX, TokenShards
 from titan_loop.data.source_card import CARD_NAME, SourceCard

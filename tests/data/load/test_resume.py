@@ -14,6 +14,7 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.source_card import SourceCard
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 
 L = 12
@@ -212,7 +213,7 @@ def test_older_and_damaged_states_are_refused(sources: list[Path], state: dict) 
 
 def test_generated_tasks_name_their_differences_too() -> None:
     def build(**config: object) -> TaskLoader:
-        return TaskLoader.Config(modulus=5, max_operations=2, **config).build(  # pyright: ignore
+        return TaskLoader.Config(task=Mano(5, 2), **config).build(  # pyright: ignore
             dp_world_size=1, dp_rank=0, seq_len=32, local_batch_size=1
         )
 

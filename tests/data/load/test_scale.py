@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.windows import IGNORED, CutWindows
+from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard

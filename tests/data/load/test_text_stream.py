@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.text_stream import StreamTokenizer, TextStreamLoader
-from titan_loop.data.load.windows import IGNORED
 from titan_loop.errors import UserError
 
 L = 16

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_loop.data.load.windows import IGNORED, CutWindows, Window
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.windows import CutWindows, Window
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 

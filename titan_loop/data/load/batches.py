@@ -115,7 +115,7 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the prepared sources that have a held-out split; none for generated tasks."""
             raise NotImplementedError
 
-        def task(self) -> Task | None:
+        def generated_task(self) -> Task | None:
             """Return the generated task whose examples are read; None for text."""
             return None
 

@@ -16,12 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.packed_index import PackedIndex
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
-
-IGNORED = -100
-"""The label of a position without a target; torchtitan's IGNORE_INDEX."""
 
 _BLOCK = 1024  # windows located ahead: in one call, they take little more than twice one's time
 

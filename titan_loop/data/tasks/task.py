@@ -1,68 +1,186 @@
-"""What a generated task offers to whoever evaluates a model that was trained on it.
+"""What a loader, an exam and a curriculum ask of a generated task.
 
-A loader's Config returns its task (`GlobalWindowLoader.Config.task`); a checkpoint of a run says
-which task the run read, whatever version wrote it (`recorded_task`).
+    generator ─► question ─ identity ─► keyed hash ─┬─ held out ─► exam, by stratum
+                    │                               └─ else ─────► training
+                    └─ encode ─► Example: columns of one length ─► windows
+
+Whether an example is held out depends on what it says alone, so training passes over it however
+often it is drawn. A task is a frozen dataclass whose fields are its parameters; `registry.py` knows
+it by name. Nothing here needs torch.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 
-from titan_loop.data.tasks.mano import NAME, Mano
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
 
-TASK = "task"
-"""Field of a loader's description that names the task."""
+_MOST_DRAWS = 20  # times as many as expected
 
 
-class Task(Protocol):
-    """Examples made of token ids: a prompt, and an answer of one token."""
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One example of T positions: int64 columns and a mask, (T,) each.
+
+    Attributes:
+        tokens: What the model reads.
+        labels: What every position should say; IGNORED where nothing.
+        answer: Whether a label belongs to the answer: what an exam grades, and what training is
+            restricted to unless it takes all targets.
+        columns: Further columns of the batch by name, as the task declares them.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    answer: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lengths = {len(part) for part in (self.tokens, self.labels, self.answer)}
+        assert len(lengths) == 1, lengths
+        assert all(len(column) == len(self.tokens) for column in self.columns.values())
+
+    @classmethod
+    def of_sequence(cls, prompt: Sequence[int], answer: Sequence[int]) -> "Example":
+        """Return the example of a model that reads from left to right and says the next token."""
+        tokens = np.asarray([*prompt, *answer], dtype=np.int64)
+        graded = np.zeros(len(tokens), dtype=bool)
+        graded[len(prompt) - 1 : -1] = True
+        return cls(tokens, np.append(tokens[1:], IGNORED), graded)
+
+    def answer_labels(self) -> np.ndarray:
+        """Return the labels of the answer; IGNORED elsewhere."""
+        return np.where(self.answer, self.labels, IGNORED)
+
+
+@dataclass(frozen=True)
+class Task(ABC):
+    """Examples drawn from a keyed generator, and an exam of those never trained on.
+
+    A *question* is whatever the task draws: only the task looks into it. A *stratum* is a kind of
+    question that the exam counts on its own, such as a number of hops; a *level* is what a
+    curriculum trains on at a time.
+
+    Attributes:
+        name: What recipes, suites and reports call the task.
+        held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
+    """
+
+    name: ClassVar[str]
+    held_out_one_in: ClassVar[int] = 64
 
     @property
-    def name(self) -> str:
-        """What suites and reports call it."""
-        ...
-
-    @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """Number of token ids."""
-        ...
 
-    def exam(self, count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return held-out examples, never trained on, of the task's greatest difficulty.
+    @property
+    @abstractmethod
+    def longest_example(self) -> int:
+        """Positions of the longest example of training or exam."""
+
+    @property
+    @abstractmethod
+    def strata(self) -> Mapping[str, Any]:
+        """Strata of the exam: name → what `draw` takes, from easy to hard."""
+
+    @abstractmethod
+    def choose(self, generator: random.Random, level: int) -> Any:
+        """Choose the stratum of the next training example.
 
         Args:
-            count: Number of examples.
-            seed: Chooses the examples.
+            generator: Only its `random()` is used: Python guarantees that across versions.
+            level: 0 … `levels` - 1.
+        """
 
-        Returns:
-            Prompts (count, P) int64 without padding, and answers (count,) int64: the id that should
-            be the most probable one after a prompt's last token.
+    @abstractmethod
+    def draw(self, generator: random.Random, stratum: Any) -> Any:
+        """Draw a question of a stratum, held out or not."""
+
+    @abstractmethod
+    def identity(self, question: Any) -> tuple[object, ...]:
+        """Return what makes two questions the same: strings and integers."""
+
+    @abstractmethod
+    def encode(self, question: Any) -> Example:
+        """Return the example that asks and answers the question."""
+
+    @property
+    def levels(self) -> int:
+        """Levels of a curriculum, from easy to hard; without one the last is trained on."""
+        return 1
+
+    def level_strata(self, level: int) -> Sequence[str]:
+        """Return the strata of the exam that has to be passed to leave a level."""
+        return list(self.strata)
+
+    def exam_key(self, seed: int, stratum: Any) -> int:
+        """Return what the questions of an exam are drawn from."""
+        return keyed_integer(f"{self.name} exam", seed, stratum)
+
+    def is_held_out(self, question: Any) -> bool:
+        """Return whether a question belongs to the exam; a function of its identity alone."""
+        return keyed_integer(self.name, self.identity(question)) % self.held_out_one_in == 0
+
+    def questions(self, key: int, level: int = 0) -> Iterator[Any]:
+        """Yield training questions of a level without end, none held out.
+
+        Raises:
+            UserError: (Almost) every question that is drawn is held out.
+        """
+        generator = random.Random(key)
+        while True:
+            stratum = self.choose(generator, level)
+            for _ in range(_MOST_DRAWS * self.held_out_one_in):
+                question = self.draw(generator, stratum)
+                if not self.is_held_out(question):
+                    yield question
+                    break
+            else:
+                raise UserError(
+                    f"task {self.name}: no example of {stratum} is left to train on, all are held "
+                    f"out; enlarge {self}"
+                )
+
+    def held_out_questions(self, count: int, stratum: Any, *, seed: int = 0) -> list[Any]:
+        """Return `count` questions of a stratum, none ever trained on, with repetitions.
+
+        Raises:
+            UserError: (Almost) no question of this stratum was set aside for the exam.
+        """
+        generator = random.Random(self.exam_key(seed, stratum))
+        questions: list[Any] = []
+        for _ in range(_MOST_DRAWS * self.held_out_one_in * count):
+            question = self.draw(generator, stratum)
+            if self.is_held_out(question):
+                questions.append(question)
+                if len(questions) == count:
+                    return questions
+        raise UserError(
+            f"{self} has too few examples of {stratum} for an exam of {count}: enlarge it"
+        )
+
+    def exam(
+        self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
+    ) -> dict[str, list[Example]]:
+        """Return held-out examples by stratum.
+
+        Args:
+            count: Largest number of examples of a stratum.
+            seed: Chooses the examples.
+            strata: Names of the strata to draw; None for all.
 
         Raises:
             UserError: The task has too few examples.
         """
-        ...
-
-
-def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
-    """Return the task that a run was reading when it saved a checkpoint; None for text.
-
-    Args:
-        loader_state: The loader's `state_dict`, which is a manifest's `data`; empty for an imported
-            model.
-
-    Raises:
-        UserError: For a task that this version does not know.
-    """
-    data = loader_state.get("data", {})
-    name = data.get(TASK)
-    if name is None:
-        return None
-    if name != NAME:
-        raise UserError(
-            f"the checkpoint was trained on the task {name!r}, which this version does not know: "
-            "use the version of titan_loop that trained it"
-        )
-    return Mano(data["modulus"], data["max_operations"])
+        return {
+            name: [self.encode(q) for q in self.held_out_questions(count, stratum, seed=seed)]
+            for name, stratum in self.strata.items()
+            if strata is None or name in strata
+        }

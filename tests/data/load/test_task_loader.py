@@ -1,0 +1,91 @@
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.tasks.toy_task import Backwards
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.errors import UserError
+
+TASK, L = Backwards(), 16
+END = TASK.letters
+
+
+def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options: Any) -> TaskLoader:
+    config = TaskLoader.Config(task=TASK, **options)
+    return config.build(dp_world_size=ranks, dp_rank=rank, seq_len=L, local_batch_size=local_batch)
+
+
+def columns(loader: TaskLoader, count: int) -> list[np.ndarray]:
+    ((inputs, labels),) = loader.read_step(count)
+    return [part.numpy() for part in (inputs["input"], inputs["positions"], labels)]
+
+
+@pytest.mark.parametrize("all_targets", [False, True])
+def test_packed_windows_are_examples_without_a_gap(all_targets: bool):
+    for tokens, positions, labels in zip(
+        *columns(build(local_batch=8, all_targets=all_targets), 8), strict=True
+    ):
+        starts = [*np.flatnonzero(positions == 0), L]
+        assert starts[0] == 0
+        for start, end in itertools.pairwise(starts):
+            assert positions[start:end].tolist() == list(range(end - start))
+            word = tokens[start : start + [*tokens[start:], END].index(END)]
+            whole = TASK.encode(tuple(word.tolist()))
+            if end < L:
+                assert tokens[start:end].tolist() == whole.tokens.tolist()
+                expected = whole.labels if all_targets else whole.answer_labels()
+                assert labels[start:end].tolist() == expected.tolist()
+
+
+def test_a_window_of_one_example_is_padded_with_documents_of_their_own():
+    for tokens, positions, labels in zip(
+        *columns(build(local_batch=8, window="example"), 8), strict=True
+    ):
+        example = TASK.encode(tuple(tokens[: tokens.tolist().index(END)].tolist()))
+        length = len(example.tokens)
+        assert tokens[:length].tolist() == example.tokens.tolist()
+        assert labels[:length].tolist() == example.answer_labels().tolist()
+        assert positions[:length].tolist() == list(range(length))
+        assert not tokens[length:].any()
+        assert not positions[length:].any()
+        assert (labels[length:] == IGNORED).all()
+
+
+def test_windows_do_not_depend_on_the_split():
+    whole, parts = build(), [build(2, rank, 2) for rank in range(2)]
+    windows = [inputs["input"][0] for inputs, _ in whole.read_step(16)]
+    batches = [part.read_step(16) for part in parts]
+    merged = [row for m in range(4) for rank in range(2) for row in batches[rank][m][0]["input"]]
+    assert all(torch.equal(a, b) for a, b in zip(windows, merged, strict=True))
+    assert {whole.data_hash} == {part.data_hash for part in parts}
+
+
+def test_the_state_names_task_and_parameters():
+    assert build().state_dict()["data"] == {
+        "task": "backwards", "seed": 0, "letters": 4, "longest": 3, "all_targets": False,
+        "seq_len": L,
+    }  # fmt: skip
+    state = build().state_dict()
+    for other in ({"seed": 1}, {"all_targets": True}, {"window": "example"}):
+        with pytest.raises(UserError, match="other data"):
+            build(**other).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"task": Backwards(longest=40)},
+            r"seq_len 16 is too short for Backwards\(letters=4, longest=40\): set it to at least",
+        ),
+        ({"dataset": "c4"}, "have no effect on backwards"),
+    ],
+)
+def test_mistakes(options: dict, message: str):
+    config = TaskLoader.Config(**{"task": TASK, **options})
+    with pytest.raises(UserError, match=message):
+        config.build(dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=1)

@@ -1,0 +1,86 @@
+"""What every task gets from the base class, on the toy task, whose examples can be enumerated."""
+
+import itertools
+import random
+from dataclasses import dataclass
+from itertools import islice
+
+import pytest
+
+from tests.data.tasks.toy_task import Backwards
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.tasks.registry import TASKS, recorded_task, register
+from titan_loop.data.tasks.task import Example
+from titan_loop.errors import UserError
+
+TASK = Backwards()
+WORDS = [
+    word for length in (1, 2, 3) for word in itertools.product(range(TASK.letters), repeat=length)
+]
+
+
+def test_every_example_is_trained_on_or_in_the_exam_and_none_in_both():
+    """All 84 words; 4,000 draws miss one of the at most 64 in a stratum once in 10^8 tests."""
+    trained = set(islice(TASK.questions(key=1, level=2), 4000))
+    asked = {q for stratum in (1, 2, 3) for q in TASK.held_out_questions(1000, stratum)}
+    assert trained & asked == set()
+    assert trained | asked == set(WORDS)
+    assert asked == {word for word in WORDS if TASK.is_held_out(word)}
+
+
+def test_levels_limit_what_is_trained_on():
+    for level in range(TASK.levels):
+        lengths = {len(word) for word in islice(TASK.questions(key=0, level=level), 200)}
+        assert lengths == set(range(1, level + 2))
+
+
+def test_an_answer_of_several_tokens():
+    example = TASK.encode((2, 0, 1))
+    assert example.tokens.tolist() == [2, 0, 1, 4, 1, 0, 2]
+    assert example.labels.tolist() == [0, 1, 4, 1, 0, 2, IGNORED]
+    assert example.answer_labels().tolist() == [IGNORED] * 3 + [1, 0, 2] + [IGNORED]
+
+
+def test_an_exam_is_drawn_by_stratum_and_seed():
+    exam = TASK.exam(5)
+    assert list(exam) == ["1_letters", "2_letters", "3_letters"]
+    assert {len(examples) for examples in exam.values()} == {5}
+    assert list(TASK.exam(5, strata=["2_letters"])) == ["2_letters"]
+
+    def tokens(exam: dict[str, list[Example]]) -> list[list[int]]:
+        return [example.tokens.tolist() for example in exam["3_letters"]]
+
+    assert tokens(TASK.exam(5)) == tokens(exam)
+    assert tokens(TASK.exam(5, seed=1)) != tokens(exam)
+
+
+def test_a_checkpoint_names_its_task_and_parameters():
+    state = {"data": {"task": "backwards", "letters": 7, "seed": 3, "seq_len": 9}}
+    assert recorded_task(state) == Backwards(7)  # a parameter added later has its default
+
+    @dataclass(frozen=True)
+    class Other(Backwards):
+        pass
+
+    with pytest.raises(AssertionError, match="two tasks are called backwards"):
+        register(Other)
+    assert TASKS["backwards"] is Backwards
+
+
+def test_a_task_that_holds_everything_out_ends_in_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Backwards, "held_out_one_in", 1)
+    with pytest.raises(UserError, match=r"no example of 1 is left to train on.*Backwards\(letters"):
+        next(TASK.questions(key=0, level=0))
+
+
+def test_the_choice_of_a_stratum_needs_random_alone():
+    """`random.Random.random` is the one draw whose sequence Python keeps across versions."""
+
+    class OnlyRandom(random.Random):
+        def getrandbits(self, k: int, /) -> int:
+            raise AssertionError("not kept across versions")
+
+    for kind in TASKS.values():
+        task = kind()
+        for level in range(task.levels):
+            task.draw(OnlyRandom(0), task.choose(OnlyRandom(0), level))

@@ -1,0 +1,42 @@
+"""The generated tasks by name, and the task that a checkpoint was trained on."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.data.tasks.task import Task
+from titan_loop.errors import UserError
+
+TASK = "task"
+"""Field of a loader's description that names the task; its parameters stand beside it."""
+
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Mano,)}
+
+
+def register(kind: type[Task]) -> None:
+    """Make a task of yours known by its name; readers of its checkpoints need it, too."""
+    assert TASKS.setdefault(kind.name, kind) is kind, f"two tasks are called {kind.name}"
+
+
+def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
+    """Return the task that a run was reading when it saved a checkpoint; None for text.
+
+    Args:
+        loader_state: The loader's `state_dict`, which is a manifest's `data`; empty for an imported
+            model.
+
+    Raises:
+        UserError: For a task that this version does not know.
+    """
+    data = loader_state.get("data", {})
+    name = data.get(TASK)
+    if name is None:
+        return None
+    if name not in TASKS:
+        raise UserError(
+            f"the checkpoint was trained on the task {name!r}, which this version does not know: "
+            "use the version of titan_loop that trained it"
+        )
+    kind = TASKS[name]
+    return kind(**{field.name: data[field.name] for field in fields(kind) if field.name in data})

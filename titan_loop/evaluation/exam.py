@@ -1,0 +1,144 @@
+"""The exam of a generated task: held-out examples, right or wrong, counted by stratum.
+
+    task.exam ─► windows of each stratum ─► one pass ─► right labels at every reading ─► accuracy
+
+An example is right if every label of its answer is the most likely of all tokens, so an answer of
+several tokens is what greedy decoding would have produced. The same windows are asked of a model in
+training (`right_at_depths`), where ranks may share it, and of a checkpoint (`right_at_readings`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.tasks.task import Example, Task
+from titan_loop.errors import UserError
+from titan_loop.evaluation.held_out import Forward, at_readings, depth_states
+from titan_loop.evaluation.readings import Reading
+from titan_loop.evaluation.task_report import ReadingResult, Results
+from titan_loop.models.context import WindowShare
+from titan_loop.models.decoder import LoopDecoder
+
+ACCURACY = "acc,none"
+
+Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Right labels and recurrent steps of P readings and W windows, summed over a window's labels."""
+
+
+class Exam:
+    """Held-out examples of a task as windows, and how they are graded.
+
+    Args:
+        task: The task.
+        count: Largest number of examples of a stratum.
+        vocab_size: Vocabulary of the model.
+        room: Longest window in tokens.
+        multiple: Windows are as long as the longest example, rounded up to this.
+        strata: Strata to ask; None for all.
+
+    Attributes:
+        windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
+
+    Raises:
+        UserError: The model's vocabulary or window is too small, or the task has too few examples.
+
+    Source: grading one answer token at ℓ = L: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and
+        Appendix B.2.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        count: int,
+        *,
+        vocab_size: int,
+        room: int,
+        multiple: int = 1,
+        strata: Sequence[str] | None = None,
+    ) -> None:
+        if task.vocab_size > vocab_size:
+            raise UserError(
+                f"task {task.name} has {task.vocab_size} tokens, the model's vocabulary has "
+                f"{vocab_size}: ask it of a model that was trained on it"
+            )
+        alone = len(task.strata) == 1
+        self.windows: dict[str, HeldOutWindows] = {}
+        for stratum, examples in task.exam(count, strata=strata).items():
+            name = task.name if alone else f"{task.name}/{stratum}"
+            self.windows[name] = _as_windows(name, examples, room, multiple)
+
+    def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
+        """Return name → reading → accuracy and mean steps.
+
+        Args:
+            readings: Name of each row of the sums.
+            sums: Scores windows; collective where the ranks share the model or the windows.
+        """
+        results: Results = {}
+        for name, windows in self.windows.items():
+            right_PW, steps_PW = sums(windows)
+            labels_W = (windows.labels != IGNORE_INDEX).sum(dim=1).numpy()
+            accuracy_P = (right_PW == labels_W).mean(axis=1)
+            mean_steps_P = steps_PW.sum(axis=1) / labels_W.sum()
+            results[name] = {
+                reading: ReadingResult(metrics={ACCURACY: float(share)}, mean_steps=float(steps))
+                for reading, share, steps in zip(readings, accuracy_P, mean_steps_P, strict=True)
+            }
+        return results
+
+
+def right_at_depths(
+    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None = None
+) -> Forward:
+    """Count right labels at several depths of one pass; arguments as of `held_out.at_depths`."""
+
+    @torch.no_grad()
+    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+        states, labels_BL = depth_states(model, depths, share, input_BL, positions_BL, labels_BL)
+        right = []
+        for state_BLD in states:
+            logits_BLV = model.lm_head(state_BLD)
+            if isinstance(logits_BLV, DTensor):  # the vocabulary is shared
+                logits_BLV = logits_BLV.full_tensor()
+            right.append((logits_BLV.argmax(dim=-1) == labels_BL).sum(dim=1))
+        tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
+        steps_PB = torch.stack([depth * tokens_B for depth in depths])
+        return torch.stack(right), steps_PB
+
+    return forward
+
+
+def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:
+    """Count right labels under every reading of one pass; the model is whole on this rank."""
+    return at_readings(model, readings, value=lambda scores: scores.right_PT)
+
+
+def _as_windows(name: str, examples: Sequence[Example], room: int, multiple: int) -> HeldOutWindows:
+    """Return a window an example; behind its last label it is padding, each a document."""
+    labels = [torch.from_numpy(example.answer_labels()) for example in examples]
+    lengths = [int((part != IGNORE_INDEX).nonzero().max()) + 1 for part in labels]
+    length = -(-max(lengths) // multiple) * multiple
+    if max(lengths) > room:
+        raise UserError(
+            f"{name}: an exam of {max(lengths)} positions does not fit into a window of {room}: "
+            "lengthen the window (training.seq_len, --max-length)"
+        )
+    shape = (len(examples), min(length, room))
+    windows = HeldOutWindows(
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+        torch.full(shape, IGNORE_INDEX),
+        torch.zeros(shape, dtype=torch.int64),
+    )
+    for row, (example, answers, end) in enumerate(zip(examples, labels, lengths, strict=True)):
+        windows.input[row, :end] = torch.from_numpy(example.tokens[:end])
+        windows.positions[row, :end] = torch.arange(end)
+        windows.labels[row, :end] = answers[:end]
+    return windows
