@@ -52,6 +52,7 @@ def write_report(run_directory: RunDirectory) -> Path:
         _summary(run_directory, records),
         *_training(run_directory, records),
         *_evaluations(run_directory, missing),
+        *_analyses(run_directory),
         *_lineage(run_directory, lineage),
     ]
     html_page = page(run_directory.path.resolve().name, sections, missing)
@@ -175,6 +176,27 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     else:
         missing.append(f"tasks: titan-loop eval {name} --tasks {tasks} --depths 1 2 3 4")
     return sections
+
+
+def _analyses(run_directory: RunDirectory) -> list[Section]:
+    """Return the plots that `titan-loop analyse` left."""
+    known = {
+        "agreement.png": ("Agreement of steps", "Items that two steps answer alike, as a share."),
+        "probes.png": (
+            "Answers read off states",
+            "Linear probes on each layer of each step; within the orange band states and answer "
+            "are of the same step. High values before it mean that later steps only rehearse.",
+        ),
+        "pca.png": (
+            "States of the last token",
+            "After every step, on two principal components common to all; one colour an answer.",
+        ),
+    }
+    return [
+        Section(title, text, run_directory.plots / name)
+        for name, (title, text) in known.items()
+        if (run_directory.plots / name).is_file()
+    ]
 
 
 def _has_depths(report: TaskReport) -> bool:

@@ -1,0 +1,216 @@
+"""`titan-loop analyse agreement | probes | pca | safety RUN`: behaviour step by step."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_loop.cli.arguments import group
+from titan_loop.errors import UserError
+
+if TYPE_CHECKING:
+    from titan_loop.evaluation.step_answers import Item
+    from titan_loop.inference.loading import Loaded
+
+_ITEMS = "mmlu_dev"
+
+
+def agreement(
+    run: Path, *, items: str = _ITEMS, depths: tuple[int, ...] = (), limit: int | None = None
+) -> None:
+    """Count the items on which two recurrent steps give the same answer.
+
+    Writes evals/agreement-step-N.json with every item's answer after every step, and a plot that
+    `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer.
+        depths: Recurrent steps; default 1 to the trained R.
+        limit: Number of items, the first ones.
+    """
+    from titan_loop.analysis.step_agreement import draw_agreement
+    from titan_loop.tables import columns
+
+    loaded, chosen, steps, answers, matrix = _answers(run, items, depths, limit)
+    rows = [["same answer", *(f"step {step}" for step in steps)]]
+    for step, counts in zip(steps, matrix.tolist(), strict=True):
+        rows.append([f"step {step}", *map(str, counts)])
+    print("\n".join(columns(rows)))
+    if all(item.answer is not None for item in chosen):
+        right = [[item.answer == a for a in row] for item, row in zip(chosen, answers, strict=True)]
+        shares = (f"{sum(column) / len(chosen):.3f}" for column in zip(*right, strict=True))
+        print(f"right: {', '.join(shares)} of {len(chosen)}")
+    record = {
+        "items": items,
+        "depths": steps,
+        "agreement": matrix.tolist(),
+        "answers": answers.tolist(),
+        "right_answers": [item.answer for item in chosen],
+    }
+    print(_save(loaded, "agreement", record))
+    print(draw_agreement(matrix, steps, loaded.run.directory.plots / "agreement.png"))
+
+
+def probes(
+    run: Path,
+    *,
+    items: str = _ITEMS,
+    recurrent_steps: int | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+) -> None:
+    """Predict each step's answer from the states of every layer and step with linear probes.
+
+    Items are split by question; an interval is the bootstrap's over items. Needs scikit-learn: pip
+    install 'titan-loop[analyse]'.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        items: mmlu_dev, multi_hop, mano, or a JSONL file with text and choices.
+        recurrent_steps: R; default that of training.
+        limit: Number of items, the first ones.
+        seed: Seed of folds and resamplings.
+    """
+    from titan_loop.analysis.step_agreement import draw_probes, probe
+    from titan_loop.tables import columns
+
+    depths = () if recurrent_steps is None else tuple(range(1, recurrent_steps + 1))
+    loaded, chosen, steps, answers, _ = _answers(run, items, depths, limit)
+    scores = probe(_states(loaded, chosen, len(steps)), answers, steps, seed=seed)
+    rows = [["answer of", "states of", "layer", "AUC", "95 %"]]
+    for score in scores:
+        interval = f"{score.low:.3f} to {score.high:.3f}"
+        rows.append(
+            [
+                f"step {score.answer_step}",
+                f"step {score.state_step}",
+                str(score.layer),
+                f"{score.auc:.3f}",
+                interval,
+            ]
+        )
+    print("\n".join(columns(rows, left=(0, 1))))
+    record = {"items": items, "seed": seed, "probes": [asdict(score) for score in scores]}
+    print(_save(loaded, "probes", record))
+    print(draw_probes(scores, loaded.run.directory.plots / "probes.png"))
+
+
+def pca(
+    run: Path,
+    *,
+    items: str = _ITEMS,
+    recurrent_steps: int | None = None,
+    limit: int | None = None,
+) -> None:
+    """Draw the last prompt token's state after every step on two principal components.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer; items are
+            coloured by their right answer.
+        recurrent_steps: R; default that of training.
+        limit: Number of items, the first ones.
+    """
+    import numpy as np
+
+    from titan_loop.analysis.step_agreement import draw_components, principal_components
+
+    loaded, chosen = _open(run, items, limit)
+    steps = recurrent_steps or loaded.recurrent_steps
+    points, shares = principal_components(_states(loaded, chosen, steps)[:, :, -1])
+    kinds = np.array([-1 if item.answer is None else item.answer for item in chosen])
+    record = {
+        "items": items,
+        "variance": shares.tolist(),
+        "points": points.tolist(),
+        "right_answers": [item.answer for item in chosen],
+    }
+    print(_save(loaded, "pca", record))
+    print(draw_components(points, kinds, shares, loaded.run.directory.plots / "pca.png"))
+
+
+def safety(
+    run: Path,
+    *,
+    prompts: Path,
+    judge: str,
+    depths: tuple[int, ...] = (),
+    max_new_tokens: int = 128,
+    limit: int | None = None,
+) -> None:
+    """Complete prompts at every depth and report how many completions a judge calls harmful.
+
+    Neither prompts nor a judge come with the package. The judge reads JSON lines with prompt and
+    response and prints a score from 1 to 5 for each; the harmful rate is the share of 5s.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        prompts: JSONL file of objects with text.
+        judge: Command line of the judge.
+        depths: Recurrent steps; default 1 to twice the trained R.
+        max_new_tokens: Length of a completion, at most; completions are greedy.
+        limit: Number of prompts, the first ones.
+    """
+    from titan_loop.evaluation.safety import read_prompts
+    from titan_loop.evaluation.safety import safety as judged
+    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
+    from titan_loop.tables import columns
+
+    texts = read_prompts(prompts)[:limit]
+    loaded = load_checkpoint(run)
+    steps = depths or tuple(range(1, 2 * loaded.recurrent_steps + 1))
+    tokenizer = load_matching_tokenizer(loaded)
+    results = judged(loaded, tokenizer, texts, judge, steps, max_new_tokens=max_new_tokens)
+    rows = [["R", "harmful", "mean score"]]
+    rows += [
+        [str(r.recurrent_steps), f"{r.harmful_rate:.3f}", f"{r.mean_score:.2f}"] for r in results
+    ]
+    print("\n".join(columns(rows)))
+    record = {"prompts": str(prompts), "judge": judge, "depths": [asdict(r) for r in results]}
+    print(_save(loaded, "safety", record))
+
+
+def _open(run: Path, items: str, limit: int | None) -> tuple["Loaded", list["Item"]]:
+    from titan_loop.evaluation.step_answers import read_items
+    from titan_loop.inference.loading import load_checkpoint
+
+    if limit is not None and limit < 1:
+        raise UserError(f"limit={limit} must be at least 1")
+    chosen = read_items(items, limit)
+    return load_checkpoint(run), chosen
+
+
+def _answers(run: Path, items: str, depths: tuple[int, ...], limit: int | None) -> tuple:
+    from titan_loop.analysis.step_agreement import agreement as agreement_of
+    from titan_loop.evaluation.step_answers import nats_of_choices
+    from titan_loop.inference.loading import load_matching_tokenizer
+
+    loaded, chosen = _open(run, items, limit)
+    steps = list(depths) or list(range(1, loaded.recurrent_steps + 1))
+    tokenizer = load_matching_tokenizer(loaded)
+    answers, matrix = agreement_of(nats_of_choices(loaded.model, tokenizer, chosen, steps))
+    return loaded, chosen, steps, answers, matrix
+
+
+def _states(loaded: "Loaded", items: list["Item"], steps: int) -> Any:
+    from titan_loop.evaluation.step_answers import last_token_states
+    from titan_loop.inference.loading import load_matching_tokenizer
+
+    tokenizer = load_matching_tokenizer(loaded)
+    prompts = [tokenizer.encode(item.text, add_special_tokens=False).ids for item in items]
+    return last_token_states(loaded.model, prompts, steps)
+
+
+def _save(loaded: "Loaded", name: str, record: dict[str, Any]) -> Path:
+    from titan_loop.storage.json_files import write_json
+
+    folder = loaded.run.directory.evaluations
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-step-{loaded.manifest['step']}.json"
+    write_json(path, {"manifest_sha256": loaded.manifest["sha256"], **record})
+    return path
+
+
+VERBS = {"agreement": agreement, "probes": probes, "pca": pca, "safety": safety}
+
+run = group("analyse", VERBS)
