@@ -25,6 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import titan_loop.compat as compat  # before any torchtitan module
 
+from titan_loop.checkpoint import choosing
+from titan_loop.storage import transient
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
 
 MARKERS = ("gpu", "hf4", "hf5", "multi_gpu", "multiprocess", "network", "slow", "slurm")
@@ -49,6 +51,13 @@ def gloo_pool() -> Iterator[Callable[[int], GlooPool]]:
     """Return `get_pool`: `gloo_pool(2).run(case, *args)`."""
     yield get_pool
     close_pools()
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults are injected, so nothing gets better by waiting."""
+    monkeypatch.setattr(transient, "WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(choosing, "SECOND_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture(scope="session")

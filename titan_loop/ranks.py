@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 
 T = TypeVar("T")
 
@@ -18,8 +18,8 @@ T = TypeVar("T")
 class Failure(NamedTuple):
     """The exception of one rank.
 
-    On other ranks it is the same `UserError` or `OSError`, and a description of anything else,
-    which might not survive the journey.
+    On other ranks it is the same `UserError`, `RunFailedError` or `OSError`, and a description of
+    anything else, which might not survive the journey.
     """
 
     rank: int
@@ -105,6 +105,6 @@ def from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T]) -> li
 
 def _portable(error: Exception, rank: int) -> Exception:
     """Return an exception that can be pickled."""
-    if isinstance(error, (OSError, UserError)):
+    if isinstance(error, (OSError, RunFailedError, UserError)):
         return error
     return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,15 +1,21 @@
 """Which checkpoint is chosen: the newest whole one, named reasons for the others."""
 
+import errno
+import hashlib
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from titan_loop.checkpoint import manifest
+from titan_loop.checkpoint import choosing, manifest
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, file_records, read_manifest, write_manifest
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage import transient
+from titan_loop.storage.regular_file import open_regular
 
 TRAINER = {"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {}}
 
@@ -177,8 +183,102 @@ def test_what_cannot_be_read_stops_the_run(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "_record", fail)
-    with pytest.raises(UserError, match=r"cannot be read \(Input/output error\); check its disk"):
+    with pytest.raises(RunFailedError, match=r"cannot be read \(Input/output error\); check its"):
         newest_good(tmp_path, look_at="hashes")
+
+
+class FlakyOpen:
+    """Stands in for a disk whose first reads fail, as that of a server that fails over."""
+
+    def __init__(self, faults: list[int]) -> None:
+        self.faults = list(faults)
+
+    def __call__(self, *arguments, **keywords):
+        if self.faults:
+            raise OSError(fault := self.faults.pop(0), os.strerror(fault))
+        return open_regular(*arguments, **keywords)
+
+
+def test_a_read_that_fails_for_a_moment_is_tried_again_and_counted(tmp_path, monkeypatch, caplog):
+    committed(tmp_path, 2)
+    before = transient.retries()
+    monkeypatch.setattr(
+        manifest, "open_regular", FlakyOpen([errno.EIO, errno.ESTALE, errno.EIO, errno.EIO])
+    )
+    found = newest_good(tmp_path, look_at="hashes")
+    assert found is not None
+    assert transient.retries() == before + 4
+    assert "Stale file handle (attempt 2 of 5)" in caplog.text
+
+
+def test_a_file_read_short_is_read_again(tmp_path, monkeypatch):
+    committed(tmp_path, 2)
+    digest, calls = hashlib.file_digest, []
+
+    def short_once(file, name):
+        calls.append(1)
+        if len(calls) == 1:
+            file.read(10)
+            return hashlib.new(name, b"")
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", short_once)
+    assert newest_good(tmp_path, look_at="hashes") is not None
+
+
+def newest_good_once_it_is_back(folder: Path, suspect: Path, content: bytes) -> int | None:
+    """Choose a checkpoint while a file of the newest comes back between two looks."""
+    real = choosing.time
+    choosing.time = SimpleNamespace(sleep=lambda _: suspect.write_bytes(content))  # type: ignore[assignment]
+    try:
+        found = newest_good(folder, look_at="hashes", group=dist.group.WORLD)
+    finally:
+        choosing.time = real
+    return None if found is None else found[0]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [MANIFEST, ".metadata"])
+def test_damage_that_a_second_look_does_not_see_is_none(gloo_pool, tmp_path, name):
+    committed(tmp_path, 2)
+    suspect = committed(tmp_path, 4) / name
+    content = suspect.read_bytes()
+    suspect.write_bytes(content[:-20])
+    pool = gloo_pool(2)
+    assert pool.run(newest_good_once_it_is_back, tmp_path, suspect, content) == [4, 4]
+
+
+def newest_good_with_a_stale_rank(folder: Path, stays: bool) -> int | str:
+    """Let rank 1 miss a file that is there, once or for good."""
+    choosing.SECOND_LOOK_SECONDS = 0.0
+    look, looks = choosing.find_damage, []
+
+    def stale(checkpoint, records, *, hashes):
+        looks.append(1)
+        if dist.get_rank() == 1 and records and (stays or len(looks) == 1):
+            return {name: f"{name} is missing" for name in records}
+        return look(checkpoint, records, hashes=hashes)
+
+    choosing.find_damage = stale
+    try:
+        found = newest_good(folder, look_at="hashes", group=dist.group.WORLD)
+        assert found is not None
+        return found[0]
+    except RunFailedError as error:
+        return str(error)
+    finally:
+        choosing.find_damage = look
+
+
+@pytest.mark.multiprocess
+def test_the_stale_view_of_one_node_sets_no_checkpoint_aside(gloo_pool, tmp_path):
+    committed(tmp_path, 2)
+    committed(tmp_path, 4)
+    pool = gloo_pool(2)
+    assert pool.run(newest_good_with_a_stale_rank, tmp_path, False) == [4, 4]
+    for answer in pool.run(newest_good_with_a_stale_rank, tmp_path, True):
+        assert "rank 1 finds that" in answer
+        assert "rank 0 finds it whole" in answer
 
 
 def test_if_none_is_whole_it_stops_and_names_every_reason(tmp_path):

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -8,7 +9,8 @@ import pytest
 
 from titan_loop.data.shards import TokenShards, index_path
 from titan_loop.data.source_card import CARD_NAME
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage import transient
 
 SHARDS = [[[5, 6, 0], [7, 0]], [[8, 9, 10, 0]], [[11, 0], [0]]]
 STREAM = [5, 6, 0, 7, 0, 8, 9, 10, 0, 11, 0, 0]
@@ -254,6 +256,44 @@ def test_shard_that_disappears_while_in_use(source: Path) -> None:
     shards = TokenShards(source)
     (source / "train" / "00001.ds").unlink()
     with pytest.raises(UserError, match=r"00001\.ds disappeared"):
+        shards.read(0, 8)
+
+
+def test_a_read_that_fails_or_falls_short_for_a_moment_is_repeated_with_a_reopened_file(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = TokenShards(source)
+    shards.read(0, 12)
+    pread, opened, before = os.pread, os.open, transient.retries()
+    faults = [errno.EIO, errno.ESTALE, None]
+    reopened: list[str] = []
+
+    def flaky(descriptor: int, size: int, offset: int) -> bytes:
+        if not faults:
+            return pread(descriptor, size, offset)
+        fault = faults.pop()
+        if fault is None:
+            return pread(descriptor, size - 1, offset)
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(os, "pread", flaky)
+    monkeypatch.setattr(
+        os, "open", lambda path, flags: reopened.append(path) or opened(path, flags)
+    )
+    assert shards.read(0, 12)[0].tolist() == STREAM
+    assert len(reopened) == 3
+    assert transient.retries() == before + 3
+
+
+def test_a_disk_that_stays_unreadable_is_not_the_users_mistake(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    shards = TokenShards(source)
+    monkeypatch.setattr(os, "pread", fail)
+    with pytest.raises(RunFailedError, match=r"\.ds cannot be read \(Input/output error\)"):
         shards.read(0, 8)
 
 

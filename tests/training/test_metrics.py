@@ -40,6 +40,7 @@ KEYS = [
     "data_hash",
     "windows_consumed",
     "data_wait",
+    "io_retries",
     "data/code/tokens",
     "data/code/epochs",
 ]

@@ -33,7 +33,7 @@ def test_verdict(loss: float, grad_norm: float, stop: bool):
 
 
 def add(steps: SkippedSteps, step: int, *, finite: bool, stop: bool = False) -> None:
-    flags = torch.tensor([finite, not stop], dtype=torch.int32)
+    flags = torch.tensor([finite, not stop, 0], dtype=torch.int32)
     windows = range(8 * step, 8 * step + 8)
     loss = torch.tensor(NAN)
     steps.add(StepVerdict(flags), step=step, windows=windows, loss=loss, grad_norm=loss)

@@ -1,12 +1,10 @@
 """One process: schedules reach the step, metrics the file, kills and NaNs do no harm."""
 
+import errno
 import json
 import os
-import signal
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,8 @@ import torch
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import NonFiniteError, UserError
-from titan_loop.runs.run_directory import RunDirectory, read_jsonl
-from titan_loop.testing.multiprocess import preloaded_context
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage import transient
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
@@ -162,57 +160,19 @@ def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
     assert max(whole) <= 5
 
 
-def _train_alone(source: Path, run: Path, async_mode: str) -> None:
-    config = tiny_config(source, run, steps=12)
-    config.checkpoint.interval = 3
-    config.checkpoint.async_mode = async_mode
-    run_training(config, command=["test"])
+def test_repeated_reads_are_counted_in_the_metrics(source, tmp_path, monkeypatch):
+    pread, faults = os.pread, [errno.EIO, errno.ESTALE]
 
+    def flaky(*arguments):
+        if faults:
+            raise OSError(fault := faults.pop(), os.strerror(fault))
+        return pread(*arguments)
 
-def _child(source: Path, run: Path, async_mode: str) -> BaseProcess:
-    child = preloaded_context().Process(target=_train_alone, args=(source, run, async_mode))
-    child.start()
-    return child
-
-
-def _exit_code(child: BaseProcess) -> int | None:
-    child.join(120)
-    return child.exitcode
-
-
-@pytest.fixture(scope="module")
-def whole_run(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nobody interrupted."""
-    run = tmp_path_factory.mktemp("whole") / "run"
-    assert _exit_code(_child(source, run, "disabled")) == 0
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kill_after_step", "async_mode"), [(2, "disabled"), (4, "async"), (8, "async_with_pinned_mem")]
-)
-def test_a_killed_run_continues_bitwise_from_its_last_checkpoint(
-    source, whole_run, tmp_path, kill_after_step, async_mode
-):
-    killed = tmp_path / "killed"
-    process = _child(source, killed, async_mode)
-    metrics = RunDirectory(killed).metrics_jsonl
-    deadline = time.monotonic() + 120
-    while len(read_jsonl(metrics)) < kill_after_step and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.kill()
-    assert _exit_code(process) == -signal.SIGKILL
-    checkpoints = committed_steps(killed / "checkpoints")
-    assert _exit_code(_child(source, killed, async_mode)) == 0
-
-    expected = {r["step"]: r for r in RunDirectory(whole_run).read_metrics()}
-    resumed = {r["step"]: r for r in RunDirectory(killed).read_metrics()}
-    assert resumed.keys() == expected.keys()
-    start = checkpoints[-1] if checkpoints else 0
-    for step in range(start + 1, 13):
-        for key in ("loss", "grad_norm", "data_hash", "tokens", "lr"):
-            assert resumed[step][key] == expected[step][key], (step, key)
+    before = transient.retries()
+    monkeypatch.setattr(os, "pread", flaky)
+    run_training(tiny_config(source, tmp_path / "run", steps=2))
+    last = RunDirectory(tmp_path / "run").read_metrics()[-1]
+    assert last["io_retries"] == before + 2
 
 
 def test_a_run_resumed_with_another_batch_still_ends_at_its_tokens(source, tmp_path):
@@ -441,7 +401,7 @@ def test_everything_is_closed_even_if_one_part_fails(broken):
             if self.name == broken:
                 raise OSError(broken)
 
-    parts = ["dataloader", "checkpointer", "metrics_processor"]
+    parts = ["dataloader", "metrics_processor", "checkpointer"]
     lock = SimpleNamespace(release=lambda: closed.append("lock"))
     trainer = SimpleNamespace(run_lock=lock, **{name: Part(name) for name in parts})
     with pytest.raises(OSError, match=broken):

@@ -5,6 +5,7 @@
 
 import logging
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from titan_loop.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
+    FileRecord,
     find_damage,
     read_manifest,
 )
@@ -26,10 +28,13 @@ from titan_loop.checkpoint.retention import (
     unfinished_steps,
 )
 from titan_loop.checkpoint.safe_reading import read_metadata
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import from_all_ranks, from_rank_zero
 
 logger = logging.getLogger(__name__)
+
+SECOND_LOOK_SECONDS = 3.0
+"""Time before damage is looked for again, longer than network file systems keep attributes."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """How closely to look: at the commit record, also at the size of every file, or at every byte."""
@@ -50,6 +55,7 @@ def newest_good(
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
             start from scratch is the user's decision.
+        RunFailedError: A disk fails, or a node sees other files than rank 0.
     """
     # One rank lists, so that all agree even where directory listings lag behind.
     steps, unfinished, renamed = from_rank_zero(
@@ -90,22 +96,67 @@ def inspect(
         look_at: See `LookAt`.
         group: Ranks that each read a share of the files; None reads them all here.
     """
-    manifest, reason = from_rank_zero(group, lambda: _manifest_or_reason(checkpoint))
+    hashes = look_at == "hashes"
+    manifest, reason = from_rank_zero(
+        group, lambda: _manifest_or_reason(checkpoint, twice=group is not None)
+    )
     if manifest is None or look_at == "manifest":
         return manifest, reason
     rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    share = dict(sorted(manifest["files"].items())[rank::world])
-    parts = from_all_ranks(
-        group, lambda: find_damage(checkpoint, share, hashes=look_at == "hashes")
+    files: dict[str, FileRecord] = manifest["files"]
+    share = dict(sorted(files.items())[rank::world])
+    parts = from_all_ranks(group, lambda: find_damage(checkpoint, share, hashes=hashes))
+    damage = {name: phrase for part in parts for name, phrase in part.items()}
+    if damage and group is not None:
+        names = damage if rank == 0 else parts[rank]
+        suspects = {name: files[name] for name in names}
+        damage = _seen_twice(checkpoint, suspects, hashes=hashes, group=group)
+    return (None, "; ".join(damage.values())) if damage else (manifest, "")
+
+
+def _seen_twice(
+    checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: dist.ProcessGroup
+) -> dict[str, str]:
+    """Look again, a while later: rank 0 decides, and the others must have come to see the same.
+
+    One node's stale view of a shared disk must not have a good checkpoint set aside.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
+        hashes: As for `find_damage`.
+        group: All ranks.
+
+    Returns:
+        What rank 0 finds damaged now.
+
+    Raises:
+        RunFailedError: Another rank still finds damage in what rank 0 finds whole.
+    """
+    time.sleep(SECOND_LOOK_SECONDS)
+    confirmed, *others = from_all_ranks(
+        group, lambda: find_damage(checkpoint, suspects, hashes=hashes)
     )
-    damage = [phrase for part in parts for phrase in part]
-    return (None, "; ".join(damage)) if damage else (manifest, "")
+    for rank, part in enumerate(others, start=1):
+        if unconfirmed := part.keys() - confirmed.keys():
+            raise RunFailedError(
+                f"{checkpoint}: rank {rank} finds that {part[min(unconfirmed)]}, rank 0 finds it "
+                "whole: that node's view of the disk is stale or wrong; start again"
+            )
+    if not confirmed and dist.get_rank(group) == 0:
+        logger.warning("%s seemed damaged (%s) and is whole", checkpoint, ", ".join(suspects))
+    return confirmed
 
 
-def _manifest_or_reason(checkpoint: Path) -> tuple[dict[str, Any] | None, str]:
+def _manifest_or_reason(
+    checkpoint: Path, *, twice: bool = False
+) -> tuple[dict[str, Any] | None, str]:
     try:
         manifest = read_manifest(checkpoint)
     except DamagedCheckpointError as error:
+        if twice:
+            time.sleep(SECOND_LOOK_SECONDS)
+            return _manifest_or_reason(checkpoint)
         return None, f"{error.path.name}: {error.reason}"
     except UserError:
         if not (checkpoint / MANIFEST).exists():
@@ -197,7 +248,7 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
             if manifest.get("stage_end"):
                 kept.append("stage end")
             faults = find_faults(path, manifest, hashes=hashes)
-        except UserError as error:
+        except (UserError, RunFailedError) as error:
             faults = [str(error)]
     try:
         kept += [f"tag {tag}" for tag in read_tags(path)]
@@ -222,7 +273,7 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
     """
     wrong_step = _wrong_step(checkpoint, manifest)
     faults = [wrong_step] if wrong_step else []
-    faults += find_damage(checkpoint, manifest["files"], hashes=hashes)
+    faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
     if hashes:
         try:
             stored = read_metadata(checkpoint).storage_data

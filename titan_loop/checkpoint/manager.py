@@ -46,7 +46,7 @@ from titan_loop.checkpoint.retention import (
 )
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import from_rank_zero
 
 INHERITED = ("origin", "upcycled")
@@ -285,7 +285,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 manifest, reason = inspect(checkpoint, "manifest")
                 if manifest is not None and (manifest.get("stage_end") or read_tags(checkpoint)):
                     kept.append(step)
-            except UserError as error:
+            except (UserError, RunFailedError) as error:
                 manifest, reason = None, str(error)
             if manifest is None:
                 logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)

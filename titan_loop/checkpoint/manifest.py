@@ -17,6 +17,7 @@ The hashes find damage. They do not protect against an attacker, who can write a
 
 import hashlib
 import json
+import os
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, TypedDict
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import finite_or_null, nested, read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError, open_regular
+from titan_loop.storage.transient import ShortReadError, retried, unreadable
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
@@ -81,7 +83,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         DamagedCheckpointError: It is not what was written.
-        UserError: There is none, it cannot be read, or another version of titan_loop wrote it.
+        UserError: There is none, it may not be read, or another version of titan_loop wrote it.
+        RunFailedError: The disk fails, which says nothing about the checkpoint.
     """
     path = checkpoint / MANIFEST
     try:
@@ -92,7 +95,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
             "choose another step"
         ) from error
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); check its disk") from error
+        raise unreadable(path, error, "check its disk") from error
     except DamagedFileError as error:
         raise DamagedCheckpointError(path, f"not a manifest ({error.reason})") from error
     version = manifest.get("format_version")
@@ -139,7 +142,7 @@ def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[s
 
 def find_damage(
     checkpoint: Path, records: Mapping[str, FileRecord], *, hashes: bool = True
-) -> list[str]:
+) -> dict[str, str]:
     """Compare files with their records.
 
     Args:
@@ -148,30 +151,29 @@ def find_damage(
         hashes: Whether to read the files; False compares sizes only.
 
     Returns:
-        One phrase a damaged file, naming it; empty if all is well.
+        Damaged file → a phrase that names it; empty if all is well.
 
     Raises:
-        UserError: A file cannot be read: that may pass, and says nothing about the checkpoint.
+        UserError: A file may not be read, which says nothing about the checkpoint.
+        RunFailedError: The disk fails, which says nothing either.
     """
-    damage = []
+    damage: dict[str, str] = {}
     for name, record in records.items():
         path = checkpoint / name
         try:
-            status = path.stat()
+            status = retried(path.stat)
             if not stat.S_ISREG(status.st_mode):
-                damage.append(f"{name} is not a regular file")
+                damage[name] = f"{name} is not a regular file"
             elif status.st_size != record["bytes"]:
-                damage.append(f"{name} has {status.st_size} bytes instead of {record['bytes']}")
+                damage[name] = f"{name} has {status.st_size} bytes instead of {record['bytes']}"
             elif hashes and _record(path)["sha256"] != record["sha256"]:
-                damage.append(f"{name} has another SHA-256 than when it was written")
+                damage[name] = f"{name} has another SHA-256 than when it was written"
         except FileNotFoundError:
-            damage.append(f"{name} is missing")
+            damage[name] = f"{name} is missing"
         except DamagedFileError as error:
-            damage.append(f"{name}: {error.reason}")
+            damage[name] = f"{name}: {error.reason}"
         except OSError as error:
-            raise UserError(
-                f"{path} cannot be read ({error.strerror}); check its disk and permissions"
-            ) from error
+            raise unreadable(path, error, "check its disk and permissions") from error
     return damage
 
 
@@ -209,6 +211,11 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _record(path: Path) -> FileRecord:
-    with open_regular(path, fix="use another checkpoint") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": file.tell(), "sha256": digest}
+    def read() -> FileRecord:
+        with open_regular(path, fix="use another checkpoint") as file:
+            digest, found = hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
+            if found < os.fstat(file.fileno()).st_size:
+                raise ShortReadError(path, f"only {found} bytes were read")
+            return {"bytes": found, "sha256": digest}
+
+    return retried(read)

@@ -31,8 +31,9 @@ from torch.futures import Future
 
 from titan_loop.checkpoint.manifest import METADATA, DamagedCheckpointError
 from titan_loop.checkpoint.pickle_programs import MOST_BYTES, check_program
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.storage.transient import count_retry, retried, unreadable
 
 
 def read_metadata(checkpoint: Path) -> dcp.Metadata:
@@ -56,7 +57,7 @@ def read_metadata(checkpoint: Path) -> dcp.Metadata:
     except FileNotFoundError as error:
         raise DamagedCheckpointError(path, "it is missing") from error
     except OSError as error:
-        raise DamagedCheckpointError(path, f"it cannot be read ({error.strerror})") from error
+        raise unreadable(path, error, "check its disk and permissions") from error
     except Exception as error:  # garbled bytes make a pickle fail in any way
         raise DamagedCheckpointError(path, f"not DCP's metadata ({_first_line(error)})") from error
     return metadata
@@ -256,6 +257,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
         Raises:
             UserError: A byte entry, or a tensor, is not plain data.
             DamagedCheckpointError: A file is missing, truncated or garbled.
+            RunFailedError: The disk fails.
         """
         per_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
@@ -263,8 +265,9 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
             per_file.setdefault(name, []).append(item)
         for items in per_file.values():
             try:
-                super().read_data(LoadPlan(items), planner)
-            except Exception:  # garbled bytes make torch fail in any way
+                retried(partial(super().read_data, LoadPlan(items), planner))
+            except Exception:  # garbled bytes, or too few of them, make torch fail in any way
+                count_retry()
                 self._read_one_by_one(items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -278,11 +281,13 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
             except Exception as error:
                 raise self._explain(error, item.storage_index) from error
 
-    def _explain(self, error: Exception, index: dcp.MetadataIndex) -> UserError:
+    def _explain(self, error: Exception, index: dcp.MetadataIndex) -> UserError | RunFailedError:
         info = self.storage_data[index]
         path = Path(self.path) / info.relative_path
         if isinstance(error, FileNotFoundError):
             return DamagedCheckpointError(path, "it is missing")
+        if isinstance(error, OSError):
+            return unreadable(path, error, "check its disk and permissions")
         if isinstance(error, pickle.UnpicklingError):
             with path.open("rb") as file:
                 file.seek(info.offset)

@@ -77,7 +77,7 @@ class CheckpointReader:
         if look_at != "manifest":
             damage = find_damage(checkpoint, self.manifest["files"], hashes=look_at == "hashes")
             if damage:
-                raise DamagedCheckpointError(checkpoint, "; ".join(damage))
+                raise DamagedCheckpointError(checkpoint, "; ".join(damage.values()))
         self.metadata: Metadata = read_metadata(checkpoint)
         self._files = SafeFileSystemReader(checkpoint, self.metadata)
 

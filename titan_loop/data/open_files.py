@@ -14,6 +14,7 @@ from collections import OrderedDict
 import numpy as np
 
 from titan_loop.errors import UserError
+from titan_loop.storage.transient import ShortReadError, retried, unreadable
 
 _OPEN_FILES_WANTED = 65_536
 _OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole limit
@@ -67,20 +68,36 @@ class OpenFiles:
     def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
         """Return `count` values of the file from number `first`, read only.
 
+        A transient error or a short read is tried again with the file opened anew.
+
         Raises:
-            UserError: If the file is gone, too short, or cannot be read.
+            UserError: If the file is gone or too short.
+            RunFailedError: If the disk cannot read it.
         """
         size = count * dtype.itemsize
+
+        def read() -> bytes:
+            try:
+                data = os.pread(self._descriptor(path), size, first * dtype.itemsize)
+                if len(data) < size:
+                    raise ShortReadError(path, f"{len(data)} of {size} bytes were read")
+                return data
+            except OSError:
+                if path in self._descriptors:
+                    os.close(self._descriptors.pop(path))
+                raise
+
         try:
-            data = os.pread(self._descriptor(path), size, first * dtype.itemsize)
-        except OSError as error:
-            raise _cannot_read(path, error) from None
-        if len(data) < size:
+            return np.frombuffer(retried(read), dtype=dtype)
+        except ShortReadError:
             raise UserError(
                 f"file {path} ends before its value {first + count}: it was truncated while it "
                 "was in use; restore it"
-            )
-        return np.frombuffer(data, dtype=dtype)
+            ) from None
+        except FileNotFoundError:
+            raise UserError(f"file {path} disappeared while it was in use: restore it") from None
+        except OSError as error:
+            raise unreadable(path, error, "check its disk and permissions") from error
 
     def _descriptor(self, path: str) -> int:
         descriptor = self._descriptors.get(path)
@@ -107,9 +124,3 @@ class OpenFiles:
 def _close_all(descriptors: OrderedDict[str, int]) -> None:
     while descriptors:
         os.close(descriptors.popitem()[1])
-
-
-def _cannot_read(path: str, error: OSError) -> UserError:
-    if isinstance(error, FileNotFoundError):
-        return UserError(f"file {path} disappeared while it was in use: restore it")
-    return UserError(f"file {path} cannot be read ({error.strerror}): restore it")

@@ -23,6 +23,7 @@ import numpy as np
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
+from titan_loop.storage.transient import retried
 
 INDEX_SUFFIX = ".index"
 LOSS_SUFFIX = ".loss"
@@ -114,7 +115,7 @@ class TokenShards:
                 expected[path + LOSS_SUFFIX] = shard.tokens
             for file, expected_bytes in expected.items():
                 try:
-                    found_bytes = os.stat(file).st_size
+                    found_bytes = retried(lambda file=file: os.stat(file).st_size)
                 except FileNotFoundError:
                     raise UserError(
                         f"shard {file} is missing: restore it or prepare the source again"

@@ -8,6 +8,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from titan_loop.errors import UserError
+from titan_loop.storage.transient import ShortReadError, retried
 
 MOST_BYTES = 1 << 26
 """Size of the largest small file; a manifest of 4,096 ranks has half a megabyte."""
@@ -65,11 +66,20 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
 def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:
     """Return the content of a regular file; arguments and errors as of `open_regular`.
 
+    A transient error or a short read is tried again.
+
     Raises:
         DamagedFileError: It has more than `most_bytes`, too.
     """
-    with open_regular(path, fix=fix) as file:
-        content = file.read(most_bytes + 1)
+
+    def read() -> bytes:
+        with open_regular(path, fix=fix) as file:
+            content = file.read(most_bytes + 1)
+            if len(content) < min(os.fstat(file.fileno()).st_size, most_bytes):
+                raise ShortReadError(path, f"only {len(content)} bytes were read")
+            return content
+
+    content = retried(read)
     if len(content) > most_bytes:
         raise DamagedFileError(path, f"more than {most_bytes} bytes", fix)
     return content

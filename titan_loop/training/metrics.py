@@ -8,8 +8,9 @@ last record), `mfu` (model FLOPs since the last record, each step's at its own R
 the devices' peak in the precision they compute in; null if that is not known),
 `peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`,
 `windows_consumed`, `data_wait` (rank 0: share of the time since the last record in which training
-waited for data), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks
-since the start. Numbers that are not finite are null.
+waited for data), `io_retries` (reads that the rank with the most had to repeat since it started),
+and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start.
+Numbers that are not finite are null.
 """
 
 import math
@@ -66,6 +67,7 @@ class StepRecord:
         windows_consumed: Global windows consumed after this step.
         sources: How far each source was read; none for generated data.
         objective: The objective's metrics: cross entropies, exit pmf and so on.
+        io_retries: Reads that the rank with the most had to repeat since it started.
     """
 
     step: int
@@ -81,6 +83,7 @@ class StepRecord:
     windows_consumed: int
     sources: Sequence[SourceProgress]
     objective: Mapping[str, float]
+    io_retries: int = 0
 
 
 class LoopMetricsProcessor(MetricsProcessor):
@@ -215,6 +218,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 "data_hash": record.data_hash,
                 "windows_consumed": record.windows_consumed,
                 "data_wait": sum(self.data_loading_times) / elapsed,
+                "io_retries": record.io_retries,
                 **{f"data/{s.name}/tokens": s.tokens for s in record.sources},
                 **{f"data/{s.name}/epochs": s.epochs for s in record.sources},
             }

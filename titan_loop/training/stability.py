@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.storage.transient import retries
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +29,19 @@ class StepVerdict:
     """What all ranks agreed on about one step; on the device until it is read.
 
     Args:
-        flags: (2,) int32, the same on all ranks: 1 if the step was finite, 1 if training goes on.
+        flags: (3,) int32, the same on all ranks: 1 if the step was finite, 1 if training goes on,
+            less the largest number of reads that a rank had to repeat.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
+        io_retries: Reads that the rank with the most had to repeat; known once this was read.
     """
 
     def __init__(self, flags: Tensor) -> None:
         self.skip = (1 - flags[0]).float()
         self._flags = flags.to("cpu", non_blocking=True)
         self._copied = None
+        self.io_retries = 0
         if flags.is_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
@@ -49,7 +53,8 @@ class StepVerdict:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        finite, goes_on = self._flags.tolist()
+        finite, goes_on, read_again = self._flags.tolist()
+        self.io_retries = -read_again
         return bool(finite), not goes_on
 
 
@@ -69,7 +74,8 @@ def agree_on_step(
     """
     finite = torch.isfinite(_local(loss)).all() & torch.isfinite(_local(grad_norm)).all()
     goes_on = torch.full_like(finite, not stop)
-    flags = torch.stack([finite, goes_on]).to(torch.int32)
+    read_again = torch.full_like(finite, -retries(), dtype=torch.int32)
+    flags = torch.stack([finite.to(torch.int32), goes_on.to(torch.int32), read_again])
     return StepVerdict(_all_reduce_minimum(flags, group))
 
 

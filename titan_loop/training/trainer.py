@@ -49,6 +49,7 @@ from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability import (
     SkippedSteps,
+    StepVerdict,
     agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
@@ -208,7 +209,7 @@ class LoopTrainer(Trainer):
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)
-        self._finish_step(loss, grad_norm, metrics)
+        self._finish_step(loss, grad_norm, metrics, verdict)
         if stop and not self.at_last_step:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
 
@@ -294,7 +295,9 @@ class LoopTrainer(Trainer):
         self._objective = metrics
         return loss
 
-    def _finish_step(self, loss: Tensor, grad_norm: Tensor, metrics: dict[str, Tensor]) -> None:
+    def _finish_step(
+        self, loss: Tensor, grad_norm: Tensor, metrics: dict[str, Tensor], verdict: StepVerdict
+    ) -> None:
         """Log the step if that is due, and call the callbacks."""
         plan = self.plan
         record: Mapping[str, Any] = {}
@@ -316,6 +319,7 @@ class LoopTrainer(Trainer):
                     windows_consumed=self.dataloader.windows_consumed,
                     sources=self.dataloader.progress(),
                     objective=objective,
+                    io_retries=verdict.io_retries,
                 )
             )
             self._warn(objective)
