@@ -1,5 +1,7 @@
 """Checkpoints tensor by tensor: the same content as DCP's, in the memory of one tensor."""
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,9 +26,10 @@ from titan_loop.checkpoint.manifest import (
 )
 from titan_loop.checkpoint.model import load_model
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
+from titan_loop.storage import transient
 
 CONTENT: dict[str, Any] = {
     "step": 3,
@@ -275,3 +279,21 @@ def test_one_process_and_four_read_each_other(gloo_pool, tmp_path):
     for first, second in pool.run(load_on_ranks, written(tmp_path)):
         assert torch.equal(first, tensors()["layers.0.w"])
         assert torch.equal(second, tensors()["layers.1.w"])
+
+
+@pytest.mark.parametrize("faults", [2, 100])
+def test_a_disk_that_fails_for_a_moment_fails_no_read(tmp_path, monkeypatch, faults):
+    reader = CheckpointReader(written(tmp_path))
+    real, left = filesystem.FileSystemReader.read_data, [errno.EIO] * faults
+
+    def flaky(*arguments):
+        if left:
+            raise OSError(fault := left.pop(), os.strerror(fault))
+        return real(*arguments)
+
+    monkeypatch.setattr(filesystem.FileSystemReader, "read_data", flaky)
+    if faults > transient.ATTEMPTS:
+        with pytest.raises(RunFailedError, match=r"cannot be read \(Input/output error\)"):
+            reader.read("scalar")
+    else:
+        assert reader.read("scalar") == 2.5
