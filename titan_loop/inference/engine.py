@@ -138,8 +138,8 @@ class Engine:
             The step from 1 to R, and (B, V) logits.
         """
         self._check_prompts(prompts)
-        for step, hidden_BLD, _ in self._prompt_states(prompts, None):
-            yield step, self.stack.readout(hidden_BLD)[:, 0]
+        for step, state_BLD, _ in self._prompt_states(prompts, None):
+            yield step, self.stack.readout(state_BLD)[:, 0]
 
     def _rows(
         self,
@@ -202,13 +202,13 @@ class Engine:
         left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
         read_BLD: Tensor | None = None
         states = self._prompt_states([row.prompt for row in rows], batch.cache.admit(len(rows)))
-        for step, hidden_BLD, before_BLD in states:
-            leaves = decider.decide(torch.full_like(left, step), hidden_BLD, before_BLD)
+        for step, state_BLD, before_BLD in states:
+            leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD)
             leaves &= left == 0
             left = torch.where(leaves, step, left)
             if read_BLD is None:
-                read_BLD = hidden_BLD
-            read_BLD = torch.where(leaves.unsqueeze(-1), hidden_BLD, read_BLD)
+                read_BLD = state_BLD
+            read_BLD = torch.where(leaves.unsqueeze(-1), state_BLD, read_BLD)
         assert read_BLD is not None
         batch.admit(rows)
         tokens = batch.sample(self.stack.readout(read_BLD)[:, 0], rows)
@@ -218,7 +218,7 @@ class Engine:
     def _prompt_states(
         self, prompts: Sequence[Sequence[int]], visit: PromptVisit | None
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (step, state after it, state before it) of each prompt's last token, (B, 1, D)."""
+        """Yield (step, state after it, state before it) of each prompt's last token, as read."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         row_B = torch.arange(len(prompts), device=self.stack.device)
@@ -229,9 +229,9 @@ class Engine:
         before_BLD: Tensor | None = None
         for step in range(1, self.recurrent_steps + 1):
             state = self.stack.step(state, tokens_BL, [step] * len(prompts), context)
-            hidden_BLD = state.hidden_BLD[row_B, last_B].unsqueeze(1)
-            yield step, hidden_BLD, hidden_BLD if before_BLD is None else before_BLD
-            before_BLD = hidden_BLD
+            state_BLD = state.read_BLD[row_B, last_B].unsqueeze(1)
+            yield step, state_BLD, state_BLD if before_BLD is None else before_BLD
+            before_BLD = state_BLD
 
     def _decider(self) -> ExitDecider:
         return ExitDecider(

@@ -31,7 +31,7 @@ class Evidence(NamedTuple):
 
     Attributes:
         step_BL: The step each token just ran, from 1.
-        hidden_BLD: States after that step.
+        hidden_BLD: States after that step, as the head reads them.
         before_BLD: States before that step; meaningless at step 1.
         log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
         log_prob_BLV: Log-probabilities of the next token after this step, in nats; None unless the

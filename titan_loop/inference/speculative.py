@@ -109,7 +109,7 @@ class SelfSpeculation:
             states.append(state)
             if offset == count:
                 break
-            prob_BLV = probabilities(stack.readout(state.hidden_BLD), batch.sampling)
+            prob_BLV = probabilities(stack.readout(state.read_BLD), batch.sampling)
             token_BL = batch.column(batch.draw(prob_BLV[:, 0], rows))
             distributions.append(prob_BLV)
             drafts.append(token_BL)
@@ -127,7 +127,7 @@ class SelfSpeculation:
         context = batch.stack.token_context(positions_BL, batch.cache)
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
             state = batch.stack.step(state, None, [step] * len(batch.rows), context)
-        return probabilities(batch.stack.readout(state.hidden_BLD), batch.sampling)
+        return probabilities(batch.stack.readout(state.read_BLD), batch.sampling)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:
         """Return (B, stop - start) positions after each row's newest token.

@@ -44,10 +44,12 @@ class LoopState(NamedTuple):
     Attributes:
         carry: What the latest step started from.
         hidden_BLD: State after it.
+        read_BLD: What head, gate and exit policies see of that state.
     """
 
     carry: Carry
     hidden_BLD: Tensor
+    read_BLD: Tensor
 
 
 class Stack:
@@ -139,10 +141,11 @@ class Stack:
         same = min(steps) == max(steps)
         step = steps[0] if same else torch.tensor(steps, device=self.device)
         carry = self._placed(self._carry(state, tokens_BL, step, context))
-        hidden_BLD = self._plain(self.model.step(carry, step, context))
+        hidden_BLD = self.model.step(carry, step, context)
+        read_BLD = self.model.read(hidden_BLD, context)
         self.work.applications += 1
         self.work.token_steps += hidden_BLD[..., 0].numel()
-        return LoopState(self._plain(carry), hidden_BLD)
+        return self._plain(LoopState(carry, hidden_BLD, read_BLD))
 
     def _carry(
         self,
@@ -158,7 +161,8 @@ class Stack:
             return self._plain(self.model.start(tokens_BL, context))
 
         def advanced(done: int | Tensor) -> Carry:
-            carry, hidden_BLD = self._placed(state)
+            assert state is not None
+            carry, hidden_BLD = self._placed(state[:2])
             return self._plain(self.model.advance(carry, hidden_BLD, done, context))
 
         if isinstance(step, int):
@@ -170,13 +174,13 @@ class Stack:
 
         return tree_map(chosen, started(), advanced((step - 1).clamp_min(1)))
 
-    def readout(self, hidden_BLD: Tensor) -> Tensor:
+    def readout(self, read_BLD: Tensor) -> Tensor:
         """Return logits (B, L, V)."""
-        return self._plain(self.model.readout(self._placed(hidden_BLD)))
+        return self._plain(self.model.readout(self._placed(read_BLD)))
 
-    def gate(self, hidden_BLD: Tensor) -> Tensor:
+    def gate(self, read_BLD: Tensor) -> Tensor:
         """Return exit logits (B, L), fp32."""
-        return self._plain(self.model.gate(self._placed(hidden_BLD)))
+        return self._plain(self.model.gate(self._placed(read_BLD)))
 
     def _placed(self, tree: Any) -> Any:
         """Return a pytree as the model wants its tensors: under tensor parallelism DTensors."""

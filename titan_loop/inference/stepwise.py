@@ -25,12 +25,12 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
     )
     before = state if batch.state is None else batch.state
     batch.state = state
-    leaves_BL = batch.decider.decide(step_BL, state.hidden_BLD, before.hidden_BLD)
+    leaves_BL = batch.decider.decide(step_BL, state.read_BLD, before.read_BLD)
     leaving = leaves_BL[:, 0].nonzero()[:, 0]
     if not len(leaving):
         return
     batch.cache.leave(leaving, position_BL[leaving, 0], step_BL[leaving, 0])
     left = [rows[index] for index in leaving.tolist()]
-    logits_BV = stack.readout(state.hidden_BLD[leaving])[:, 0]
+    logits_BV = stack.readout(state.read_BLD[leaving])[:, 0]
     for row, token in zip(left, batch.sample(logits_BV, left), strict=True):
         yield row.accept(token, row.step)

@@ -2,7 +2,9 @@
 
     h_0 = embed(x)
     h_r = norm(layer_N(… layer_1(h_{r-1}) …)),   r = 1 … R
-    exit logit_r = gate(h_r),   logits_r = lm_head(h_r)
+    exit logit_r = gate(read(h_r)),   logits_r = lm_head(read(h_r)),   read(h) = h
+
+With the norm at the readout only, h_r is what the layers return and read(h) = norm(h).
 
 R is runtime state (`recurrent_steps`): it may differ from batch to batch and be any positive
 number, without rebuilding or recompiling anything. With R = 1 and no gate this is an ordinary
@@ -14,7 +16,7 @@ injection and no step embedding as in the released checkpoints.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,9 @@ from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.rope import RopeTable
 from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
+
+NormPlacement: TypeAlias = Literal["every_step", "readout"]
+"""Where the final norm stands: after every recurrent step, or only before head and gate."""
 
 
 class FinalNorm(RMSNorm):
@@ -71,6 +76,7 @@ class LoopDecoder(Decoder):
         exit_gate: ExitGate.Config | None = None
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
+        norm_placement: NormPlacement = "every_step"
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
@@ -153,6 +159,7 @@ class LoopDecoder(Decoder):
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
         self.recurrence = config.recurrence.build()
+        self.norm_placement = config.norm_placement
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
         # Parameter-free: under sequence parallelism the state stays sharded for the next step,
         # while readout and gate see this module's gathered copy.
@@ -198,7 +205,7 @@ class LoopDecoder(Decoder):
         for step, hidden_BLD in enumerate(states, start=1):
             if collect == "last" and step < steps:
                 continue
-            gathered_BLD = self.state_gather(hidden_BLD)
+            gathered_BLD = self.state_gather(self.read(hidden_BLD, context))
             hidden_RBLD.append(gathered_BLD)
             if self.exit_gate is not None:
                 exit_logit_RBL.append(self.exit_gate(gathered_BLD))
@@ -255,7 +262,7 @@ class LoopDecoder(Decoder):
         return hidden_BLD
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Apply every layer once, then the final norm: return h_step, (B, L, D).
+        """Apply every layer once, and the final norm if it is there: return h_step, (B, L, D).
 
         Args:
             carry: From `start` or `advance`.
@@ -268,21 +275,25 @@ class LoopDecoder(Decoder):
             # Without a cache the slot stays None, lest compiled blocks specialise on it.
             slot = None if context.cache is None else CacheSlot(step, index)
             hidden_BLD = layer(hidden_BLD, context, slot)
-        return self.norm(hidden_BLD)
+        return self.norm(hidden_BLD) if self.norm_placement == "every_step" else hidden_BLD
 
-    def readout(self, hidden_BLD: Tensor) -> Tensor:
-        """Map a state (B, L, D) to logits (B, L, V)."""
-        return self.lm_head(self.state_gather(hidden_BLD))
+    def read(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
+        """Return what head, gate and distances between states see of the state after a step."""
+        return hidden_BLD if self.norm_placement == "every_step" else self.norm(hidden_BLD)
 
-    def gate(self, hidden_BLD: Tensor) -> Tensor:
-        """Map a state (B, L, D) to exit logits (B, L), fp32.
+    def readout(self, read_BLD: Tensor) -> Tensor:
+        """Map what `read` returned, (B, L, D), to logits (B, L, V)."""
+        return self.lm_head(self.state_gather(read_BLD))
+
+    def gate(self, read_BLD: Tensor) -> Tensor:
+        """Map what `read` returned, (B, L, D), to exit logits (B, L), fp32.
 
         Raises:
             ValueError: The model has no exit gate.
         """
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
-        return self.exit_gate(self.state_gather(hidden_BLD))
+        return self.exit_gate(self.state_gather(read_BLD))
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats one of this model's parameters.

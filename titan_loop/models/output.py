@@ -14,7 +14,8 @@ class LoopOutput(NamedTuple):
     time.
 
     Attributes:
-        hidden_RBLD: R tensors (B, L, D) after the final norm; under tensor parallelism replicated.
+        hidden_RBLD: R tensors (B, L, D), returned by `LoopDecoder.read`; under tensor parallelism
+            replicated.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R for a model without a gate, which returns
             its last state only.
