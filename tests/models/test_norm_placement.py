@@ -1,7 +1,5 @@
 """A final norm at the readout only: what flows between steps is not normed, what is read is."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -12,7 +10,8 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, HiddenDifference, QExit, exit_steps
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
-from titan_loop.models.sizes import ModelOptions, decoder_config
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
 STEPS = 4
@@ -21,10 +20,8 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    config = decoder_config(ModelOptions(size="debugmodel"), max_seq_len=CONTEXT)
-    model = dataclasses.replace(config, norm_placement="readout").build()
+    model = build_decoder(OuroOptions(norm_placement="readout"), max_seq_len=CONTEXT)
     with torch.no_grad():
-        model.init_states()
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.double().eval()

@@ -117,6 +117,7 @@ class LoopDecoder(Decoder):
                 "exit_gate": self.exit_gate is not None,
                 "tie_weights": self.enable_weight_tying,
                 "rope_theta": attention.rope.theta,
+                "norm_placement": self.norm_placement,
             }
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_loop.models.attention import LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
-from titan_loop.models.decoder import FinalNorm, LoopDecoder
+from titan_loop.models.decoder import FinalNorm, LoopDecoder, NormPlacement
 from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
 from titan_loop.models.initialisation import normal_matrix
@@ -65,6 +65,10 @@ class OuroOptions(ModelOptions):
 
     rope_theta: float = 10_000.0
     """Base of the rotary embedding."""
+
+    norm_placement: NormPlacement = "every_step"
+    """Where the final norm stands: after every recurrent step, as in Ouro, or at the readout only,
+    so that a step starts from what the layers returned."""
 
 
 def _linear(in_features: int, out_features: int) -> Linear.Config:
@@ -118,6 +122,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             param_init=_MATRIX if options.tie_weights else _EMBEDDING,
         ),
         layers=[layer() for _ in range(shape.n_layers)],
+        norm_placement=options.norm_placement,
         norm=FinalNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=_NORM),
         lm_head=head,
         enable_weight_tying=options.tie_weights,
