@@ -1,15 +1,17 @@
 """Every rank leaves an agreement in the same way: with the answer, or with what one rank raised."""
 
+import socket
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from titan_loop.errors import UserError
+from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import (
     all_ranks,
     from_all_ranks,
     from_rank_zero,
+    meeting,
     on_rank_zero,
     try_on_all,
 )
@@ -97,3 +99,14 @@ def test_rank_zero_holds_the_lock_of_a_run_for_all(gloo_pool, tmp_path):
 
 def refusal_to_claim(folder: Path) -> str:
     return said(lambda: on_rank_zero(all_ranks(), RunDirectory(folder).lock))
+
+
+def test_a_port_in_use_is_one_line(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        message = f"could not meet at 127.0.0.1:{port}"
+        with pytest.raises(RunFailedError, match=message) as caught, meeting():
+            dist.init_process_group("gloo", rank=0, world_size=2)
+    assert "\n" not in str(caught.value)

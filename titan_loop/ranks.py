@@ -5,7 +5,9 @@ collective over a group, whose ranks all call it, and every rank leaves it in th
 answer, or with the exception of the rank that failed. A group of None is this process alone.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +26,25 @@ class Failure(NamedTuple):
 
     rank: int
     error: Exception
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Say in one line that the ranks could not meet, in the block that joins their group.
+
+    Raises:
+        RunFailedError: The port is taken, or a rank or the network is missing: starting again may
+            do.
+    """
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        address = ":".join(os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
+        reason = str(error).strip().splitlines()[0]
+        raise RunFailedError(
+            f"the ranks could not meet at {address} ({reason:.200}); choose a free port, or look "
+            "for the rank that is missing"
+        ) from error
 
 
 def all_ranks() -> dist.ProcessGroup | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan_loop.analysis.plots import plot_run
+from titan_loop.analysis.plots import plot_mixture, plot_run
 from titan_loop.analysis.tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
@@ -53,6 +53,17 @@ def write_metrics(run: RunDirectory, steps: int, *, gate: bool = True) -> None:
         if step == 7:
             record["ce/step_1"] = math.nan
         append_jsonl(run.metrics_jsonl, record)
+
+
+def test_a_source_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda figure, *_, **__: shown.extend(t.get_text() for t in figure.legends[0].get_texts()),
+    )
+    records = [{"tokens": n, "data/_x/tokens": n, "data/y/tokens": 1} for n in (1, 2)]
+    plot_mixture(records, [], tmp_path / "x.png")
+    assert [name.strip() for name in shown] == ["_x", "y"]
 
 
 def write_held_out(run: RunDirectory) -> None:

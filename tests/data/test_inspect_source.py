@@ -1,6 +1,7 @@
 """Every kind of damage is named, and all of it in one run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,18 @@ def test_every_fault_of_every_file_is_named(source: Path) -> None:
         strict=True,
     ):
         assert message in fault
+
+
+def test_a_shard_without_documents_is_one_line(source: Path) -> None:
+    first = shard(source, 0)
+    for path in (first, index_path(first), first.with_name(first.name + ".loss")):
+        path.write_bytes(b"")
+    card = SourceCard.read(source)
+    train = card.splits["train"]
+    empty = replace(train.shards[0], documents=0, tokens=0, bytes=0)
+    splits = {**card.splits, "train": replace(train, shards=(empty, *train.shards[1:]))}
+    replace(card, splits=splits).write(source)
+    assert all("SHA-256" in fault or "counts" in fault for fault in verify_source(source))
 
 
 def test_ids_document_ends_and_masks_are_looked_at(source: Path) -> None:

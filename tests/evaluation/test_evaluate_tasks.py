@@ -98,6 +98,30 @@ def test_a_suite_passes_over_what_a_run_cannot_be_asked(own_run: Path, capsys):
     assert "--confirm-run-unsafe-code" in capsys.readouterr().out
 
 
+def test_python_that_task_files_name_runs_only_with_consent(own_run: Path, tmp_path: Path):
+    """Also where a file includes another from elsewhere."""
+    tasks, marker = tmp_path / "tasks", tmp_path / "ran"
+    (tmp_path / "hidden").mkdir()
+    tasks.mkdir()
+    (tmp_path / "hidden" / "code.py").write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\ndef text(doc): return ''\n"
+    )
+    (tmp_path / "hidden" / "base.yaml").write_text("doc_to_text: !function code.text\n")
+    (tmp_path / "data.jsonl").write_text('{"a": "b"}\n')
+    (tasks / "toy.yaml").write_text(
+        "task: toy\ninclude: ../hidden/base.yaml\ndataset_path: json\ndataset_kwargs:\n"
+        f"  data_files: {tmp_path / 'data.jsonl'}\n  cache_dir: {tmp_path / 'cache'}\n"
+        "test_split: train\noutput_type: loglikelihood\ndoc_to_target: 'b'\n"
+        "metric_list:\n  - metric: perplexity\n"
+    )
+    options = TaskOptions(tasks=expand_tasks(["toy"]), include_path=tasks)
+    report = evaluate_tasks(own_run, options)
+    assert not marker.exists()
+    assert "!function code.text" in {**report.skipped, **report.failures}["toy"]
+    HarnessTasks(tasks, confirm_run_unsafe_code=True).load(options.tasks[0])
+    assert marker.exists(), "the harness should have run it, or this test shows nothing"
+
+
 def _nobody_knows(self: HarnessTasks, name: str):
     raise UserError(f"task {name!r} is unknown")
 

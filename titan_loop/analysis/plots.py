@@ -200,7 +200,9 @@ def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], p
         for index, name in enumerate(names):
             color = mpl.colormaps[_SOURCE_COLORS](index % 10)
             share = read[index] / total
-            axes.plot(tokens, share, color=color, label=name, marker=only_marker(tokens))
+            # matplotlib leaves out of its legend what begins with an underscore.
+            label = f" {name}" if name.startswith("_") else name
+            axes.plot(tokens, share, color=color, label=label, marker=only_marker(tokens))
             if name in asked:
                 axes.axhline(asked[name], color=color, linestyle="--", linewidth=1.0, alpha=0.7)
         axes.set_ylim(0, 1.02)

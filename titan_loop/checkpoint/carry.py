@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
-from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.checkpoint.model import check_architecture, different_options
-from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
+from titan_loop.checkpoint.retention import CHECKPOINTS, is_committed, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.checkpoint.upcycling import Moments, Upcycling
 from titan_loop.errors import UserError, nearest, seen_from
@@ -72,7 +71,7 @@ class Carry:
             UserError: There is none, or none has a readable manifest.
         """
         path = Path(self.parent)
-        if (path / MANIFEST).is_file():
+        if is_committed(path):
             return path
         folder = path / CHECKPOINTS
         newest = newest_good(folder, look_at="manifest")

@@ -22,6 +22,7 @@ from titan_loop.checkpoint.manifest import (
 from titan_loop.checkpoint.retention import (
     STEP_NAME,
     committed_steps,
+    is_committed,
     read_tags,
     renamed_checkpoints,
     step_folder,
@@ -159,7 +160,7 @@ def _manifest_or_reason(
             return _manifest_or_reason(checkpoint)
         return None, f"{error.path.name}: {error.reason}"
     except UserError:
-        if not (checkpoint / MANIFEST).exists():
+        if not is_committed(checkpoint):
             return None, f"it has no {MANIFEST}"
         raise
     reason = _wrong_step(checkpoint, manifest)
@@ -198,7 +199,7 @@ class ListedCheckpoint:
     @property
     def committed(self) -> bool:
         """Whether its save finished, whatever happened to it since."""
-        return (self.path / MANIFEST).exists()
+        return is_committed(self.path)
 
     @property
     def good(self) -> bool:
@@ -240,7 +241,7 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
     manifest = None
     faults: list[str] = []
     kept: list[str] = []
-    if (path / MANIFEST).exists():
+    if is_committed(path):
         try:
             manifest = read_manifest(path)
             if keep_every and step % keep_every == 0 and match[1] is None:

@@ -33,14 +33,31 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
+def is_committed(checkpoint: Path) -> bool:
+    """Return whether the save of a checkpoint finished, whatever happened to it since.
+
+    Raises:
+        OSError: Something hides the answer.
+    """
+    try:
+        (checkpoint / MANIFEST).stat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        # Links that lead to each other are something, too; whoever reads it finds the damage.
+    return True
+
+
 def committed_steps(folder: Path) -> list[int]:
     """Return the steps of all committed checkpoints in `folder`, in increasing order."""
-    return [step for step, path in _step_folders(folder) if _exists(path / MANIFEST)]
+    return [step for step, path in _step_folders(folder) if is_committed(path)]
 
 
 def unfinished_steps(folder: Path) -> list[int]:
     """Return the steps of saves in `folder` that were never committed, or are half deleted."""
-    return [step for step, path in _step_folders(folder) if not _exists(path / MANIFEST)]
+    return [step for step, path in _step_folders(folder) if not is_committed(path)]
 
 
 def renamed_checkpoints(folder: Path) -> list[str]:
@@ -49,7 +66,7 @@ def renamed_checkpoints(folder: Path) -> list[str]:
         return []
     likely = (path for path in folder.iterdir() if path.name.startswith("step-"))
     return sorted(
-        path.name for path in likely if not _STEP.fullmatch(path.name) and _exists(path / MANIFEST)
+        path.name for path in likely if not _STEP.fullmatch(path.name) and is_committed(path)
     )
 
 
@@ -124,16 +141,3 @@ def _step_folders(folder: Path) -> list[tuple[int, Path]]:
         return []
     matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
-
-
-def _exists(path: Path) -> bool:
-    """Return whether there is such a file; an error that hides it is not an answer."""
-    try:
-        path.stat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        # Links that lead to each other are something, too; whoever reads it finds the damage.
-    return True

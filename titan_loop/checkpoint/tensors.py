@@ -35,14 +35,13 @@ from torch.futures import Future
 
 from titan_loop.checkpoint.choosing import LookAt
 from titan_loop.checkpoint.manifest import (
-    MANIFEST,
     DamagedCheckpointError,
     file_records,
     find_damage,
     read_manifest,
     write_manifest,
 )
-from titan_loop.checkpoint.retention import discard
+from titan_loop.checkpoint.retention import discard, is_committed
 from titan_loop.checkpoint.safe_reading import (
     PlainLoadPlanner,
     SafeFileSystemReader,
@@ -168,7 +167,7 @@ def write_checkpoint(
         ValueError: A tensor is not of the shape and dtype that were announced.
         OSError: The folder cannot be written. Nothing is left there.
     """
-    if (checkpoint / MANIFEST).exists():
+    if is_committed(checkpoint):
         raise UserError(f"{checkpoint} already holds a checkpoint; delete it, or choose another")
     discard(checkpoint)
     announced = {

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,19 +14,6 @@ if TYPE_CHECKING:
 
 EXIT_FOUND = 1
 """Exit code if damage or a difference was found, as of `diff` and `cmp`."""
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Run one of the checkpoint verbs."""
-    try:
-        return group("checkpoint", VERBS)(arguments)
-    except BrokenPipeError:  # `| head` is not a mistake
-        raise
-    except OSError as error:
-        raise UserError(
-            f"checkpoint {arguments[0]}: {error.filename or ''} {error.strerror or error}; check "
-            "the path and its permissions"
-        ) from error
 
 
 def ls(run: Path, *, verify: bool = False) -> None:
@@ -146,8 +132,8 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
     from titan_loop.checkpoint.retention import add_tag, read_tags, remove_tag
 
     read_manifest(checkpoint)
-    if not name.strip():
-        raise UserError("checkpoint tag: the name is empty; give it a word")
+    if not name.strip() or not name.isprintable():
+        raise UserError(f"checkpoint tag: the name {name!r} is empty or not text; give it a word")
     (remove_tag if remove else add_tag)(checkpoint, name)
     print(f"{checkpoint}: {', '.join(read_tags(checkpoint)) or 'no tags'}")
 
@@ -195,9 +181,10 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from titan_loop.checkpoint.manifest import MANIFEST
+    from titan_loop.checkpoint.manifest import METADATA
+    from titan_loop.checkpoint.retention import is_committed
 
-    return (path / MANIFEST).exists() or (path / ".metadata").exists()
+    return is_committed(path) or (path / METADATA).exists()
 
 
 def _checkpoint_of(path: Path) -> Path:
@@ -244,12 +231,15 @@ def _size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TB"
 
 
-VERBS = {
-    "ls": ls,
-    "verify": verify,
-    "diff": diff,
-    "rm": rm,
-    "tag": tag,
-    "consolidate": consolidate,
-    "merge": merge,
-}
+run = group(
+    "checkpoint",
+    {
+        "ls": ls,
+        "verify": verify,
+        "diff": diff,
+        "rm": rm,
+        "tag": tag,
+        "consolidate": consolidate,
+        "merge": merge,
+    },
+)

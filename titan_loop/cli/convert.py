@@ -56,8 +56,8 @@ def export(
         eos_token: Token that ends every document; by default that of the run's data.
         max_shard_gigabytes: Most weights in one safetensors file.
     """
-    if max_shard_gigabytes <= 0:
-        raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be above 0")
+    if not 0 < max_shard_gigabytes < float("inf"):
+        raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
     if chatml and no_chatml:
         raise UserError("--chatml and --no-chatml contradict each other; leave one of them out")
 

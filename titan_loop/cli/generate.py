@@ -71,6 +71,8 @@ class Generation:
                 raise UserError(f"{name}={value} must be at least 1")
         if not 0 <= self.seed <= _LARGEST_SEED:
             raise UserError(f"seed={self.seed} must be between 0 and {_LARGEST_SEED}")
+        for text in (*self.prompt, *self.stop):
+            _require_text(text)
         if self.chat and len(self.prompt) > 1:
             raise UserError("--chat takes one --prompt, or lines of standard input")
         without = {"draft_tokens": "--draft-step"} if self.draft_step is None else {}
@@ -222,7 +224,16 @@ def _lines() -> Iterator[str]:
         if not line:
             return
         if line.strip():
-            yield line.rstrip("\n")
+            yield _require_text(line.rstrip("\n"))
+
+
+def _require_text(text: str) -> str:
+    """Return it, or raise `UserError` if it came from bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"prompt {text!r:.60} is not UTF-8; convert it") from error
+    return text
 
 
 run = command("generate", generate)

@@ -8,6 +8,7 @@ job then writes its traceback before that line.
 """
 
 import importlib
+import io
 import os
 import select
 import sys
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     code = EXIT_CRASH
+    _read_and_write_any_bytes()
     try:
         code = _run(arguments)
     except SystemExit as stop:
@@ -79,6 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         report_exit(code)
     return code
+
+
+def _read_and_write_any_bytes() -> None:
+    """Let names of files, and prompts, be bytes that are not UTF-8, as arguments may be."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -252,7 +252,7 @@ class _Evaluation:
             ) from error
         options = self._options
         if self._harness is None:
-            self._harness = HarnessTasks(options.include_path)
+            self._harness = HarnessTasks(options.include_path, confirm_run_unsafe_code=consent)
         if consent:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # read when such a task is loaded
         loaded_task = self._harness.load(task)

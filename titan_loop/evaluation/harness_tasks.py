@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from titan_loop.errors import UserError
 from titan_loop.evaluation.harness_model import LoopLM, StepCount
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS, offline_config
-from titan_loop.evaluation.suites import SuiteTask, unknown_task
+from titan_loop.evaluation.suites import NotAskedError, SuiteTask, unknown_task
 from titan_loop.evaluation.task_report import ReadingResult
 
 if TYPE_CHECKING:
@@ -32,15 +32,23 @@ class HarnessTasks:
     Args:
         include_path: Folder of your own task files, if any.
         home: Folder of the harness' own tasks; None takes the installed one.
+        confirm_run_unsafe_code: Consent to run the Python that task files of your own name.
     """
 
-    def __init__(self, include_path: Path | None = None, *, home: Path | None = None) -> None:
+    def __init__(
+        self,
+        include_path: Path | None = None,
+        *,
+        home: Path | None = None,
+        confirm_run_unsafe_code: bool = False,
+    ) -> None:
         if home is None:
             import lm_eval.tasks
 
             home = Path(lm_eval.tasks.__file__).parent
         self._home = home
         self._include_path = include_path
+        self._consent = confirm_run_unsafe_code
         self._managers: dict[Path | None, TaskManager] = {}
 
     def load(self, task: SuiteTask) -> dict[str, Any]:
@@ -48,7 +56,33 @@ class HarnessTasks:
 
         Raises:
             UserError: Nobody knows the task, or its data can be had from nowhere.
+            NotAskedError: Its files name Python code, and there is no consent to run that.
         """
+        with self._own_code_only(task.name):
+            return self._load(task)
+
+    @contextmanager
+    def _own_code_only(self, name: str) -> Iterator[None]:
+        """Refuse what `!function` names in a file outside of the harness, without consent."""
+        from lm_eval.tasks import _yaml_loader as loader
+
+        own, home = loader._import_func_in_yml, self._home.resolve()
+
+        def guarded(function: str, folder: Path) -> Any:
+            if self._consent or folder.resolve().is_relative_to(home):
+                return own(function, folder)
+            raise NotAskedError(
+                f"{name}: a file in {folder} runs Python of its own (!function {function}); where "
+                "that may be, say --confirm-run-unsafe-code"
+            )
+
+        loader._import_func_in_yml = guarded
+        try:
+            yield
+        finally:
+            loader._import_func_in_yml = own
+
+    def _load(self, task: SuiteTask) -> dict[str, Any]:
         if task.name in OFFLINE_TASKS:
             loaded = self._manager(None).load([offline_config(task.name)])
         else:

@@ -12,7 +12,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.distributed as dist
 
-from titan_loop.ranks import all_ranks, from_all_ranks
+from titan_loop.ranks import all_ranks, from_all_ranks, meeting
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,7 +23,8 @@ def join_ranks() -> tuple[int, int]:
     if not dist.is_initialized() and "RANK" in os.environ:
         rank, world_size = compat.start_runtime()
         if world_size > 1:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)  # objects only
+            with meeting():
+                dist.init_process_group("gloo", rank=rank, world_size=world_size)  # objects only
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1

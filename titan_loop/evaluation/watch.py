@@ -20,7 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.retention import is_committed
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
@@ -203,6 +204,6 @@ def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
     try:
         return read_manifest(checkpoint)
     except UserError as error:
-        if (checkpoint / MANIFEST).exists():
+        if is_committed(checkpoint):
             logger.warning("%s is passed over: %s", checkpoint, error)
         return None

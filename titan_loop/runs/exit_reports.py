@@ -4,7 +4,6 @@ A rank writes its code as it ends. One that a signal ends (an abort, the kernel'
 writes nothing, so a missing report says so.
 """
 
-import json
 import os
 import sys
 from collections import Counter
@@ -12,7 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from titan_loop.storage.json_files import write_json
+from titan_loop.errors import UserError
+from titan_loop.storage.json_files import read_json_object, write_json
 
 REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
 """Folder for the reports of one start of a job; unset outside a job."""
@@ -33,8 +33,9 @@ def read_exits(folder: Path) -> list[int]:
     """Return the exit codes of the ranks that left a report that can be read."""
     codes: list[int] = []
     for path in folder.glob("rank-*.json"):
-        with suppress(OSError, ValueError):
-            codes.append(int(json.loads(path.read_text(encoding="utf-8"))["code"]))
+        with suppress(OSError, UserError):
+            code = read_json_object(path, fix="").get("code")
+            codes += [code] if type(code) is int else []
     return codes
 
 

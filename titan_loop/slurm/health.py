@@ -4,7 +4,6 @@ A rank rewrites its report at every phase (`titan_loop.slurm.node_check`), so th
 that hangs or dies shows how far it came.
 """
 
-import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.slurm.allocation import Allocation
+from titan_loop.storage.json_files import read_json_object
 
 PHASES = ("start", "node", "meet", "all")
 """Phases that a rank begins: its own checks, the all-reduce on its node, meeting all ranks, the
@@ -57,7 +57,7 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
     """
     found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = read_json_object(path, fix="start the job again")
         found.setdefault(report["node"], []).append(report)
     # Ranks of good nodes complain that those of bad ones are missing, so the order matters.
     for blame in (_alone(allocation), _apart, _skewed):

@@ -10,13 +10,28 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+_LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
+
+
+class LostFolder(NamedTuple):
+    """How a folder was lost to the holder of its lock.
+
+    Attributes:
+        problem: What happened, as a sentence.
+        folder: Where the folder is now; None if it is gone, or another process's.
+    """
+
+    problem: str
+    folder: Path | None
 
 
 class FolderLock:
@@ -36,7 +51,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:
-        path = folder / name
+        path = self._path = folder.absolute() / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Not through a child: `lockf` locks belong to the process that took them.
@@ -77,6 +92,35 @@ class FolderLock:
     def release(self) -> None:
         """Let another process have the folder."""
         self._file.close()
+
+    def lost(self) -> LostFolder | None:
+        """Return how the folder was lost since it was locked, None if it was not.
+
+        Whoever deletes the lock's file, or renames the folder, lets a second process lock the name.
+        """
+        if self._is_where_it_was():
+            return None
+        time.sleep(_LOOK_AGAIN_SECONDS)
+        if self._is_where_it_was():
+            return None
+        folder = self._path.parent
+        if self._path.exists():
+            return LostFolder(f"{self._path} was replaced: another process may work there", None)
+        # Where Linux knows the open file; renamed by another machine, it does not.
+        moved = Path(f"/proc/self/fd/{self._file.fileno()}").resolve()
+        if moved.exists() and os.path.samefile(moved, self._file.fileno()):
+            return LostFolder(f"{folder} was renamed to {moved.parent}", moved.parent)
+        if folder.is_dir():
+            return LostFolder(f"{self._path} was deleted while it was in use", folder)
+        return LostFolder(f"{folder} was renamed or deleted while it was in use", None)
+
+    def _is_where_it_was(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+        except OSError:  # a failing disk says nothing about the folder
+            return True
 
     def _name_owner(self) -> None:
         job = os.environ.get("SLURM_JOB_ID")

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 _DEEPEST = 100
 """Levels of nesting that are read; Python's own recursion ends at a thousand."""
 
+_NO_OBJECT = "not a JSON object"
+
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees the old content or the new, never a part.
@@ -30,7 +32,8 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
         OSError: If the folder cannot be written.
     """
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
-    write_text(path, text + "\n")
+    # Half a surrogate pair, from a name that is not UTF-8, becomes the escape that JSON has for it.
+    write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
 
 
 def write_text(path: Path, text: str) -> None:
@@ -58,8 +61,8 @@ def write_text(path: Path, text: str) -> None:
         os.close(folder)
 
 
-def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
-    """Return the JSON object in a file.
+def read_json(path: Path, *, fix: str) -> Any:
+    """Return the JSON value in a file.
 
     Args:
         path: The file.
@@ -67,15 +70,23 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        DamagedFileError: It is not a regular file, or does not hold such an object.
+        DamagedFileError: It is not a regular file, or does not hold JSON.
         UserError: It may not be read.
         OSError: The disk fails, which says nothing about the file.
     """
     content = read_regular(path, fix=fix)
     try:
-        return _parse_object(content)
+        return _parse(content)
     except ValueError as error:
         raise DamagedFileError(path, str(error), fix) from error
+
+
+def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
+    """Return the JSON object in a file; like `read_json`, and another value is damage."""
+    record = read_json(path, fix=fix)
+    if not isinstance(record, dict):
+        raise DamagedFileError(path, _NO_OBJECT, fix)
+    return record
 
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
@@ -120,7 +131,7 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
                 whole = file.read().rfind(b"\n") + 1
                 file.truncate(whole)
                 logger.warning("%s: removed an incomplete last line (%d bytes)", path, end - whole)
-        file.write(line.encode())
+        file.write(line.encode(errors="backslashreplace"))
 
 
 def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dict[str, Any]]:
@@ -141,7 +152,9 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
             logger.warning("%s: skipped an incomplete last line (%d bytes)", path, len(line))
             break
         try:
-            record = _parse_object(line)
+            record = _parse(line)
+            if not isinstance(record, dict):
+                raise ValueError(_NO_OBJECT)
         except ValueError as error:
             raise UserError(
                 f"{str(path)!r} line {number} is not JSON ({error}); remove that line to read the "
@@ -182,19 +195,17 @@ def finite_or_null(value: Any) -> Any:
     return value
 
 
-def _parse_object(content: bytes) -> dict[str, Any]:
-    """Return a JSON object.
+def _parse(content: bytes) -> Any:
+    """Return a JSON value.
 
     Raises:
         ValueError: It is not one, is nested too deeply, or holds a number that Python refuses.
     """
     try:
-        record = json.loads(content.decode())
+        value = json.loads(content.decode())
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    level: list[Any] = [record]
+    level: list[Any] = [value]
     for _ in range(_DEEPEST):
         level = [
             child
@@ -204,4 +215,4 @@ def _parse_object(content: bytes) -> dict[str, Any]:
         ]
     if level:
         raise ValueError("nested too deeply")
-    return record
+    return value

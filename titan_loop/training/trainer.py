@@ -35,15 +35,16 @@ from titan_loop.checkpoint.model import check_architecture
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import reshard_units
-from titan_loop.errors import NonFiniteError, StoppedError
+from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.ranks import all_ranks, on_rank_zero
+from titan_loop.ranks import all_ranks, meeting, on_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import plan_steps
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
+from titan_loop.training.lost_folder import follow_folder
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
@@ -103,6 +104,7 @@ class LoopTrainer(Trainer):
         self._objective: dict[str, Tensor] = {}  # of the micro-batch just run
         self._warning: str | None = None
         self._stopped_at: str | None = None
+        self._lost: UserError | None = None
 
     @property
     def model(self) -> LoopDecoder:
@@ -151,6 +153,8 @@ class LoopTrainer(Trainer):
             super().train()
         finally:
             self.stop_listener.unwatch()
+        if self._lost is not None:
+            raise self._lost
         if self._stopped_at is not None:
             raise StoppedError(
                 f"asked to stop, stopped {self._stopped_at}; the same command goes on from there"
@@ -163,7 +167,7 @@ class LoopTrainer(Trainer):
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
         self.optimizers.apply_settings()
-        if agree_to_stop(self.stop_listener.requested_by is not None, self.device):
+        if agree_to_stop(self._asked_to_stop, self.device):
             self._stop_here("before its first step")
             return iter(())
         comm, rank = self.config.comm, torch.distributed.get_rank()
@@ -200,7 +204,7 @@ class LoopTrainer(Trainer):
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()), self.config.training.max_norm, foreach=True
         )
-        verdict = agree_on_step(loss, grad_norm, stop=self.stop_listener.requested_by is not None)
+        verdict = agree_on_step(loss, grad_norm, stop=self._asked_to_stop)
         self.checkpointer.maybe_wait_for_staging()
         update_unless_skipped(self.optimizers, verdict)
         windows = range(first_window, first_window + plan.windows)
@@ -209,6 +213,8 @@ class LoopTrainer(Trainer):
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)
+        if stop and self._follow_folder():
+            return
         self._finish_step(loss, grad_norm, metrics, verdict)
         if stop and not self.at_last_step:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
@@ -345,8 +351,22 @@ class LoopTrainer(Trainer):
             logger.warning("step %d: %s", self.step, warning)
         self._warning = warning
 
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Whether a signal, or the loss of the run's folder, asks this rank to stop."""
+        lost = self.run_lock is not None and self.run_lock.lost() is not None
+        return lost or self.stop_listener.requested_by is not None
+
+    def _follow_folder(self) -> bool:
+        """Return whether the folder was lost; then the loop saves this step, and ends."""
+        self._lost = self._lost or follow_folder(self.run_lock, self.checkpointer)
+        if self._lost is not None:
+            self.config.training.steps = self.step
+        return self._lost is not None
+
     def before_save(self) -> None:
-        """Refuse to save weights that are not finite; collective."""
+        """Refuse to save weights that are not finite, or in another run's folder; collective."""
+        self._follow_folder()
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
             raise NonFiniteError(
@@ -356,7 +376,8 @@ class LoopTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """Join the process group, then claim the run directory for this job."""
-        parallel_dims = super().init_distributed()
+        with meeting():
+            parallel_dims = super().init_distributed()
         self.run_lock = on_rank_zero(all_ranks(), RunDirectory(self.config.dump_folder).lock)
         return parallel_dims
 

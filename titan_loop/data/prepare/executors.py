@@ -5,7 +5,6 @@ again does only what is missing.
 """
 
 import inspect
-import json
 import logging
 import shutil
 import sys
@@ -18,6 +17,8 @@ from typing import Any, Literal, get_args
 from datatrove.executor.base import PipelineExecutor
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.storage.json_files import read_json
+from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +173,16 @@ def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
     """
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
-        for name, step in zip(steps, json.loads(path.read_text()), strict=True):
-            for statistic, value in step["stats"].items():
-                total = value["total"] if isinstance(value, dict) else value
-                totals[name][statistic] += int(total)
+        fix = "delete it and what it counts with pass overwrite"
+        try:
+            for name, step in zip(steps, read_json(path, fix=fix), strict=True):
+                for statistic, value in step["stats"].items():
+                    total = value["total"] if isinstance(value, dict) else value
+                    totals[name][statistic] += int(total)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise DamagedFileError(
+                path, f"not the statistics of {len(steps)} steps", fix
+            ) from error
     return totals

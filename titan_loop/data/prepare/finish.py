@@ -1,6 +1,5 @@
 """Finish a preparation: check what its pipelines left, count what they dropped, commit the card."""
 
-import json
 import logging
 import shutil
 from collections import Counter
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.prepare.executors import statistics
-from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, SHOWN_EXAMPLES
+from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, dropped_examples
 from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.shards import LOSS_SUFFIX, file_chunks, index_path, misplaced_eos
@@ -100,7 +99,7 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
         dropped.update(reasons or ({name: counts["dropped"]} if counts["dropped"] else {}))
     if not dropped:
         return dropped
-    examples = _examples(preparation.dropped_examples)
+    examples = dropped_examples(preparation.dropped_examples)
     bad = reader["malformed"] + reader["missing_text"]
     if bad > preparation.max_malformed * reader["records"]:
         raise UserError(
@@ -112,15 +111,6 @@ def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> d
     for example in examples:
         logger.warning("dropped %s", example)
     return dropped
-
-
-def _examples(folder: Path) -> list[str]:
-    """Return the first few records that readers dropped, in the order of tasks."""
-    lines = [
-        line for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()
-    ]
-    shown = [json.loads(line) for line in lines[:SHOWN_EXAMPLES]]
-    return [f"/{path}, record {number}: {reason}" for path, number, reason in shown]
 
 
 def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) -> SplitCard:

@@ -2,7 +2,6 @@
 
 import base64
 import binascii
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from titan_loop.data.prepare.documents import Documents, Format, find_documents
-from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, document_reader
+from titan_loop.data.prepare.pipeline_steps import (
+    DROPPED_BY_READERS,
+    document_reader,
+    dropped_examples,
+)
 from titan_loop.errors import UserError
 from titan_loop.storage.local_path import require_local
 from titan_loop.text.tokenizer import (
@@ -152,11 +155,11 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
             yield document.text
         counts = {kind: int(reader.stats[kind].total) for kind in DROPPED_BY_READERS}
         if counts["malformed"] or counts["missing_text"]:
-            first = json.loads((Path(folder) / "00000.jsonl").read_text().splitlines()[0])
+            first = dropped_examples(Path(folder))[0]
             raise UserError(
                 f"tokenizer inputs: {counts['malformed']} records are malformed and "
                 f"{counts['missing_text']} lack their text, the first that could not be used is "
-                f"/{first[0]}, record {first[1]}: {first[2]}; correct or remove them"
+                f"{first}; correct or remove them"
             )
         if counts["empty"]:
             logger.warning("tokenizer inputs: %d documents without text", counts["empty"])

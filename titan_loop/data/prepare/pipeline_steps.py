@@ -6,7 +6,6 @@ would change the data without a trace.
 """
 
 import codecs
-import json
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Mapping
@@ -30,6 +29,7 @@ from tokenizers import Tokenizer
 from titan_loop.data.keyed import keyed_uniform
 from titan_loop.data.prepare.documents import Documents
 from titan_loop.errors import UserError
+from titan_loop.storage.json_files import append_jsonl, read_jsonl
 from titan_loop.text.chatml import encode_chats, parse_turns, render
 from titan_loop.text.tokenizer import keep_whole
 
@@ -111,13 +111,22 @@ class CountingReader(BaseReader):
         if self.examples is not None and self.shown < SHOWN_EXAMPLES:
             self.shown += 1
             path = self._examples_file()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json.dumps([source_file, id_in_file, reason]) + "\n")
+            record = {"file": source_file, "record": id_in_file, "reason": reason}
+            append_jsonl(path, record)
 
     def _examples_file(self) -> Path:
         assert self.examples is not None
         return Path(self.examples) / f"{self.rank:05d}.jsonl"
+
+
+def dropped_examples(folder: Path) -> list[str]:
+    """Return the first few records that readers dropped into a folder, in the order of tasks."""
+    files = sorted(folder.glob("*.jsonl"))
+    records = [record for path in files for record in read_jsonl(path, {"reason": str})]
+    return [
+        f"/{record['file']}, record {record['record']}: {record['reason']}"
+        for record in records[:SHOWN_EXAMPLES]
+    ]
 
 
 class CountingJsonlReader(CountingReader, JsonlReader):
