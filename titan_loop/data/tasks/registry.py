@@ -6,12 +6,13 @@ from typing import Any
 
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
+from titan_loop.data.tasks.two_graph import TwoGraph
 from titan_loop.errors import UserError
 
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
-TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Mano,)}
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Mano, TwoGraph)}
 
 
 def register(kind: type[Task]) -> None:

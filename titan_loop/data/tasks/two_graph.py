@@ -1,0 +1,219 @@
+"""Questions of several hops over two knowledge graphs whose facts are learned, not shown.
+
+    a r1 b            atomic fact: the edge r1 leads from entity a to b; all of A and B are trained
+    a r1 r2 c         two hops, a → b → c; part of A's chains is trained, none of B's
+    a r1 r2 r3 d      three hops, likewise
+
+A and B have the same relations and no entity in common. `id_K` asks chains of A that were not
+trained, `ood_K` asks chains of B, whose facts were never composed in training. What is found
+depends on φ, the number of trained chains per fact of A: report it with every result.
+
+Written as words, a fact reads `Ada 's r3 is Bo` and a question `Ada 's r3 's r1 is Cy` (direct) or
+`Who is the r1 of the r3 of Ada ? Answer : Cy` (reverse); every name is one token.
+
+Source: DiscoLoop, arXiv 2607.00341, sections 2, 3.1 and 5 and Appendix (three hops). The paper does
+not publish its template of tokens; here the symbolic form has no marks at all. Deviation: trained
+chains are chosen by hash, so their number is φ times the facts up to chance.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal, NamedTuple
+
+from titan_loop.data.keyed import keyed_integer, keyed_uniform
+from titan_loop.data.tasks.task import Example, Task
+from titan_loop.errors import UserError
+
+Form = Literal["symbolic", "direct", "reverse"]
+MOST_HOPS = 3
+_WORDS = ("'s", "is", "Who", "the", "of", "?", "Answer", ":")
+_MOST_TRAINED = 0.9
+"""Largest share of A's chains that may be trained; the rest is the exam."""
+
+
+class Split(NamedTuple):
+    """Where the exam and training draw chains from.
+
+    Attributes:
+        graph: 0 for A, 1 for B.
+        hops: Number of relations.
+        trained: Whether the chains are those of training.
+    """
+
+    graph: int
+    hops: int
+    trained: bool
+
+
+class Chain(NamedTuple):
+    """The entities along a path, one more than relations; the last is the answer."""
+
+    graph: int
+    entities: tuple[int, ...]
+    relations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TwoGraph(Task):
+    """The task with `entities` per graph, each with `degree` edges of distinct relations.
+
+    Token ids: entities of A, entities of B, relations, then the words of the English forms.
+
+    Raises:
+        UserError: If relations do not fit the degree, or φ leaves no chain for the exam.
+    """
+
+    name: ClassVar[str] = "two_graph"
+
+    entities: int = 500
+    """Entities of each graph."""
+
+    relations: int = 50
+    """Relations, shared by both graphs."""
+
+    degree: int = 10
+    """Edges that leave every entity, each with another relation."""
+
+    hops: int = 2
+    """Longest chains, 2 or 3; shorter ones of at least 2 hops are trained as often."""
+
+    inferred_ratio: float = 2.0
+    """φ: trained chains of A, of all lengths, per fact of A."""
+
+    form: Form = "symbolic"
+    """symbolic, or English: direct or reverse order of relations."""
+
+    graph_seed: int = 0
+    """Chooses the edges."""
+
+    def __post_init__(self) -> None:
+        if self.entities < 2 or self.degree < 1:
+            raise UserError(
+                f"TwoGraph entities {self.entities} and degree {self.degree} must be at least 2 "
+                "and 1"
+            )
+        if self.relations < self.degree:
+            raise UserError(
+                f"TwoGraph relations {self.relations} must be at least its degree {self.degree}: "
+                "the edges of an entity have distinct relations"
+            )
+        if not 2 <= self.hops <= MOST_HOPS:
+            raise UserError(f"TwoGraph hops {self.hops} must be 2 or {MOST_HOPS}")
+        if self.form not in ("symbolic", "direct", "reverse"):
+            raise UserError(f"TwoGraph form {self.form!r} must be symbolic, direct or reverse")
+        if not 0 < self._trained_share(2) <= _MOST_TRAINED:
+            most = _MOST_TRAINED * self.degree * (self.hops - 1)
+            raise UserError(
+                f"TwoGraph inferred_ratio {self.inferred_ratio:g} must be above 0 and at most "
+                f"{most:g}, or too few of A's chains are left for the exam"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        words = 0 if self.form == "symbolic" else len(_WORDS)
+        return 2 * self.entities + self.relations + words
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of a question of `hops` hops with its answer."""
+        if self.form == "symbolic":
+            return self.hops + 2
+        return 2 * self.hops + 3 if self.form == "direct" else 3 * self.hops + 7
+
+    @property
+    def strata(self) -> Mapping[str, Split]:
+        """Facts, then trained, held-out and out-of-distribution chains of every length."""
+        kinds = {"train": (0, True), "id": (0, False), "ood": (1, False)}
+        return {"atomic": Split(0, 1, trained=True)} | {
+            f"{kind}_{hops}": Split(graph, hops, trained)
+            for hops in range(2, self.hops + 1)
+            for kind, (graph, trained) in kinds.items()
+        }
+
+    def choose(self, generator: random.Random, level: int) -> Split:
+        """Choose as if training examples were drawn uniformly: 2 facts to φ chains."""
+        if generator.random() * (2 + self.inferred_ratio) < 2:
+            return Split(0, 1, trained=True)
+        return Split(0, 2 + int(generator.random() * (self.hops - 1)), trained=True)
+
+    def draw(self, generator: random.Random, stratum: Split) -> Chain:
+        """Draw a path from a uniform entity along uniform edges."""
+        graph = stratum.graph
+        if stratum.hops == 1:  # facts are of both graphs
+            graph = int(generator.random() * 2)
+        entity = graph * self.entities + int(generator.random() * self.entities)
+        entities, relations = [entity], []
+        for _ in range(stratum.hops):
+            relation, entity = self.edges[entity][int(generator.random() * self.degree)]
+            relations.append(relation)
+            entities.append(entity)
+        return Chain(graph, tuple(entities), tuple(relations))
+
+    @cached_property
+    def edges(self) -> list[list[tuple[int, int]]]:
+        """The (relation, entity) pairs of every entity; entities of B follow those of A."""
+        generator = random.Random(keyed_integer("two_graph edges", self.graph_seed))
+        edges = []
+        for head in range(2 * self.entities):
+            unused = list(range(self.relations))
+            first = 0 if head < self.entities else self.entities
+            edges.append(
+                [
+                    (
+                        unused.pop(int(generator.random() * len(unused))),
+                        first + int(generator.random() * self.entities),
+                    )
+                    for _ in range(self.degree)
+                ]
+            )
+        return edges
+
+    def identity(self, question: Chain) -> tuple[int, ...]:
+        """Return the first entity and the relations; they determine the others."""
+        return (question.entities[0], *question.relations)
+
+    def is_held_out(self, question: Chain) -> bool:
+        """Return whether a chain is never trained on: all of B's, and A's by hash."""
+        hops = len(question.relations)
+        if hops == 1 or question.graph == 1:
+            return hops > 1
+        drawn = keyed_uniform(self.name, self.graph_seed, self.identity(question))
+        return drawn >= self._trained_share(hops)
+
+    def held_out_questions(self, count: int, stratum: Split, *, seed: int = 0) -> list[Chain]:
+        """Return `count` questions of a stratum; trained ones where the stratum says so."""
+        if not stratum.trained:
+            return super().held_out_questions(count, stratum, seed=seed)
+        generator = random.Random(self.exam_key(seed, tuple(stratum)))
+        questions: list[Chain] = []
+        while len(questions) < count:
+            question = self.draw(generator, stratum)
+            if not self.is_held_out(question):
+                questions.append(question)
+        return questions
+
+    def _trained_share(self, hops: int) -> float:
+        """Return the share of A's chains of this length that is trained."""
+        chains = self.entities * self.degree**hops
+        return self.inferred_ratio * self.entities * self.degree / (self.hops - 1) / chains
+
+    def encode(self, question: Chain) -> Example:
+        """Return the question in the task's form; its answer is the last entity."""
+        subject, answer = question.entities[0], question.entities[-1]
+        relations = [2 * self.entities + relation for relation in question.relations]
+        if self.form == "symbolic":
+            return Example.of_sequence([subject, *relations], [answer])
+        if self.form == "direct" or len(relations) == 1:
+            path = [token for relation in relations for token in (self._word("'s"), relation)]
+            return Example.of_sequence([subject, *path, self._word("is")], [answer])
+        asked = [self._word("Who"), self._word("is")]
+        for relation in reversed(relations):
+            asked += [self._word("the"), relation, self._word("of")]
+        asked += [subject, *(self._word(word) for word in ("?", "Answer", ":"))]
+        return Example.of_sequence(asked, [answer])
+
+    def _word(self, word: str) -> int:
+        return 2 * self.entities + self.relations + _WORDS.index(word)
