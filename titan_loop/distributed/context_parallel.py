@@ -15,6 +15,7 @@ only the mask is, on CPU: it was never run on a GPU by this project yet.
 Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
 """
 
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +95,16 @@ def share_of_rank(parallel_dims: ParallelDims, seq_len: int, device: Any) -> Win
         return None
     mesh = parallel_dims.get_mesh("cp")
     return window_share(seq_len, degree=mesh.size(), rank=mesh.get_local_rank(), device=device)
+
+
+def cut_columns(
+    columns: Mapping[str, Tensor], share: WindowShare, *, whole: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Return this rank's part of columns (B, L, …) by name; those in `whole` have no axis L."""
+    return {
+        name: values if name in whole else values[:, share.queries_L]
+        for name, values in columns.items()
+    }
 
 
 class SharedWindowAttention(Module):

@@ -51,8 +51,8 @@ class LoopContext(NamedTuple):
         attention_mask: The mask of the attention backend; None means causal attention without
             documents.
         cache: Where earlier keys and values are kept; None in training.
-        columns: What a batch holds for the model beside tokens and positions, (B, L, …) by name;
-            None if nothing.
+        columns: What a batch holds for the model beside tokens and positions, by name; None if
+            nothing.
     """
 
     rope_BLH: Tensor

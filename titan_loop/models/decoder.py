@@ -16,7 +16,7 @@ injection and no step embedding as in the released checkpoints.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from titan_loop.models.context import (
 )
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.flops import Flops, training_flops_per_token
-from titan_loop.models.output import LoopOutput
+from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.rope import RopeTable
@@ -70,6 +70,9 @@ class LoopDecoder(Decoder):
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         """Architecture of a looped decoder."""
+
+        columns: ClassVar[tuple[str, ...]] = ()
+        """Columns of the batch that `forward` reads; the loader must declare them."""
 
         family: str = ""  # set by `titan_loop.models.family.decoder_config`
         recurrent_steps: int = 4
@@ -177,7 +180,7 @@ class LoopDecoder(Decoder):
         attention_masks: AttentionMask | None = None,
         *,
         recurrent_steps: int | None = None,
-        collect: Literal["all", "last"] | None = None,
+        collect: Collect = "all",
         columns: Mapping[str, Tensor] | None = None,
     ) -> LoopOutput:
         """Run R recurrent steps over whole windows.
@@ -187,8 +190,8 @@ class LoopDecoder(Decoder):
             positions: (B, L) positions restarting per document; None means one document a window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R for this call; None means `self.recurrent_steps`.
-            collect: Which steps' states to return; None means all with an exit gate, else the last.
-            columns: What else the batch holds for the model, (B, L, …) by name.
+            collect: Which steps' states to return.
+            columns: What else the batch holds for the model, by name.
 
         Returns:
             The collected states and, with a gate, their exit logits.
@@ -196,8 +199,6 @@ class LoopDecoder(Decoder):
         steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
         if steps < 1:
             raise ValueError(f"recurrent_steps={steps} must be at least 1")
-        if collect is None:
-            collect = "last" if self.exit_gate is None else "all"
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
         hidden_RBLD: list[Tensor] = []
         exit_logit_RBL: list[Tensor] = []

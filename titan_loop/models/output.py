@@ -1,9 +1,12 @@
 """What a looped decoder hands to an objective."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
+
+Collect: TypeAlias = Literal["all", "last"]
+"""Which steps' states a forward pass returns."""
 
 
 class LoopOutput(NamedTuple):
@@ -17,8 +20,7 @@ class LoopOutput(NamedTuple):
         hidden_RBLD: R tensors (B, L, D), returned by `LoopDecoder.read`; under tensor parallelism
             replicated.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
-        first_step: Recurrent step of the first state; R for a model without a gate, which returns
-            its last state only.
+        first_step: Recurrent step of the first state; R where only the last one was collected.
         aux: What else the family's objective needs, by name; such as the cost of its halting.
     """
 

@@ -20,7 +20,7 @@ from torchtitan.config import CompileConfig
 
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.output import LoopOutput
+from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.objectives.exit_distribution import (
     exit_entropy_nats,
     exit_pmf,
@@ -28,6 +28,7 @@ from titan_loop.objectives.exit_distribution import (
     kl_to_prior,
 )
 from titan_loop.objectives.streamed_loss import (
+    LossBatch,
     StreamedHead,
     StreamedLoss,
     exit_metrics,
@@ -168,6 +169,10 @@ class ExpectedExitLoss(StreamedLoss):
         z_loss: float = 0.0
         """ζ, the weight of log²Σ exp(logits); PaLM used 1e-4. 0 turns it off."""
 
+        def collect(self, *, exit_gate: bool) -> Collect:
+            """Return all steps with a gate, else the last."""
+            return "all" if exit_gate else "last"
+
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
@@ -203,20 +208,25 @@ class ExpectedExitLoss(StreamedLoss):
         return collapse_warning(metrics)
 
     def compute(
-        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        if not pred.exit_logit_RBL:
+        labels_BL, valid_tokens, _ = batch
+        if not output.exit_logit_RBL:
             last = last_step_loss(
-                head, pred.hidden_RBLD, labels_BL, valid_tokens=valid_tokens, z_loss=self.z_loss
+                readout,
+                output.hidden_RBLD,
+                labels_BL,
+                valid_tokens=valid_tokens,
+                z_loss=self.z_loss,
             )
             ce_R = last.ce_RBL.sum(dim=(1, 2)) / valid_tokens
-            last_step = pred.first_step + len(pred.hidden_RBLD) - 1
+            last_step = output.first_step + len(output.hidden_RBLD) - 1
             return last.loss, {f"ce/step_{last_step}": ce_R[0]}
-        exit_logit_RBL = stack_exit_logits(pred.exit_logit_RBL)
+        exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         loss, ce_RBL = expected_loss(
-            head,
-            pred.hidden_RBLD,
+            readout,
+            output.hidden_RBLD,
             exit_logit_RBL,
             labels_BL,
             entropy_weight=self.entropy_weight,

@@ -21,6 +21,7 @@ from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.streamed_loss import (
+    LossBatch,
     StreamedHead,
     StreamedLoss,
     exit_metrics,
@@ -199,14 +200,15 @@ class AdaptiveGateLoss(StreamedLoss):
         self.look_ahead = config.look_ahead
 
     def compute(
-        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        assert pred.exit_logit_RBL, "the model has no exit gate"
-        exit_logit_RBL = stack_exit_logits(pred.exit_logit_RBL)
+        labels_BL, valid_tokens, _ = batch
+        assert output.exit_logit_RBL, "the model has no exit gate"
+        exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         with torch.no_grad():  # the head then makes no gradients either
-            _, ce_RBL = head(
-                pred.hidden_RBLD,
+            _, ce_RBL = readout(
+                output.hidden_RBLD,
                 labels_BL=labels_BL,
                 weight_RBL=torch.zeros_like(exit_logit_RBL),
             )

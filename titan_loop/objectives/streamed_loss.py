@@ -1,7 +1,8 @@
 """The base of objectives that read out every recurrent step through the streamed head.
 
 `StreamedLoss` gives such an objective to torchtitan's Trainer. A subclass writes `compute`, and its
-config says what it wants of a run: schedules, parameters that train, an R. One mean over the valid
+config says what it wants of a run: the states it collects, columns of the batch, schedules,
+parameters that train, an R. One mean over the valid
 target tokens of the *global* batch: whatever a subclass returns is divided by
 `global_valid_tokens`, so contributions of micro-batches and data-parallel ranks simply add up.
 
@@ -11,7 +12,7 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import spmd_types as spmd
 import torch
@@ -28,7 +29,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.output import LoopOutput
+from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
 
 
@@ -47,6 +48,22 @@ class StreamedHead(Protocol):
         ...
 
 
+class LossBatch(NamedTuple):
+    """What an objective holds a model's output against: one micro-batch, or this rank's part of it.
+
+    Attributes:
+        labels_BL: Next-token ids; ignored labels do not count.
+        valid_tokens: N, the valid tokens of the global batch, which divides every sum.
+        columns: What the loader declares for the loss, by name. A column with one value a window is
+            the same on all ranks that share the window; what is made of it must be spread over
+            their tokens, since the ranks' losses add up.
+    """
+
+    labels_BL: Tensor
+    valid_tokens: Tensor | float
+    columns: Mapping[str, Tensor] = {}
+
+
 class StreamedLoss(ChunkedLossWrapper):
     """A torchtitan loss over a `LoopOutput`; subclasses write `compute`.
 
@@ -62,10 +79,21 @@ class StreamedLoss(ChunkedLossWrapper):
         schedules: ClassVar[tuple[str, ...]] = ()
         """Schedules of the run, by field name, whose values `set_schedules` receives."""
 
+        columns: ClassVar[tuple[str, ...]] = ()
+        """Columns of the batch that the objective reads; the loader must declare them."""
+
         # Fields of the base class without a meaning here: not settable, so they cannot be ignored
         # silently.
         num_chunks: int = field(default=1, init=False)
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
+
+        def collect(self, *, exit_gate: bool) -> Collect:
+            """Return which steps' states the objective reads.
+
+            Args:
+                exit_gate: Whether the model has an exit gate.
+            """
+            return "all"
 
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
@@ -111,7 +139,8 @@ class StreamedLoss(ChunkedLossWrapper):
         pred: LoopOutput,
         labels: Tensor,
         global_valid_tokens: Tensor | float | None = None,
-        **_: Any,
+        *,
+        columns: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch.
 
@@ -120,37 +149,40 @@ class StreamedLoss(ChunkedLossWrapper):
             labels: (B, L) next-token ids.
             global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
                 Where there are none, loss, metrics and gradients are 0.
+            columns: What the loader declares for the loss, by name.
 
         Returns:
             The scalar loss, at least fp32, and the metrics `compute` describes.
         """
-        head = self.lm_head
-        assert head is not None, "set_lm_head was not called"
+        readout = self.lm_head
+        assert readout is not None, "set_lm_head was not called"
         valid_tokens = 1.0 if global_valid_tokens is None else global_valid_tokens
         type_checking = spmd.is_type_checking()
         # As upstream: the checker cannot follow a sum over tokens divided by a replicated scalar.
         with spmd.no_typecheck():
             if isinstance(valid_tokens, Tensor):
                 valid_tokens = valid_tokens.clamp(min=1)  # a fully masked batch: 0 / 1, not 0 / 0
-            loss, metrics = self.compute(head, pred, labels, valid_tokens)
+            loss, metrics = self.compute(
+                readout, pred, LossBatch(labels, valid_tokens, columns or {})
+            )
             if type_checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})
         return loss, metrics
 
     @abstractmethod
     def compute(
-        self, head: StreamedHead, pred: LoopOutput, labels_BL: Tensor, valid_tokens: Tensor | float
+        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and its metrics.
 
         Args:
-            head: The streamed readout.
-            pred: What the model returned.
-            labels_BL: Next-token ids; ignored labels do not count.
-            valid_tokens: N, the valid tokens of the global batch, which divides every sum.
+            readout: The streamed head.
+            output: What the model returned, with the states of the steps that `collect` names.
+            batch: Labels and columns.
 
         Returns:
-            The scalar loss, and detached scalars by name.
+            The scalar loss, and detached scalars by name, the same names on every rank; each is
+            logged under its name, as the sum over micro-batches and ranks.
         """
 
 

@@ -35,6 +35,7 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.preflight import (
     batch_refusals,
+    column_refusals,
     layout_refusals,
     setting_refusals,
     value_refusals,
@@ -236,7 +237,10 @@ def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
 def _layout_refusals(
     config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int
 ) -> list[str]:
-    found = [str(refusal) for refusal in layout_refusals(config, model, ranks)]
+    found = [
+        str(refusal)
+        for refusal in (*layout_refusals(config, model, ranks), *column_refusals(config, model))
+    ]
     parallel = config.parallelism
     degrees = (
         parallel.tensor_parallel_degree,

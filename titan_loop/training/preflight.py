@@ -4,6 +4,7 @@
     setting_refusals(config)                   settings that contradict each other, on any machine
     device_refusals(config)                    settings that need a GPU where there is none
     data_refusals(config)                      opens the prepared data
+    column_refusals(config, model)             columns that loss or model read and no loader has
     layout_refusals(config, model, ranks)      degrees of parallelism against model, window, ranks
     batch_refusals(config, ranks)              global batches against the data-parallel ranks
     folder_refusals(folder)                    a run directory that cannot be written
@@ -72,6 +73,7 @@ def refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     except UserError as error:
         yield Refusal("model", str(error))
         return
+    yield from column_refusals(config, model)
     unfit = list(layout_refusals(config, model, world_size))
     yield from unfit
     if not unfit:  # else the ranks are split in no way that a batch could be judged by
@@ -255,6 +257,21 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
     yield from config.held_out.data_refusals(
         config.dataloader.source_paths(), rows, config.training.seq_len
     )
+
+
+def column_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
+    """Yield columns of the batch that loss or model read and the loader does not declare."""
+    declared = config.dataloader.columns()
+    for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
+        there = {column.name for column in declared if column.reader in (reader, "both")}
+        if missing := [name for name in wanted if name not in there]:
+            yield Refusal(
+                "dataloader",
+                f"the {reader} reads {', '.join(missing)}, and "
+                f"dataloader={type(config.dataloader).__qualname__} declares "
+                f"{', '.join(sorted(there)) or 'no columns'} for it",
+                "choose a loader that has them, or add them to its columns",
+            )
 
 
 def layout_refusals(

@@ -32,8 +32,9 @@ from torchtitan.trainer import Trainer
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
+from titan_loop.data.columns import columns_for
 from titan_loop.data.load.batches import GlobalBatchLoader
-from titan_loop.distributed.context_parallel import share_of_rank
+from titan_loop.distributed.context_parallel import cut_columns, share_of_rank
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -230,12 +231,7 @@ class LoopTrainer(Trainer):
         self.config.training.steps = self.step
 
     def _forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
-        """Accumulate the gradients of one global batch.
-
-        Returns:
-            This rank's share of the loss and of the objective's metrics: sums over ranks are global
-            means.
-        """
+        """Accumulate a global batch's gradients; return this rank's share of loss and metrics."""
         began = time.perf_counter()
         microbatches = self.dataloader.read_step(plan.windows)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
@@ -269,20 +265,21 @@ class LoopTrainer(Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """As upstream's; under context parallelism our own split of the window."""
-        share = self.window_share
+        """As upstream's, with the loader's columns; the window is split by ourselves."""
+        declared, share = self.dataloader.columns, self.window_share
+        columns = {column.name: input_dict.pop(column.name) for column in declared}
         if share is None:
-            return super().post_dataloading_process(input_dict, labels)
-        positions = input_dict["positions"]
-        masks = self.model.get_attention_masks(positions, share)
-        mine = share.queries_L
-        labels = labels[:, mine]
-        self.ntokens_seen += labels.numel()
-        return (
-            input_dict["input"][:, mine],
-            labels,
-            {"positions": positions[:, mine], "attention_masks": masks},
-        )
+            inputs, labels, kwargs = super().post_dataloading_process(input_dict, labels)
+        else:
+            masks = self.model.get_attention_masks(input_dict["positions"], share)
+            own = cut_columns({**input_dict, "labels": labels}, share)
+            inputs, labels = own["input"], own["labels"]
+            kwargs = {"positions": own["positions"], "attention_masks": masks}
+            whole = {column.name for column in declared if not column.per_token}
+            columns = cut_columns(columns, share, whole=whole)
+        kwargs["columns"] = columns_for("model", declared, columns)
+        kwargs["loss_columns"] = columns_for("loss", declared, columns)
+        return inputs, labels, kwargs
 
     def _forward_backward_body(
         self,
@@ -292,9 +289,12 @@ class LoopTrainer(Trainer):
         extra_kwargs: dict[str, Any],
     ) -> Tensor:
         """As upstream's, but keeps the metrics of the loss, which upstream drops."""
+        collect = self.config.loss.collect(exit_gate=self.model.exit_gate is not None)
+        kwargs = {**extra_kwargs, "recurrent_steps": self.plan.recurrent_steps, "collect": collect}
+        columns = kwargs.pop("loss_columns")
         with self.train_context():
-            output = self.model(inputs, recurrent_steps=self.plan.recurrent_steps, **extra_kwargs)
-            loss, metrics = self.loss_fn(output, labels, global_valid_tokens)
+            output = self.model(inputs, **kwargs)
+            loss, metrics = self.loss_fn(output, labels, global_valid_tokens, columns=columns)
             del output
             with spmd.no_typecheck():  # as upstream: the forward pass suffices
                 loss.backward()
@@ -330,19 +330,13 @@ class LoopTrainer(Trainer):
             )
             self._warn(objective)
         self.startup.finish(self.metrics_processor.run_directory)
-        self._report_sources(plan.step)
+        if self._is_saved(plan.step) and torch.distributed.get_rank() == 0:
+            self.dataloader.log_progress(plan.step)
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
         self.stop_listener.progress()
-
-    def _report_sources(self, step: int) -> None:
-        """Say how far every source was read, when a checkpoint is due and at the end."""
-        progress = self.dataloader.progress()
-        if self._is_saved(step) and progress and torch.distributed.get_rank() == 0:
-            sources = ", ".join(f"{s.name} {s.tokens} ({s.epochs:.3f} epochs)" for s in progress)
-            logger.info("tokens read by step %d: %s", step, sources)
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Pass on what the objective warns of, and not again until it has stopped to."""

@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
+from titan_loop.data.columns import Column
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""({"input", "positions"}, labels): int64 tensors of shape (b, L)."""
+"""({"input", "positions"}, labels): int64 tensors (b, L); beside the first, declared columns."""
 
 SOURCES = "sources"
 """Field of a description that lists the sources."""
@@ -83,15 +84,18 @@ class GlobalBatchLoader(BaseDataLoader):
     """The interface the trainer uses: global batches, a position in the data, and its hash.
 
     Args:
-        config: Its `accept_change`.
+        config: Its `accept_change` and `columns`.
         description: Everything the data and its order depend on, in readable JSON fields; starts
             the hash. A saved position is only valid where the description is the same.
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This process's data-parallel rank.
         local_batch_size: Windows in a micro-batch of one rank.
         seq_len: L.
+        tokenizer: torchtitan's, not used: loaders read token ids, or bring a tokenizer.
+        snapshot_every_n_steps: torchtitan's, not used: the state is current at every step.
 
     Attributes:
+        columns: Declared columns of the batches, in the description where there are any.
         windows_consumed: Windows read by all ranks together since the start of the job.
         data_hash: 32 hexadecimal digits over the description and what was read, in order.
         accepted: One record for every change of the data that was accepted when resuming.
@@ -119,6 +123,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the generated task whose examples are read; None for text."""
             return None
 
+        def columns(self) -> tuple[Column, ...]:
+            """Return the columns that batches have besides tokens, positions and labels."""
+            return ()
+
     def __init__(
         self,
         config: "GlobalBatchLoader.Config",
@@ -128,9 +136,14 @@ class GlobalBatchLoader(BaseDataLoader):
         dp_rank: int,
         local_batch_size: int,
         seq_len: int,
+        tokenizer: Any = None,
+        snapshot_every_n_steps: int | None = None,
     ) -> None:
         self._accept_change = config.accept_change
+        self.columns = config.columns()
         self._description = dict(description)
+        if self.columns:
+            self._description["columns"] = [column.description() for column in self.columns]
         self._dp_world_size = dp_world_size
         self._dp_rank = dp_rank
         self._local_batch_size = local_batch_size
@@ -152,6 +165,13 @@ class GlobalBatchLoader(BaseDataLoader):
     def progress(self) -> list[SourceProgress]:
         """Return how far each source has been read; none for generated tasks."""
         return []
+
+    def log_progress(self, step: int) -> None:
+        """Log how far every source was read by the end of a training step, if there are any."""
+        progress = self.progress()
+        sources = ", ".join(f"{s.name} {s.tokens} ({s.epochs:.3f} epochs)" for s in progress)
+        if sources:
+            logger.info("tokens read by step %d: %s", step, sources)
 
     def log_sources(self, windows: int) -> None:
         """Log what a job of this many windows reads; called once, when training starts."""

@@ -8,25 +8,40 @@ a thread reads the next global batch; it counts as consumed only when the traini
 import hashlib
 import struct
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
+from titan_loop.data.columns import OWN_NAMES, Column
 from titan_loop.data.load.batches import Batch, BatchesRead, GlobalBatchLoader, Position
 from titan_loop.data.load.windows import Window
 
 _WINDOW_ID = struct.Struct("<QQQ")
 
 
-def empty_batch(count: int, seq_len: int) -> tuple[Batch, list[Window]]:
+def empty_batch(
+    count: int, seq_len: int, columns: Sequence[Column] = ()
+) -> tuple[Batch, list[Window]]:
     """Return a batch to be filled, and its rows as windows over the same memory."""
-    columns = [torch.empty(count, seq_len, dtype=torch.int64) for _ in range(3)]
-    inputs, positions, labels = columns
-    rows = zip(*(column.numpy() for column in columns), strict=True)
-    return ({"input": inputs, "positions": positions}, labels), [Window(*row) for row in rows]
+    own = {name: torch.empty(count, seq_len, dtype=torch.int64) for name in OWN_NAMES}
+    named = {
+        column.name: torch.empty(
+            column.batch_shape(count, seq_len), dtype=getattr(torch, column.dtype)
+        )
+        for column in columns
+    }
+    windows = [
+        Window(
+            **{name: values.numpy()[row] for name, values in own.items()},
+            columns={name: values.numpy()[row, ...] for name, values in named.items()},
+        )
+        for row in range(count)
+    ]
+    labels = own.pop("labels")
+    return (own | named, labels), windows
 
 
 class GlobalWindowLoader(GlobalBatchLoader):
@@ -40,13 +55,13 @@ class GlobalWindowLoader(GlobalBatchLoader):
     ranks, and independent of how windows were grouped into batches.
 
     Args:
-        config: Its `prefetch` and `accept_change`.
+        config: Its `prefetch`, and what the base class reads.
         description: As in the base class.
         **split: Ranks, local batch size b and window length, as in the base class.
     """
 
     def __init__(
-        self, config: GlobalBatchLoader.Config, description: Mapping[str, Any], **split: int
+        self, config: GlobalBatchLoader.Config, description: Mapping[str, Any], **split: Any
     ) -> None:
         super().__init__(config, description, **split)
         self._prefetch = config.prefetch
@@ -99,7 +114,7 @@ class GlobalWindowLoader(GlobalBatchLoader):
         by_rank = identity.reshape(-1, self._dp_world_size, self._local_batch_size, 3)
         batches: list[Batch] = []
         for identities in by_rank[:, self._dp_rank]:
-            batch, windows = empty_batch(self._local_batch_size, self._seq_len)
+            batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for row, window in zip(identities, windows, strict=True):
                 self.fill_window(row, window)
             batches.append(batch)

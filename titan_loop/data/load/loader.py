@@ -143,19 +143,7 @@ class WindowLoader(GlobalWindowLoader):
                     "use dataloader.mixture"
                 )
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        tokenizer: Any = None,
-        snapshot_every_n_steps: int | None = None,
-    ) -> None:
-        # `tokenizer` and `snapshot_every_n_steps` are torchtitan's: this loader reads tokens, not
-        # text, and its state is current at every step.
+    def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         config.check()
         self.mixture = parse_mixture(config.mixture)
         cards = read_cards(self.mixture)
@@ -170,10 +158,8 @@ class WindowLoader(GlobalWindowLoader):
         super().__init__(
             config,
             self._describe(config.seed, seq_len, cards[0].tokenizer_sha256),
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            local_batch_size=local_batch_size,
             seq_len=seq_len,
+            **split,
         )
         self._place(0, [0] * len(self.sources))
 

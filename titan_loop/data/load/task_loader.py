@@ -57,17 +57,7 @@ class TaskLoader(GlobalWindowLoader):
             """Return the task."""
             return self.task
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        seq_len: int,
-        tokenizer: Any = None,
-        snapshot_every_n_steps: int | None = None,
-        **ranks: int,
-    ) -> None:
-        # `tokenizer` and `snapshot_every_n_steps` are torchtitan's: examples are drawn as token
-        # ids.
+    def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         task = config.task
         if config.dataset or config.dataset_path:
             raise UserError(
@@ -88,7 +78,7 @@ class TaskLoader(GlobalWindowLoader):
         }
         if config.window != "packed":
             description["window"] = config.window
-        super().__init__(config, description, seq_len=seq_len, **ranks)
+        super().__init__(config, description, seq_len=seq_len, **split)
 
     def locate(self, window: np.ndarray) -> np.ndarray:
         """Return (0, level, window number) of each global window (see the base class)."""

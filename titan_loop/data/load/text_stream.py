@@ -98,17 +98,7 @@ class TextStreamLoader(GlobalBatchLoader):
             """Return nothing: streamed text has no held-out split."""
             return []
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        tokenizer: Any = None,
-        snapshot_every_n_steps: int | None = None,
-    ) -> None:
+    def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         if not config.dataset_path or "://" in config.dataset_path or config.dataset:
             raise UserError(
                 f"dataloader.dataset_path={config.dataset_path} must be a local folder of text, "
@@ -119,14 +109,8 @@ class TextStreamLoader(GlobalBatchLoader):
                 f"dataloader.dataset_path={config.dataset_path} is not a folder: give one with "
                 "JSONL or Parquet files"
             )
-        super().__init__(
-            config,
-            {"streamed text": config.dataset_path, "seq_len": seq_len},
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            local_batch_size=local_batch_size,
-            seq_len=seq_len,
-        )
+        description = {"streamed text": config.dataset_path, "seq_len": seq_len}
+        super().__init__(config, description, seq_len=seq_len, **split)
         self._config = config
         self._stream: Iterator[Batch] | None = None
 

@@ -10,6 +10,7 @@ elsewhere. A packed window's contents never change.
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,17 +29,20 @@ class Window(NamedTuple):
     """One training sequence: arrays of shape (L,) and dtype int64, filled in place.
 
     `positions` restart at 0 with every document. `labels` are IGNORED where input and label belong
-    to different documents, where a loss mask says so, and in padding.
+    to different documents, where a loss mask says so, and in padding. `columns` are those the
+    loader declares, by name, without the axis of the batch.
     """
 
     input: np.ndarray
     positions: np.ndarray
     labels: np.ndarray
+    columns: Mapping[str, np.ndarray] = {}
 
     @classmethod
     def empty(cls, seq_len: int) -> "Window":
         """Return a window to be filled."""
-        return cls(*np.empty((3, seq_len), dtype=np.int64))
+        inputs, positions, labels = np.empty((3, seq_len), dtype=np.int64)
+        return cls(inputs, positions, labels)
 
     def fill(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Overwrite this window with L + 1 tokens.
