@@ -184,6 +184,10 @@ CASES: dict[str, tuple[Change, int, str]] = {
         1,
         r"optimizer\.name=muon has no matrix to update with trainable=exit_gate; use adamw",
     ),
+    "average of itself": (_set("ema.decay", 1.0), 1, r"ema\.decay=1\.0 must be .* below 1; 0\.999"),
+    "decay of the average": (_set("ema.decay", -0.1), 1, r"ema\.decay=-0\.1 must be at least 0"),
+    "interval of the average": (_set("ema.interval", 0), 1, r"ema\.interval=0 must be at least 1"),
+    "start of the average": (_set("ema.start_tokens", -1), 1, r"ema\.start_tokens=-1 is negative"),
     "gradient norm": (
         _set("training.max_norm", -1.0),
         1,

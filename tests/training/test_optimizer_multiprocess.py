@@ -1,14 +1,18 @@
-"""Muon on several ranks: the same weights as one process, and moments that any layout continues."""
+"""Muon and the average of the weights on several ranks: as on one, and resumed on any number."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX
+from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.trainer import LoopTrainer
 
@@ -32,8 +36,15 @@ def make_trainer(source: Path, run: Path, layout: str, **changes: Any) -> LoopTr
     act_as_launched(world)
     config = tiny_config(source, run, steps=STEPS)
     config.optimizer.name = "muon"
+    config.ema.decay = 0.9
+    config.checkpoint.carry.parent = changes.get("parent", "")
+    config.checkpoint.carry.optimizer = False
     config.checkpoint.interval = STEPS // 2
     config.held_out.interval = 0
+    config.metrics.log_freq = STEPS
+    config.training.local_batch_size = (
+        BATCH_WINDOWS * degrees.get("tensor_parallel_degree", 1) // world
+    )
     for name, degree in degrees.items():
         setattr(config.parallelism, name, degree)
     return LoopTrainer(resolve(config, world))
@@ -59,8 +70,69 @@ def tensors(run: Path, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
-def test_every_layout_has_the_weights_and_moments_of_one_process(runs, layout):
+def test_every_layout_has_the_weights_moments_and_average_of_one_process(runs, layout):
     got, want = tensors(runs[layout], STEPS), tensors(runs["one"], STEPS)
     assert got.keys() == want.keys()
     for key, tensor in want.items():
         assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
+
+
+def load_and_save(source: Path, origin: Path, run: Path, layout: str) -> None:
+    """Load a run's checkpoint in the middle, and save it again as another run's."""
+    trainer = make_trainer(source, run, layout)
+    own, trainer.checkpointer.path = trainer.checkpointer.path, origin / "checkpoints"
+    assert trainer.checkpointer.load()
+    trainer.checkpointer.path = own
+    trainer.checkpointer.save(trainer.step, last_step=True)
+    trainer.close()
+
+
+def middle_of(run: Path, copy: Path) -> Path:
+    """Return a run whose newest checkpoint is another's in the middle."""
+    folders = [RunDirectory(folder).checkpoint(STEPS // 2) for folder in (run, copy)]
+    shutil.copytree(*folders)
+    return copy
+
+
+def test_moments_and_average_survive_other_layouts_bit_for_bit(gloo_pool, source, runs, tmp_path):
+    origin = middle_of(runs["dp2"], tmp_path / "origin")
+    for layout in ("one", "dp2-tp2", "dp2"):
+        run, world = tmp_path / layout, LAYOUTS[layout][0]
+        gloo_pool(world).run(load_and_save, source, origin, run, layout)
+        origin = run
+    want, got = (tensors(run, STEPS // 2) for run in (runs["dp2"], origin))
+    assert want.keys() == got.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    kinds = {key.rpartition(".")[2] for key in want if key.startswith("optimizer.state.")}
+    assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert AVERAGE_PREFIX + "layers.0.attention.wo.weight" in want
+
+
+def test_another_layout_continues_with_the_same_update(gloo_pool, source, runs, tmp_path):
+    run = middle_of(runs["one"], tmp_path / "run")
+    gloo_pool(2).run(train, source, run, "tp2")
+    got, want = tensors(run, STEPS), tensors(runs["one"], STEPS)
+    for key, tensor in want.items():
+        assert float((got[key] - tensor).abs().max()) <= TOLERANCE, key
+
+
+def start_from(source: Path, parent: Path, run: Path, layout: str) -> None:
+    """Start from another checkpoint's weights, and save them."""
+    trainer = make_trainer(source, run, layout, parent=str(parent))
+    assert trainer.checkpointer.load()
+    trainer.checkpointer.save(trainer.step, last_step=True)
+    trainer.close()
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "dp2-tp2"])
+def test_merged_weights_reach_any_layout_bit_for_bit(gloo_pool, source, runs, tmp_path, layout):
+    """And the average starts with them."""
+    parents = [RunDirectory(runs["dp2"]).checkpoint(step) for step in (STEPS // 2, STEPS)]
+    merged = tmp_path / "merged" / "checkpoints" / "step-0"
+    merge_checkpoints(parents, merged)
+    run = tmp_path / "run"
+    gloo_pool(LAYOUTS[layout][0]).run(start_from, source, merged, run, layout)
+    want, got = tensors(tmp_path / "merged", 0), tensors(run, 0)
+    for key, tensor in want.items():
+        assert torch.equal(got[key], tensor), key
+        assert torch.equal(got[AVERAGE_PREFIX + key], tensor), key

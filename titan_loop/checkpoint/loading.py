@@ -37,6 +37,9 @@ SHOWN = 10
 OPTIMIZER_PREFIX = "optimizer."
 """How the keys of everything that is not the model begin."""
 
+AVERAGE_PREFIX = "optimizer.ema."
+"""How the keys of averaged weights begin; the parameter's name follows."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPolicy:

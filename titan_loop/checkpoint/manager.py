@@ -33,7 +33,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
-from titan_loop.checkpoint.loading import KeyPolicy, load_checkpoint
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
 from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
@@ -380,6 +380,9 @@ class LoopCheckpointManager(BaseCheckpointManager):
         state_dict: dict[str, Any] = {**self.model.state_dict()}
         if optimizer:
             state_dict[OPTIMIZER] = self.optimizers
+        policy, average = policy or KeyPolicy(), f"{AVERAGE_PREFIX}*"
+        # One that is new starts with the weights, one that is not wanted any more goes.
+        policy = KeyPolicy((*policy.ignore_saved, average), (*policy.keep_initial, average))
         with torch.no_grad():
             load_checkpoint(state_dict, checkpoint, group=self.group, policy=policy)
             self.model.load_state_dict(state_dict)

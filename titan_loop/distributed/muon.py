@@ -36,6 +36,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titan_loop.models.initialisation import local_part
+
 RankTable = tuple[tuple[int, ...], ...]
 """Ranks in rows; the ranks of a row hold the parts of a matrix, every row all of it."""
 
@@ -68,7 +70,7 @@ class Muon(torch.optim.Muon):
             state, momentum = self.state[matrix], groups[matrix]["momentum"]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-            gradient, average = _local(matrix.grad), _local(state["momentum_buffer"])
+            gradient, average = local_part(matrix.grad), local_part(state["momentum_buffer"])
             average.lerp_(gradient, 1 - momentum)
             nesterov = groups[matrix]["nesterov"]
             part.copy_(gradient.lerp(average, momentum) if nesterov else average)
@@ -84,7 +86,7 @@ class Muon(torch.optim.Muon):
 
         for owners in self._owners:
             for matrix, part in owners.transform(write_direction, direction, self.dtype):
-                group, local = groups[matrix], _local(matrix)
+                group, local = groups[matrix], local_part(matrix)
                 local.mul_(1 - group["lr"] * group["weight_decay"])
                 scale = _update_scale(matrix.shape, group["adjust_lr_fn"])
                 local.add_(part, alpha=-group["lr"] * scale)
@@ -263,7 +265,3 @@ def _update_scale(shape: torch.Size, rule: str) -> float:
     if rule == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,3 +33,8 @@ def keep_shard(parameter: DTensor, whole: torch.Tensor) -> None:
     replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     sharded = replicated.redistribute(placements=parameter.placements)
     parameter.to_local().copy_(sharded.to_local())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, sharded or plain; a view."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -43,6 +43,7 @@ from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
@@ -109,6 +110,7 @@ class RunConfig(Trainer.Config):
     optimizer: LoopOptimizers.Config = field(default_factory=LoopOptimizers.Config)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
+    ema: WeightAverageConfig = field(default_factory=WeightAverageConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     accept_change: bool = False

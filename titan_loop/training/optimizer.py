@@ -16,11 +16,13 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX, OPTIMIZER_PREFIX
 from titan_loop.distributed.muon import Muon
 from titan_loop.errors import Refusal
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.parameter_groups import ParameterGroup
+from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,6 +152,8 @@ class GroupSettings(ParamGroupConfig):
 
 OptimizerName = Literal["adamw", "muon"]
 
+_EMA = AVERAGE_PREFIX.removeprefix(OPTIMIZER_PREFIX)
+
 
 class LoopOptimizers(OptimizersContainer):
     """The optimisers of a `LoopDecoder`, which says how each of its parameters is treated."""
@@ -164,6 +168,9 @@ class LoopOptimizers(OptimizersContainer):
 
         adamw: Annotated[AdamWConfig, tyro.conf.Suppress] = field(default_factory=AdamWConfig)
         muon: Annotated[MuonConfig, tyro.conf.Suppress] = field(default_factory=MuonConfig)
+        ema: Annotated[WeightAverageConfig, tyro.conf.Suppress] = field(
+            default_factory=WeightAverageConfig
+        )
         param_groups: Annotated[list[ParamGroupConfig], tyro.conf.Suppress] = field(
             default_factory=list
         )
@@ -240,6 +247,12 @@ class LoopOptimizers(OptimizersContainer):
             ),
             model_parts=model_parts,
         )
+        weights = {
+            name: parameter
+            for group, _ in self._groups()
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        self._average = WeightAverage(config.ema, weights) if config.ema.decay else None
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -256,6 +269,30 @@ class LoopOptimizers(OptimizersContainer):
         """Set every group's rate: the scheduled one times the group's factor."""
         for group, settings in self._groups():
             group["lr"] = learning_rate * settings.rate_factor
+
+    def update_average(self, *, step: int, tokens: int) -> None:
+        """Take the weights after a step into their average, if there is one."""
+        if self._average is not None:
+            self._average.update(step=step, tokens=tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As upstream's, with the average of the weights under "ema."."""
+        state = super().state_dict()
+        if self._average is not None:
+            state.update({_EMA + name: value for name, value in self._average.state_dict().items()})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from such a state."""
+        super().load_state_dict(state_dict)
+        if self._average is not None:
+            self._average.load_state_dict(
+                {
+                    name.removeprefix(_EMA): value
+                    for name, value in state_dict.items()
+                    if name.startswith(_EMA)
+                }
+            )
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], GroupSettings]]:
         for optimizer, members in zip(self.optimizers, self._members, strict=True):

@@ -112,6 +112,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     yield from config.adamw.refusals()
     yield from config.muon.refusals()
     yield from config.optimizer.refusals()
+    yield from config.ema.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
     if not 0 <= config.hang_seconds < math.inf:

@@ -108,7 +108,9 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
         post_optimizer_build_fn=None,
         state_dict_adapter=None,
     )
-    config.optimizer = replace(config.optimizer, adamw=config.adamw, muon=config.muon)
+    config.optimizer = replace(
+        config.optimizer, adamw=config.adamw, muon=config.muon, ema=config.ema
+    )
     config.lr_scheduler = TokenLearningRate.Config(schedule=config.learning_rate)
     return ResolvedRun(config=config, model=model, world_size=world_size)
 

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.models.initialisation import local_part
 from titan_loop.storage.transient import retries
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def agree_on_step(
     Returns:
         Finite if loss and gradient norm are finite on every rank, stop if any rank was asked to.
     """
-    finite = torch.isfinite(_local(loss)).all() & torch.isfinite(_local(grad_norm)).all()
+    finite = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     goes_on = torch.full_like(finite, not stop)
     read_again = torch.full_like(finite, -retries(), dtype=torch.int32)
     flags = torch.stack([finite.to(torch.int32), goes_on.to(torch.int32), read_again])
@@ -209,7 +209,7 @@ def first_non_finite_parameter(
     named = [item for part in model_parts for item in part.named_parameters()]
     if not named:
         return None
-    flags = torch.stack([_is_finite(_local(parameter.detach())) for _, parameter in named])
+    flags = torch.stack([_is_finite(local_part(parameter.detach())) for _, parameter in named])
     flags = _all_reduce_minimum(flags.to(torch.int32), group)
     bad = (flags == 0).nonzero()
     return named[int(bad[0])][0] if len(bad) else None
@@ -221,10 +221,6 @@ def _is_finite(values: Tensor) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=values.device)
     smallest, largest = torch.aminmax(values)
     return torch.isfinite(smallest) & torch.isfinite(largest)
-
-
-def _local(values: Tensor) -> Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values
 
 
 def _all_reduce_minimum(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -211,6 +211,7 @@ class LoopTrainer(Trainer):
         windows = range(first_window, first_window + plan.windows)
         self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
         self.tokens += plan.windows * self.config.training.seq_len
+        self.optimizers.update_average(step=plan.step, tokens=self.tokens)
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)

@@ -1,0 +1,94 @@
+"""The average of the weights in one process: its formula, its start, and that it is resumed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig
+
+
+def averages_of_a_walk(config: WeightAverageConfig, steps: int) -> tuple[list[Tensor], Tensor]:
+    """Return the weights after each step, and their average after the last; 10 tokens a step."""
+    weight = nn.Parameter(torch.zeros(3, 2))
+    average = WeightAverage(config, {"w": weight})
+    generator = torch.Generator().manual_seed(0)
+    walk = []
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            weight += torch.randn(3, 2, generator=generator)
+        walk.append(weight.detach().clone())
+        average.update(step=step, tokens=10 * step)
+    return walk, average.state_dict()["w"]
+
+
+@pytest.mark.parametrize(
+    ("interval", "start_tokens", "taken"),
+    [(1, 0, [1, 2, 3, 4, 5, 6, 7]), (2, 0, [2, 4, 6]), (1, 40, [5, 6, 7]), (3, 30, [6])],
+)
+def test_the_average_is_that_of_the_steps_it_takes(interval, start_tokens, taken):
+    config = WeightAverageConfig(decay=0.9, interval=interval, start_tokens=start_tokens)
+    walk, got = averages_of_a_walk(config, steps=7)
+    first, *later = (walk[step - 1].double() for step in taken)
+    expected = first
+    for weights in later:
+        expected = 0.9 * expected + 0.1 * weights
+    torch.testing.assert_close(got.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_before_its_start_the_average_is_the_weights():
+    walk, got = averages_of_a_walk(WeightAverageConfig(decay=0.9, start_tokens=100), steps=4)
+    assert torch.equal(got, walk[-1])
+
+
+def test_half_precision_weights_are_averaged_in_float32():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    average = WeightAverage(WeightAverageConfig(decay=0.999), {"w": weight})
+    average.update(step=1, tokens=1)
+    with torch.no_grad():
+        weight.zero_()
+    average.update(step=2, tokens=2)
+    torch.testing.assert_close(average.state_dict()["w"], torch.full((2,), 0.999))
+
+
+def config_of(source: Path, run: Path, *, decay: float, steps: int = 6) -> LoopTrainer.Config:
+    config = tiny_config(source, run, steps=6)
+    config.training.steps = steps
+    config.held_out.interval = 0
+    config.ema.decay = decay
+    return config
+
+
+def saved(run: Path, step: int) -> dict[str, Tensor]:
+    reader = CheckpointReader(RunDirectory(run).checkpoint(step))
+    return {key: reader.read(key) for key in reader.tensor_keys()}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_average_goes_on_bit_for_bit(source, tmp_path):
+    for steps in (6,):
+        run_training(config_of(source, tmp_path / "whole", decay=0.5, steps=steps))
+    for steps in (2, 6):
+        run_training(config_of(source, tmp_path / "halves", decay=0.5, steps=steps))
+    whole, halves = (saved(tmp_path / name, 6) for name in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    assert all(torch.equal(whole[key], halves[key]) for key in whole)
+    name = "layers.0.attention.wo.weight"
+    assert not torch.equal(whole[AVERAGE_PREFIX + name], whole[name])
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
+    for steps, decay in ((2, 0.0), (4, 0.5), (6, 0.0)):
+        run_training(config_of(source, tmp_path, decay=decay, steps=steps))
+    names = [key for key in saved(tmp_path, 2) if not key.startswith("optimizer.")]
+    plain = {step: saved(tmp_path, step) for step in (2, 4, 6)}
+    averaged = [{k for k in plain[step] if k.startswith(AVERAGE_PREFIX)} for step in (2, 4, 6)]
+    assert averaged == [set(), {AVERAGE_PREFIX + name for name in names}, set()]

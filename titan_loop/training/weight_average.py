@@ -1,0 +1,108 @@
+"""An exponential moving average of the weights, kept beside them and saved with the optimisers.
+
+    a ← w                    up to the first update after `start_tokens`
+    a ← d·a + (1 − d)·w      at every later one
+
+a is in float32, sharded like w, and never gathered: on any number of ranks it is the same function
+of the weights. Frozen parameters have none.
+
+Source: Polyak and Juditsky 1992; as an exponential average Tarvainen and Valpola 2017, arXiv
+1703.01780, §2.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_loop.errors import Refusal
+from titan_loop.models.initialisation import local_part
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightAverageConfig:
+    """An exponential moving average of the weights, for `eval --ema` and `convert export --ema`."""
+
+    decay: float = 0.0
+    """Share of the average that an update keeps, such as 0.999; 0 keeps no average."""
+
+    interval: int = 1
+    """Steps between two updates."""
+
+    start_tokens: int = 0
+    """Global tokens after which averaging starts; until then the average is the weights."""
+
+    def refusals(self) -> Iterator[Refusal]:
+        """Yield values out of range."""
+        if not 0 <= self.decay < 1:
+            problem = f"ema.decay={self.decay} must be at least 0 and below 1"
+            yield Refusal("ema.decay", problem, "0.999 is usual, 0 keeps no average")
+        if self.interval < 1:
+            yield Refusal("ema.interval", f"ema.interval={self.interval} must be at least 1")
+        if self.start_tokens < 0:
+            problem = f"ema.start_tokens={self.start_tokens} is negative"
+            yield Refusal("ema.start_tokens", problem, "use 0 or more")
+
+
+class WeightAverage:
+    """The average of a model's weights.
+
+    Args:
+        config: With a decay above 0.
+        weights: Name → parameter, whole or sharded; read at every update.
+
+    Attributes:
+        updates: Updates so far; at 0 the average is the weights.
+    """
+
+    def __init__(self, config: WeightAverageConfig, weights: Mapping[str, Tensor]) -> None:
+        self._config = config
+        self._weights = weights
+        self._average = {
+            name: torch.empty_like(weight, dtype=torch.float32, requires_grad=False)
+            for name, weight in weights.items()
+        }
+        self.updates = 0
+
+    @torch.no_grad()
+    def update(self, *, step: int, tokens: int) -> None:
+        """Take in the weights after a step.
+
+        Args:
+            step: Training steps done.
+            tokens: Global tokens consumed.
+        """
+        if step % self._config.interval or tokens <= self._config.start_tokens:
+            return
+        if self.updates == 0:
+            self._restart()
+        else:
+            averages, weights = self._local()
+            torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
+                averages, weights, weight=1 - self._config.decay
+            )
+        self.updates += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the average on any number of ranks; the tensors are not copies."""
+        if self.updates == 0:
+            self._restart()
+        return {"updates": self.updates, **self._average}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from such a state; its tensors may be this average's own."""
+        self.updates = state_dict["updates"]
+        for name, average in self._average.items():
+            if state_dict[name] is not average:
+                average.copy_(state_dict[name])
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        torch._foreach_copy_(*self._local())  # pyright: ignore[reportPrivateImportUsage]
+
+    def _local(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of averages and weights."""
+        averages = [local_part(average) for average in self._average.values()]
+        return averages, [local_part(weight).float() for weight in self._weights.values()]
