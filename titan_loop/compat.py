@@ -116,9 +116,25 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+_assumed_device: DeviceType | None = None
+
+
 def device_type() -> DeviceType:
-    """Return the device torchtitan was told to use."""
+    """Return the device torchtitan was told to use, or the one of `assuming`."""
+    if _assumed_device is not None:
+        return _assumed_device
     return "cuda" if titan_utils.device_type == "cuda" else "cpu"
+
+
+@contextmanager
+def assuming(device: DeviceType) -> Iterator[None]:
+    """Check configs for machines with another device, such as those of a cluster's jobs."""
+    global _assumed_device
+    before, _assumed_device = _assumed_device, device
+    try:
+        yield
+    finally:
+        _assumed_device = before
 
 
 def _run_on_cpu() -> None:

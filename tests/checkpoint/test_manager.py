@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
@@ -269,6 +270,16 @@ def test_the_manifest_carries_lineage(source, tmp_path):
     assert third["trainer"]["tokens"] == STEPS * BATCH_TOKENS
     assert third["trainer"]["recurrent_steps"] == 2
     assert third["data"]["windows_consumed"] == STEPS * BATCH_WINDOWS
+
+
+def test_the_writing_thread_uses_its_ranks_device(source, tmp_path, monkeypatch):
+    """On a GPU a thread begins with device 0, where each rank would take memory."""
+    used: list[tuple[int, str]] = []
+    monkeypatch.setattr(compat.CpuDevice, "current_device", staticmethod(lambda: 3))
+    note = lambda device: used.append((device, threading.current_thread().name))  # noqa: E731
+    monkeypatch.setattr(compat.CpuDevice, "set_device", staticmethod(note))
+    train(source, tmp_path / "run", async_mode="async")
+    assert (3, "checkpoint_0") in used
 
 
 _HOLDER = """

@@ -38,6 +38,18 @@ def _model() -> LoopDecoder:
     return build_decoder(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
 
 
+@pytest.mark.parametrize(("world_size", "shared"), [("2", True), ("4", False)])
+def test_ranks_of_several_nodes_do_not_share_compiled_code(
+    tmp_path, monkeypatch, world_size, shared
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    keep_compiled_code(tmp_path)
+    assert (os.environ.get("TORCHINDUCTOR_CACHE_DIR") == str(tmp_path)) == shared
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
 @pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")

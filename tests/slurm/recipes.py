@@ -65,6 +65,28 @@ class Hung:
         """Do nothing."""
 
 
+class Fails:
+    """Rank 1 fails after step 3 as TEST_FAILS says of this start; rank 0 then waits for ever."""
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        """Do nothing."""
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+        """Abort as NCCL does, or raise an error, if this is where."""
+        kinds = os.environ.get("TEST_FAILS", "").split()
+        start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if start >= len(kinds) or trainer.step != 3:
+            return
+        if os.environ["RANK"] == "1":
+            if kinds[start] == "abort":
+                os.abort()
+            raise RuntimeError("rank 1's own")
+        time.sleep(3600)
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        """Do nothing."""
+
+
 def tiny(steps: int = STEPS) -> LoopTrainer.Config:
     """Return a run of some steps; every second one is saved."""
     config = LoopTrainer.Config(
@@ -74,7 +96,7 @@ def tiny(steps: int = STEPS) -> LoopTrainer.Config:
         learning_rate=Schedule.constant(1e-3),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_WINDOWS * WINDOW_TOKENS)),
         adamw=AdamWConfig(beta2=0.98),
-        callbacks=(Held(), Hung()),
+        callbacks=(Held(), Hung(), Fails()),
     )
     config.training.seq_len = WINDOW_TOKENS
     config.training.local_batch_size = 2

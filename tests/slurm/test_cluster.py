@@ -227,6 +227,22 @@ def test_a_hung_rank_is_ended_and_the_job_goes_on(cluster, tmp_path, monkeypatch
     assert losses(tmp_path) == whole
 
 
+def test_a_rank_that_aborts_or_fails_alone_ends_the_job_and_it_goes_on(
+    cluster, tmp_path, monkeypatch, whole
+):
+    """Rank 0 waits in something that never returns, as in a collective of NCCL."""
+    monkeypatch.setenv("TEST_FAILS", "abort raise")
+    job = cluster.batch("one_run", tmp_path, nodes=2)
+    log = cluster.log(tmp_path, "job")
+    assert cluster.wait_until_it_ends(job, log) == "COMPLETED"
+    assert show("job", job)["Restarts"] == "2"
+    said = log.read_text()
+    assert "of 2 ranks, 2 without a report" in said  # srun killed rank 0
+    assert "of 2 ranks, 1 with code 1, 1 without a report" in said
+    assert "RuntimeError: rank 1's own" in said
+    assert losses(tmp_path) == whole
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_array_evaluates_every_checkpoint_once(cluster, source, tmp_path, monkeypatch):
     run_training(tiny_config(source, tmp_path / "run", steps=4))

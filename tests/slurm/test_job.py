@@ -1,11 +1,13 @@
 """What a job decides from records, variables and reports; needs no SLURM."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from titan_loop.errors import UserError
+from titan_loop.slurm import job
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.health import bad_nodes
 from titan_loop.slurm.node_check import disk_problems, gpu_problems
@@ -187,3 +189,19 @@ def test_a_batch_script_must_say_how_many_ranks(tasks):
 )
 def test_which_exits_have_a_job_started_again(code, exits, final):
     assert final_code(code, exits) == final
+
+
+@pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 137)])
+def test_the_clock_of_a_check_starts_with_its_last_rank(monkeypatch, tmp_path, starts, code):
+    """Importing torch on every node may take longer than the check itself."""
+    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(job, "_START_SECONDS", 30.0 if starts else 0.3)
+    killed: list[str] = []
+    monkeypatch.setattr(job, "end_steps", killed.append)
+    slow = f"sleep 0.5; touch {tmp_path}/there; sleep 0.1"
+    what = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=1, check=None)
+    with job._Steps(what, ALLOCATION) as steps:
+        command = ["sh", "-c", slow if starts else "sleep 60"]
+        there = (tmp_path / "there").exists
+        assert steps.run(command, os.environ, limit=0.4, started=there) == code
+    assert killed == ([] if starts else ["123"])

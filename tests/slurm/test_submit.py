@@ -79,6 +79,56 @@ def test_what_cannot_run_is_refused_in_one_line(capsys, flags, complaint):
     assert complaint in refused(capsys, RECIPE, *FLAGS, "--dry-run", *flags)
 
 
+def test_cpus_memory_gpus_and_mail_reach_the_script(tmp_path, capsys):
+    site = tmp_path / "site.sh"
+    site.write_text("export TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0 --constraint=\"a&b\"'\n")
+    flags = ("--nodes=1", "--gpus-per-node=a100:2", "--time=1:00:00", "--dry-run")
+    more = ("--site", str(site), "--sbatch=--qos=long --mail-type=END,FAIL")
+    # Of a machine with GPUs, which this one is not.
+    gpu_only = ("--profiler.enable-memory-snapshot", "--model.attention=varlen")
+    assert main(["slurm", "submit", RECIPE, *flags, *more, *gpu_only]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    for directive in (
+        "--gpus-per-node=a100:2",
+        "--ntasks-per-node=2",
+        "--exclusive",
+        "--mem=0",
+        "'--constraint=a&b'",
+        "--qos=long",
+        "--mail-type=END,FAIL",
+    ):
+        assert f"#SBATCH {directive}" in lines, directive
+    assert captured.err == ""
+    gres = ("--site", str(site), "--sbatch=--gres=gpu:a100:2")
+    assert main(["slurm", "submit", RECIPE, *flags, *gres]) == 0
+    assert "gpus-per-node" not in capsys.readouterr().out.partition("exec ")[0]
+
+
+def test_a_job_that_would_get_one_cpu_is_remarked(capsys):
+    assert main(["slurm", "submit", RECIPE, *FLAGS, "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "no site file" in said
+    assert "nothing asks for CPUs, memory or whole nodes" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--sbatch=-p gpu",), "has '-p'; write every flag of sbatch as --NAME or --NAME=VALUE"),
+        (("--sbatch=--time=1",), "has --time=1, which submit writes itself; use --time"),
+        (("--gpus-per-node=many",), "--gpus-per-node=many is not a number or TYPE:NUMBER"),
+        (("--sbatch=--a='",), "No closing quotation"),
+        (
+            ("--model.attention=varlen",),
+            "model.attention=varlen needs CUDA",
+        ),
+    ],
+)
+def test_wrong_resources_are_refused(capsys, flags, complaint):
+    assert complaint in refused(capsys, RECIPE, *FLAGS, "--dry-run", *flags)
+
+
 def test_what_is_missing_is_said(capsys, monkeypatch):
     assert "unknown recipe 'nonesuch'" in refused(capsys, "nonesuch", *FLAGS, "--dry-run")
     assert "add --ranks-per-node" in refused(

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +183,30 @@ def test_wandb_offline_writes_into_wandb(tmp_path: Path, monkeypatch: pytest.Mon
     processor.log_step(RECORD)
     processor.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_wandb_keeps_what_is_logged_after_a_fallback(tmp_path: Path, monkeypatch):
+    """W&B itself drops whatever comes at a step below the last one."""
+    kept: list[dict[str, Any]] = []
+    last = -1
+
+    def log(record: dict[str, Any], step: int | None = None) -> None:
+        nonlocal last
+        last = last + 1 if step is None else max(last, step)
+        if step is None or step == last:
+            kept.append(record)
+
+    axes: list[tuple[str, str | None]] = []
+    wandb = SimpleNamespace(
+        init=lambda **_: None, log=log, run=None,
+        define_metric=lambda name, step_metric=None: axes.append((name, step_metric)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    processor = build(tmp_path, enable_wandb=True)
+    for step in (1, 2, 3, 2, 3):
+        processor.log_numbers({"loss": 1.0}, step)
+    assert [record["train/step"] for record in kept] == [1, 2, 3, 2, 3]
+    assert ("*", "train/step") in axes
 
 
 def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatch):

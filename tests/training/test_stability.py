@@ -98,6 +98,26 @@ def test_a_skipped_update_leaves_weights_and_moments_alone(implementation: str):
         assert torch.equal(got, want)
 
 
+def test_weights_on_another_device_than_the_verdict_wait_for_it():
+    """Offloaded to the host, a fused optimiser would read a copy that is still on its way."""
+
+    class Fused:
+        param_groups = [{"fused": True, "params": [torch.zeros(1, device="meta")]}]  # noqa: RUF012
+
+    class Optimizers(list):
+        steps = 0
+
+        def step(self) -> None:
+            self.steps += 1
+
+    optimizers = Optimizers([Fused()])
+    for finite in (False, True):
+        verdict = agree_on_step(torch.tensor(1.0 if finite else NAN), torch.tensor(1.0))
+        update_unless_skipped(optimizers, verdict)  # type: ignore[arg-type]
+    assert optimizers.steps == 1
+    assert "found_inf" not in vars(optimizers[0])
+
+
 def test_first_non_finite_parameter():
     second = nn.Linear(3, 2)
     model = nn.Sequential(nn.Linear(3, 3), second)

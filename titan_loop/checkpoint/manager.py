@@ -29,6 +29,7 @@ from torchtitan.components.checkpointer.base import (
     BaseCheckpointManager,
     ModelWrapper,
 )
+from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import Carry
@@ -196,7 +197,11 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
         self._stager = None if config.async_mode == "disabled" else _stager(config.async_mode)
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        device = titan_utils.device_module
+        # A thread begins with device 0, where every rank would open a CUDA context.
+        self._writer = ThreadPoolExecutor(
+            1, "checkpoint", initializer=device.set_device, initargs=(device.current_device(),)
+        )
 
     # Saving
 

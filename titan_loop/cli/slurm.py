@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,9 +20,10 @@ def submit(
     flags: Sequence[str],
     *,
     nodes: int,
-    gpus_per_node: int,
+    gpus_per_node: str,
     time: str,
     ranks_per_node: int | None = None,
+    sbatch: str = "",
     save_seconds: int = SAVE_SECONDS,
     stage: str | None = None,
     dump_folder: str = "",
@@ -37,9 +39,11 @@ def submit(
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
         flags: Flags of the recipe.
         nodes: Number of nodes of every job.
-        gpus_per_node: Number of GPUs per node, one rank each; 0 on a cluster of CPUs.
+        gpus_per_node: Number of GPUs per node, one rank each, or TYPE:NUMBER such as a100:8; 0 on a
+            cluster of CPUs.
         time: Time limit of one start, H:M:S or D-H:M:S.
         ranks_per_node: Number of ranks per node on a cluster of CPUs.
+        sbatch: Further flags of sbatch, such as '--qos=long --exclusive --mail-type=END'.
         save_seconds: Seconds before the limit at which the run saves; they must suffice for a step,
             an evaluation and a save.
         stage: Submit this stage alone; its parent must be complete.
@@ -48,7 +52,13 @@ def submit(
         no_node_check: Train without checking the nodes first.
         dry_run: Print the scripts and submit nothing.
     """
-    if gpus_per_node == 0 and ranks_per_node is None:
+    kind, _, count = gpus_per_node.rpartition(":")
+    if not count.isdigit():
+        raise UserError(
+            f"--gpus-per-node={gpus_per_node} is not a number or TYPE:NUMBER, such as 8 or a100:8"
+        )
+    gpus = int(count)
+    if gpus == 0 and ranks_per_node is None:
         raise UserError("--gpus-per-node=0 does not say how many ranks; add --ranks-per-node")
     if not dry_run and shutil.which("sbatch") is None:
         raise UserError(
@@ -56,7 +66,7 @@ def submit(
             "with --dry-run"
         )
 
-    from titan_loop.slurm.site import Site, find_site, source_site
+    from titan_loop.slurm.site import Site, find_site, source_site, split_words
 
     site_file = find_site(site)
     environment = source_site(site_file)
@@ -64,7 +74,7 @@ def submit(
     names = [one.name for one in resolved.stages]
     common, own = split_by_stage(flags, names)
 
-    from titan_loop.slurm.submit import Request, Resources, plan_jobs, submit_jobs
+    from titan_loop.slurm.submit import Request, Resources, plan_jobs, remarks, submit_jobs
 
     request = Request(
         recipe=resolved,
@@ -73,10 +83,12 @@ def submit(
         folder=dump_folder,
         resources=Resources(
             nodes=nodes,
-            ranks_per_node=ranks_per_node or gpus_per_node,
-            gpus_per_node=gpus_per_node,
+            ranks_per_node=ranks_per_node or gpus,
+            gpus_per_node=gpus,
             time=time,
             save_seconds=save_seconds,
+            gpu_type=kind,
+            sbatch_flags=tuple(split_words("--sbatch", sbatch)),
         ),
         site=Site.of(environment),
         site_file=site_file,
@@ -84,6 +96,8 @@ def submit(
         environment=environment,
     )
     root, jobs = plan_jobs(request)
+    for remark in remarks(request):
+        print(f"titan-loop: {remark}", file=sys.stderr)
     if dry_run:
         for job in jobs:
             after = "" if job.parent is None else f", after {job.parent}"

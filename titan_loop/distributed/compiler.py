@@ -1,7 +1,7 @@
 """Whether `torch.compile` can run, and what of its work is kept for the next stage and start.
 
 Inductor calls a C++ compiler, on CUDA Triton a C compiler. Compiled graphs and kernels are found
-again by their content, so one folder serves all ranks and stages of a recipe.
+again by their content, so one folder serves the ranks of a node and all stages of a recipe.
 """
 
 import os
@@ -35,14 +35,16 @@ def missing_compiler(device_type: str) -> str | None:
 def keep_compiled_code(folder: Path) -> None:
     """Let a later start find what this one compiles, instead of compiling it again.
 
-    torch's own default is below the machine's temporary folder, which other nodes do not see and a
-    reboot empties. TORCHINDUCTOR_CACHE_DIR, if set, decides: best to a folder of each node's own
-    where the file system of the runs is slow with many small files.
+    torch's own default is below the machine's temporary folder, which a reboot empties. That is
+    where a run on several nodes keeps it: hundreds of ranks that write thousands of small files
+    would be slow on a shared disk. TORCHINDUCTOR_CACHE_DIR, if set, decides.
 
     Args:
-        folder: Made by torch when it compiles something.
+        folder: Made by torch when it compiles something; for a run on one node.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
+    ranks = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if next(ranks) == next(ranks):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder.absolute()))
 
 
 def forget_compiled_stage() -> None:

@@ -8,6 +8,7 @@ FlexAttention: scaled dot products with an explicit causal-and-same-document mas
 
 from dataclasses import dataclass
 
+import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -144,7 +145,7 @@ def inner_attention_config(backend: str) -> Module.Config:
             f"model.attention={backend} is not an attention backend"
             f"{nearest(backend, ATTENTION_BACKENDS)}"
         )
-    on_cuda = torch.cuda.is_available()
+    on_cuda = compat.device_type() == "cuda"
     if backend == "auto":
         backend = "flex" if on_cuda else "sdpa"
     if backend != "sdpa" and not on_cuda:

@@ -53,7 +53,9 @@ class Allocation:
                 "the batch script sets no number of ranks for a node; add --ntasks-per-node, one "
                 "for each GPU"
             )
-        gpus = environment.get("SLURM_GPUS_PER_NODE", "0").rpartition(":")[2]  # TYPE:COUNT
+        # TYPE:COUNT; with --gres instead there is the number of the batch step's node.
+        gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE", "0")
+        gpus = gpus.rpartition(":")[2]
         return cls(
             job=environment["SLURM_JOB_ID"],
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),

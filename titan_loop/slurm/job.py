@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -47,7 +48,13 @@ RANKS_SHARE, STEP_SHARE = 0.8, 0.9
 """Shares of `save_seconds` after which ranks give up, and after which they are killed. The rest is
 left for requeueing."""
 
+_START_SECONDS = 900
+"""Time in which all ranks of the node check must have imported torch, from a cold network disk."""
+
 _CHECK_SECONDS = 300
+"""Time for the check once they have."""
+
+_POLL_SECONDS = 1.0
 _CHECK_WAIT_SECONDS = 60
 """Time from the first rank's end, good or bad, to the end of the check."""
 
@@ -134,7 +141,13 @@ def _check(
     arguments = check.command(reports, allocation, job.folder)
     command = allocation.srun(site, *arguments, wait=_CHECK_WAIT_SECONDS)
     variables = allocation.rank_environment(site, port=allocation.port(1))
-    steps.run(command, variables, limit=_CHECK_SECONDS)
+    ranks = len(allocation.nodes) * allocation.ranks_per_node
+    steps.run(
+        command,
+        variables,
+        limit=_CHECK_SECONDS,
+        started=lambda: sum(1 for _ in reports.glob("rank-*.json")) == ranks,
+    )
     if steps.warned:
         return EXIT_OK  # the time limit came first; nothing is known about the nodes
     bad, others = bad_nodes(reports, allocation)
@@ -198,15 +211,31 @@ class _Steps:
             self._killer.cancel()
 
     def run(
-        self, command: Sequence[str], environment: Mapping[str, str], limit: float | None = None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        limit: float | None = None,
+        started: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Run one step, for `limit` seconds at most; return its exit code as a shell gives it."""
+        """Run one step and return its exit code as a shell gives it.
+
+        Args:
+            command: What to run.
+            environment: Its environment.
+            limit: Seconds after which it is killed, from when it has started; None for no limit.
+            started: Whether it has started; if it does not in `_START_SECONDS`, it is killed.
+        """
         with subprocess.Popen(command, env=dict(environment)) as step:
             self._step = step
             if self.warned:
                 step.send_signal(signal.SIGUSR1)
+            deadline = time.monotonic() + _START_SECONDS
+            while limit is not None and step.poll() is None and time.monotonic() < deadline:
+                if started():
+                    break
+                time.sleep(_POLL_SECONDS)
             try:
-                code = step.wait(limit)
+                code = step.wait(limit if limit is None or started() else 0)
             except subprocess.TimeoutExpired:
                 self._kill()
                 code = step.wait()

@@ -19,7 +19,10 @@ import torch.distributed as dist
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
-_TIMEOUT = timedelta(seconds=120)  # imports from a cold network disk take their time
+_TIMEOUT = timedelta(seconds=1200)
+"""Longer than the slowest rank may import torch: the job ends a check that hangs, see
+`titan_loop.slurm.job`, and learns from the reports who hung."""
+
 _SENT_FLOATS = 2**20
 _ROUNDS = 3
 

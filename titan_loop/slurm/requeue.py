@@ -107,7 +107,7 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
         "output": fields["StdOut"],
         "chdir": fields["WorkDir"],
         "exclude": exclude,
-    }
+    }  # what the script itself asks for, it asks for again
     command = shlex.split(fields.get("Command", ""))
     answer = slurm(
         "sbatch",

@@ -6,6 +6,7 @@ the jobs' environment.
 
     SBATCH_PARTITION, SBATCH_ACCOUNT, …   read by sbatch itself
     TITAN_LOOP_CONTAINER                  command in front of every rank's own
+    TITAN_LOOP_SBATCH_FLAGS               flags of every batch script: CPUs, memory, QOS, mail, …
     TITAN_LOOP_SRUN_FLAGS                 flags of every srun
     TITAN_LOOP_NETWORK_INTERFACE          network of NCCL and gloo
     TITAN_LOOP_RENDEZVOUS_HOST            address of rank 0; its node's name by default
@@ -25,6 +26,7 @@ DEFAULT_SITE = Path("slurm/site.sh")
 _PREFIX = "TITAN_LOOP_"
 _VARIABLES = {
     "TITAN_LOOP_CONTAINER",
+    "TITAN_LOOP_SBATCH_FLAGS",
     "TITAN_LOOP_SRUN_FLAGS",
     "TITAN_LOOP_NETWORK_INTERFACE",
     "TITAN_LOOP_RENDEZVOUS_HOST",
@@ -37,6 +39,7 @@ class Site:
 
     Attributes:
         container: Words in front of a rank's command; empty for none.
+        sbatch_flags: Flags of every batch script.
         srun_flags: Flags of every srun.
         network_interface: Network interface of NCCL and gloo; empty lets them choose.
         rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
@@ -45,6 +48,7 @@ class Site:
     """
 
     container: tuple[str, ...] = ()
+    sbatch_flags: tuple[str, ...] = ()
     srun_flags: tuple[str, ...] = ()
     network_interface: str = ""
     rendezvous_host: str = ""
@@ -56,19 +60,29 @@ class Site:
         """Return the settings in an environment, inside a job or after `source_site`."""
 
         def words(name: str) -> tuple[str, ...]:
-            try:
-                return tuple(shlex.split(environment.get(name, "")))
-            except ValueError as error:
-                raise UserError(f"{name}={environment[name]!r}: {error}; fix the quotes") from error
+            return split_words(name, environment.get(name, ""))
 
         return cls(
             container=words("TITAN_LOOP_CONTAINER"),
+            sbatch_flags=words("TITAN_LOOP_SBATCH_FLAGS"),
             srun_flags=words("TITAN_LOOP_SRUN_FLAGS"),
             network_interface=environment.get("TITAN_LOOP_NETWORK_INTERFACE", ""),
             rendezvous_host=environment.get("TITAN_LOOP_RENDEZVOUS_HOST", ""),
             partition=environment.get("SBATCH_PARTITION", ""),
             account=environment.get("SBATCH_ACCOUNT", ""),
         )
+
+
+def split_words(name: str, text: str) -> tuple[str, ...]:
+    """Return the words of `text`, the value of `name`, as a shell reads them.
+
+    Raises:
+        UserError: A quotation mark has no partner.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{name}={text!r}: {error}; fix the quotes") from error
 
 
 def find_site(given: str | None) -> Path | None:

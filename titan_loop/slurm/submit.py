@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import titan_loop.compat as compat  # before any torchtitan module
+
 from titan_loop.errors import RunFailedError, UserError, nearest
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import check_recipe, is_complete
@@ -17,6 +19,24 @@ from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
 from titan_loop.slurm.record import slurm_folder, write_jobs
 from titan_loop.slurm.site import Site
+
+_OWN_DIRECTIVES = {
+    "--nodes": "--nodes",
+    "--ntasks-per-node": "--gpus-per-node or --ranks-per-node",
+    "--gpus-per-node": "--gpus-per-node",
+    "--time": "--time",
+    "--signal": "--save-seconds",
+    "--job-name": "the recipe's name",
+    "--output": "the folder's slurm/STAGE.log",
+    "--open-mode": "append, which restarts need",
+    "--requeue": "it as it is",
+    "--no-requeue": "--requeue, which restarts need",
+    "--dependency": "the recipe's parents",
+    "--array": "titan-loop slurm submit once for each run",
+    "--partition": "SBATCH_PARTITION",
+    "--account": "SBATCH_ACCOUNT",
+}
+"""Flag of sbatch → what sets it."""
 
 EARLY_SECONDS = 60
 """SLURM checks time limits once in a while, so its warning may come up to a minute early."""
@@ -30,8 +50,10 @@ class Resources:
         nodes: Number of nodes.
         ranks_per_node: Processes on a node, one for each GPU.
         gpus_per_node: GPUs on a node; 0 on a CPU cluster.
+        gpu_type: SLURM's name for the kind of GPU; empty for any.
         time: Time limit of one start, as `sbatch --time` takes it.
         save_seconds: Seconds between the signal to save and the time limit.
+        sbatch_flags: Further flags of the batch script, in front of which the site's stand.
     """
 
     nodes: int
@@ -39,6 +61,8 @@ class Resources:
     gpus_per_node: int
     time: str
     save_seconds: int
+    gpu_type: str = ""
+    sbatch_flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +109,12 @@ def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
     """
     resources = request.resources
     _check_resources(resources)
+    _check_sbatch_flags((*request.site.sbatch_flags, *resources.sbatch_flags))
     world_size = resources.nodes * resources.ranks_per_node
-    root, stages = check_recipe(
-        request.recipe, world_size, folder=request.folder, only=request.only
-    )
+    with compat.assuming("cuda" if resources.gpus_per_node else "cpu"):
+        root, stages = check_recipe(
+            request.recipe, world_size, folder=request.folder, only=request.only
+        )
     root = root.absolute()
     left = [stage for stage in stages if not is_complete(stage.config)]
     if not left:
@@ -145,11 +171,14 @@ def render_script(
         site_file: File that the job sources; None for none.
         log: File that every start of the job appends to.
     """
+    extra = (*site.sbatch_flags, *resources.sbatch_flags)
+    gpus = f"{resources.gpu_type}:" * bool(resources.gpu_type) + str(resources.gpus_per_node)
+    asks_for_gpus = resources.gpus_per_node and not any(flag.startswith("--gres") for flag in extra)
     directives = [
         f"--job-name={name}",
         f"--nodes={resources.nodes}",
         f"--ntasks-per-node={resources.ranks_per_node}",
-        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
+        *([f"--gpus-per-node={gpus}"] if asks_for_gpus else []),
         f"--time={resources.time}",
         *([f"--partition={shlex.quote(site.partition)}"] if site.partition else []),
         *([f"--account={shlex.quote(site.account)}"] if site.account else []),
@@ -159,6 +188,7 @@ def render_script(
         f"--signal=B:USR1@{resources.save_seconds}",
         "--requeue",
         "--kill-on-invalid-dep=yes",
+        *(shlex.join([flag]) for flag in extra),
     ]
     lines = [
         "#!/bin/bash",
@@ -223,6 +253,42 @@ def _check_resources(resources: Resources) -> None:
             f"--save-seconds={resources.save_seconds}, and SLURM warns up to {EARLY_SECONDS} s "
             f"early; give it more than {needed} s"
         )
+
+
+def _check_sbatch_flags(flags: Sequence[str]) -> None:
+    """Refuse words that are no flags of sbatch, and those that the script has already."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if not flag.startswith("--") or " " in name:
+            raise UserError(
+                f"TITAN_LOOP_SBATCH_FLAGS or --sbatch has {flag!r}; write every flag of sbatch as "
+                "--NAME or --NAME=VALUE"
+            )
+        if name in _OWN_DIRECTIVES:
+            raise UserError(
+                f"TITAN_LOOP_SBATCH_FLAGS or --sbatch has {flag}, which submit writes itself; use "
+                f"{_OWN_DIRECTIVES[name]}"
+            )
+
+
+def remarks(request: Request) -> list[str]:
+    """Return lines about what a job would probably lack."""
+    site, resources = request.site, request.resources
+    flags = (*site.sbatch_flags, *resources.sbatch_flags)
+    names = {name.partition("=")[0] for name in flags}
+    found: list[str] = []
+    if request.site_file is None:
+        found.append(
+            "no site file: jobs get this shell's environment and the cluster's default partition; "
+            "copy slurm/site.sh.example to slurm/site.sh and fill it in"
+        )
+    if not names & {"--exclusive", "--cpus-per-task", "--cpus-per-gpu", "--mem", "--mem-per-gpu"}:
+        found.append(
+            "nothing asks for CPUs, memory or whole nodes, of which a rank may get one CPU and "
+            "little memory: set TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0', or "
+            "--cpus-per-task=N and --mem-per-gpu=SIZE, in the site file"
+        )
+    return found
 
 
 def _check_cluster(request: Request) -> None:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import socket
 import time
 from datetime import UTC, datetime
@@ -32,6 +33,10 @@ class LostFolder(NamedTuple):
 
     problem: str
     folder: Path | None
+
+
+LEASE_SECONDS = 120.0
+"""Time in which servers of network file systems forget the locks of a host that is gone."""
 
 
 class FolderLock:
@@ -71,6 +76,8 @@ class FolderLock:
                     error,
                     user,
                 )
+                return
+            if self._take_over(path):
                 return
             self._file.seek(0)
             owner = self._file.read().strip() or "unknown"
@@ -121,6 +128,43 @@ class FolderLock:
             return False
         except OSError:  # a failing disk says nothing about the folder
             return True
+
+    def _take_over(self, path: Path) -> bool:
+        """Take the lock that an earlier start of this SLURM job left on a host that is gone.
+
+        The server of a network file system may remember it for long. It is waited for, as the
+        server may notice, and then replaced by another file under the same name.
+        """
+        job = os.environ.get("SLURM_JOB_ID")
+        self._file.seek(0)
+        owner = self._file.read()
+        host = re.match(r"process \d+ on (\S+), SLURM job (\d+),", owner)
+        if job is None or host is None or host[2] != job or host[1] == socket.gethostname():
+            return False
+        logger.warning(
+            "%s is still locked by an earlier start of this job (%s); waiting %g s for its host's "
+            "lock to expire",
+            path,
+            owner.strip(),
+            LEASE_SECONDS,
+        )
+        deadline = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(min(5.0, LEASE_SECONDS))
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._name_owner()
+                return True
+            except OSError:
+                continue
+        logger.warning("%s: its host did not give the lock back; it is replaced", path)
+        self._file.close()
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        self._file = fresh.open("a+", encoding="utf-8")
+        fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._name_owner()
+        os.replace(fresh, path)
+        return True
 
     def _name_owner(self) -> None:
         job = os.environ.get("SLURM_JOB_ID")

@@ -43,10 +43,13 @@ from titan_loop.data.load.batches import SourceProgress
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl, finite_or_null
+from titan_loop.storage.json_files import append_jsonl, finite_or_null, write_text
 
 _A100_PEAK_FLOPS = 312e12
 """What upstream's table answers for an A100, and for every device it does not know."""
+
+WANDB_STEP = "train/step"
+"""W&B's axis of training steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +143,7 @@ class LoopMetricsProcessor(MetricsProcessor):
             os.environ.setdefault("WANDB_PROJECT", "titan_loop")
             try:
                 with _one_wandb_run(self.run_directory):
-                    loggers.add_logger(WandBLogger(dump_folder, config_dict=config_dict, tag=tag))
+                    loggers.add_logger(_WandB(dump_folder, config_dict=config_dict, tag=tag))
             except Exception as error:  # a tracking service must never stop a training run
                 logger.error("metrics.enable_wandb: W&B is off for this run (%s)", error)
         if config.enable_tensorboard:
@@ -278,6 +281,23 @@ class LoopMetricsProcessor(MetricsProcessor):
         return stats["reserved_bytes.all.peak"]
 
 
+class _WandB(WandBLogger):
+    """Upstream's, with a step axis of our own.
+
+    W&B drops what is logged at a step below the last one, as after a fallback to an older
+    checkpoint: all of it, until the run is as far as before.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.wandb.define_metric(WANDB_STEP)
+        self.wandb.define_metric("*", step_metric=WANDB_STEP)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Log `metrics` at `step` of the axis."""
+        self.wandb.log({**metrics, WANDB_STEP: step})
+
+
 @contextmanager
 def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
     """Let W&B continue the run that earlier starts of this run directory logged to.
@@ -289,8 +309,7 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
         return
     path = run_directory.wandb_run_id
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(8) + "\n", encoding="utf-8")
+        write_text(path, secrets.token_hex(8) + "\n")
     resume = os.environ.get("WANDB_RESUME")
     os.environ["WANDB_RUN_ID"] = path.read_text(encoding="utf-8").strip()
     os.environ["WANDB_RESUME"] = resume or "allow"

@@ -83,10 +83,12 @@ def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict)
     """Update the weights if the step was finite.
 
     torch's fused optimisers read the verdict on the device, as they do under a gradient scaler, and
-    leave weights, moments and their step count alone. Any other one waits for it.
+    leave weights, moments and their step count alone. Any other one waits for it; so do weights
+    that are offloaded to the host, where the optimiser would read a copy still on its way.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    if all(group.get("fused") for group in groups):
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    if all(group.get("fused") for group in groups) and devices <= {verdict.skip.device.type}:
         for optimizer in optimizers:
             optimizer.found_inf = verdict.skip  # type: ignore[attr-defined]
         optimizers.step()
