@@ -21,7 +21,7 @@ from tests.distributed.sharded_model import (
     micro_batch,
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
-from titan_loop.distributed.memory import estimate_memory, unit_parameters
+from titan_loop.distributed.memory import estimate_memory, unit_sizes
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import SIZES, OuroOptions
@@ -72,7 +72,7 @@ def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float
         fused_norms=False,
     )
     estimate = estimate_memory(config, shape, hold_layers=case["policy"] == "per_step")
-    layers = LAYERS * unit_parameters(config).layer
+    layers = sum(size.parameters() for size in unit_sizes(config) if size.unit.name == "layers")
     return trace.peak_bytes, estimate.transient_peak, trace.at("step 1"), layers
 
 
@@ -203,6 +203,7 @@ def test_unit_parameters_are_those_of_the_built_model(size, tie):
     config = decoder_config(OuroOptions(size=size, tie_weights=tie), max_seq_len=32)
     with torch.device("meta"):
         model = config.build()
-    units = unit_parameters(config)
-    assert units.total == sum(p.numel() for p in model.parameters())
-    assert units.layer == sum(p.numel() for p in model.layers["0"].parameters())
+    sizes = unit_sizes(config)
+    assert sum(size.parameters() for size in sizes) == sum(p.numel() for p in model.parameters())
+    layer = next(size for size in sizes if size.unit.name == "layers")
+    assert layer.parameters() == sum(p.numel() for p in model.layers["0"].parameters())

@@ -8,16 +8,12 @@ Bytes are those a rank receives in a ring over n ranks: (n − 1)/n of the whole
 reduce-scatter, twice that for an all-reduce. What travels over which wire is the network's matter.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from titan_loop.distributed.memory import (
-    MASTER_BYTES,
-    REDUCE_BYTES,
-    UnitParameters,
-    unit_parameters,
-)
+from titan_loop.distributed.memory import MASTER_BYTES, REDUCE_BYTES, unit_sizes
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.units import UnitSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,36 +62,7 @@ def step_traffic(
 def _parameter_gathers(
     config: LoopDecoder.Config, shape: StepShape, hold_layers: bool, micro_batches: int
 ) -> list[Traffic]:
-    """Return the gathers of layers, of embedding and head, and of norm and gate."""
-    units = unit_parameters(config)
-    share = 1 - 1 / shape.shard_degree
-    layer_bytes = share * shape.compute_bytes * units.layer / shape.tensor_parallel_degree
-    padded = units.norm_and_gate_shard(shape.shard_degree) * shape.shard_degree
-    norm_bytes = share * MASTER_BYTES * padded
-    table_bytes = share * shape.compute_bytes * config.vocab_size * config.dim
-    table_bytes /= shape.tensor_parallel_degree
-    layers, norms = units.n_layers, 1
-    if not hold_layers:
-        layers, norms = (micro_batches * count for count in _gathers_per_visit(units, shape))
-    tables = micro_batches * (3 if shape.reshard_after_forward == "always" else 2)
-    return [
-        Traffic(
-            kind="all-gather", what="layers", count=layers, received_bytes=layers * layer_bytes
-        ),
-        Traffic(
-            kind="all-gather",
-            what="embedding, head",
-            count=tables,
-            received_bytes=tables * table_bytes,
-        ),
-        Traffic(
-            kind="all-gather", what="norm, gate", count=norms, received_bytes=norms * norm_bytes
-        ),
-    ]
-
-
-def _gathers_per_visit(units: UnitParameters, shape: StepShape) -> tuple[int, int]:
-    """Return how often a micro-batch gathers layers, and norm and gate, under `per_visit`.
+    """Return the gathers of the units; under `per_step` what steps visit is gathered once a step.
 
     | `reshard_after_forward` | a layer, forward | backward, k steps | norm and gate, forward | backward |
     |---|---|---|---|---|
@@ -106,12 +73,27 @@ def _gathers_per_visit(units: UnitParameters, shape: StepShape) -> tuple[int, in
     Where the backward pass ends before step 1, FSDP has fetched one layer ahead in vain.
     """  # noqa: E501  (a table row is one line)
     steps, reached = shape.recurrent_steps, shape.steps_with_backward
-    norms = min(steps, reached + 1)
-    if shape.reshard_after_forward == "always":
-        norms += steps
-    if shape.reshard_after_forward == "never":
-        return units.n_layers * max(1, reached) + (0 < reached < steps), norms
-    return units.n_layers * (steps + reached) + (reached < steps), norms
+    never = shape.reshard_after_forward == "never"
+    in_vain = reached < steps and not (never and reached == 0)
+    traffic: list[Traffic] = []
+    for size in _ordered(config):
+        unit = size.unit
+        visited, back = unit.visited(steps), unit.visited_back(reached)
+        if unit.kept and unit.place == "step":
+            back = min(visited, back + unit.visits)  # where it ends early it comes to one more
+        kept = unit.kept and shape.reshard_after_forward != "always"
+        count = max(1, back) if kept or (never and not unit.kept) else visited + back
+        if unit.place == "step" and not unit.kept:
+            count, in_vain = count + in_vain, False
+        count *= micro_batches
+        if hold_layers and unit.place == "step":
+            count = 1
+        received = count * _elements(size, shape) * (1 - 1 / shape.shard_degree)
+        received *= MASTER_BYTES if unit.fp32 else shape.compute_bytes
+        traffic.append(
+            Traffic(kind="all-gather", what=unit.name, count=count, received_bytes=received)
+        )
+    return _summed(traffic)
 
 
 def _gradient_reductions(
@@ -119,36 +101,49 @@ def _gradient_reductions(
 ) -> list[Traffic]:
     """Return the reductions: one per unit and micro-batch, in fp32, and one more over replicas.
 
-    Where the backward pass ends before step 1, the embedding has no gradient, and the gate's, which
-    reads all steps, is reduced before the norm's.
+    Where the backward pass ends before step 1, what is visited before it has no gradient, and what
+    reads all states is reduced before the rest of its unit.
     """
-    units = unit_parameters(config)
     truncated = 0 < shape.steps_with_backward < shape.recurrent_steps
-    tables = 2 if units.embedding and not truncated else 1
-    norms = 2 if truncated and config.exit_gate is not None else 1
-    if shape.trainable == "all":
-        counts = {"layers": units.n_layers, "embedding, head": tables, "norm, gate": norms}
-    else:
-        counts = {"norm, gate": 1}
-    trained_here = units.gate
-    if shape.trainable == "all":
-        trained_here = units.norm_and_gate_shard(shape.shard_degree)
-    parameters = {
-        "layers": units.layer / shape.tensor_parallel_degree,
-        "embedding, head": config.vocab_size * config.dim / shape.tensor_parallel_degree,
-        "norm, gate": shape.shard_degree * trained_here / norms,
-    }
     traffic: list[Traffic] = []
-    for what, count in counts.items():
-        count *= micro_batches
-        whole = REDUCE_BYTES * parameters[what]
-        scattered = count * whole * (1 - 1 / shape.shard_degree)
-        summed = count * whole / shape.shard_degree * 2 * (1 - 1 / replicas)
-        traffic.append(
-            Traffic(kind="reduce-scatter", what=what, count=count, received_bytes=scattered)
+    for size in _ordered(config):
+        unit = size.unit
+        if size.parameters(shape.trainable) == 0 or (truncated and unit.place == "before"):
+            continue
+        count = micro_batches * (2 if truncated and unit.reads_all_states else 1)
+        whole = micro_batches * REDUCE_BYTES * _elements(size, shape, trained=True)
+        scattered = whole * (1 - 1 / shape.shard_degree)
+        summed = whole / shape.shard_degree * 2 * (1 - 1 / replicas)
+        for kind, received in (("reduce-scatter", scattered), ("all-reduce", summed)):
+            traffic.append(Traffic(kind=kind, what=unit.name, count=count, received_bytes=received))
+    return _summed(traffic)
+
+
+def _ordered(config: LoopDecoder.Config) -> list[UnitSize]:
+    """Return the units in the order of `plan`: of every step, the others, the small ones."""
+    return sorted(unit_sizes(config), key=lambda size: (size.unit.fp32, size.unit.place != "step"))
+
+
+def _elements(size: UnitSize, shape: StepShape, *, trained: bool = False) -> float:
+    """Return the elements of a unit that travel in one collective, with those that are padding."""
+    trainable = shape.trainable if trained else "all"
+    if size.unit.fp32:
+        return shape.shard_degree * size.shard(shape.shard_degree, trainable)
+    return size.parameters(trainable) / shape.tensor_parallel_degree
+
+
+def _summed(traffic: list[Traffic]) -> list[Traffic]:
+    """Return one entry for all units of one name."""
+    entries: dict[tuple[str, str], Traffic] = {}
+    for entry in traffic:
+        key = (entry.kind, entry.what)
+        before = entries.get(key, replace(entry, count=0, received_bytes=0.0))
+        entries[key] = replace(
+            entry,
+            count=before.count + entry.count,
+            received_bytes=before.received_bytes + entry.received_bytes,
         )
-        traffic.append(Traffic(kind="all-reduce", what=what, count=count, received_bytes=summed))
-    return traffic
+    return list(entries.values())
 
 
 def _context_parallel(

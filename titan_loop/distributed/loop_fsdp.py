@@ -8,7 +8,9 @@ contributions before FSDP sees a gradient. README.md beside this file follows on
 through a step and counts the collectives.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,6 +30,7 @@ from titan_loop.distributed.memory import USABLE_SHARE, estimate_memory
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.units import Unit, innermost_first
 
 FSDPPolicy = Literal["per_visit", "per_step", "auto"]
 
@@ -105,24 +108,22 @@ def shard_units(
     hold_layers: bool,
     fp32_visit_sum: bool,
 ) -> None:
-    """Apply FSDP2 to the embedding, each layer, [norm, exit gate] and the head.
+    """Apply FSDP2 to the units of a decoder.
 
     Args:
-        model: Changed in place. Tied embedding and head make one unit.
+        model: Changed in place.
         mesh: Data-parallel mesh; two-dimensional for HSDP.
         mesh_dims: Which of its axes shard and replicate; None if all of them do.
-        mixed_precision: For all units; norm and gate compute in fp32 all the same.
+        mixed_precision: For all units but those that compute in fp32.
         offload: Where sharded parameters live.
         reshard_after_forward: torchtitan's `parallelism.fsdp_reshard_after_forward`.
         hold_layers: Keep the units that are visited R times gathered until `reshard_units`.
         fp32_visit_sum: Sum the contributions of the visits in fp32.
     """
-    always = reshard_after_forward == "always"
-    layer_reshards = reshard_after_forward != "never" and not hold_layers
 
-    def shard(unit: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
+    def shard(modules: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
         fully_shard(
-            unit,
+            modules,
             mesh=mesh,
             dp_mesh_dims=mesh_dims,
             mp_policy=replace(mixed_precision, **changes),
@@ -130,20 +131,15 @@ def shard_units(
             reshard_after_forward=reshard,
         )
 
-    # The head's backward follows its forward at once, and norm and gate are needed at every step.
-    if model.enable_weight_tying:
-        shard([model.tok_embeddings, model.lm_head], always)
-    else:
-        shard(model.tok_embeddings, reshard_after_forward != "never")
-        shard(model.lm_head, always)
-        # The gradient of a table lookup needs indices, not the table.
-        _fsdp(model.tok_embeddings).set_unshard_in_backward(False)
-    for layer in model.layers.values():
-        shard(layer, layer_reshards)
-    norm_and_gate: list[nn.Module] = [model.norm]
-    if model.exit_gate is not None:
-        norm_and_gate.append(model.exit_gate)
-    shard(norm_and_gate, always, param_dtype=torch.float32)
+    units = model.units()
+    for unit in innermost_first(model, units):
+        reshards = reshard_after_forward == "always"
+        if not unit.kept:
+            held = hold_layers and unit.place == "step"
+            reshards = reshard_after_forward != "never" and not held
+        shard([*unit.modules], reshards, **({"param_dtype": torch.float32} if unit.fp32 else {}))
+        if unit.backward_visits == 0:
+            _fsdp(unit).set_unshard_in_backward(False)
     shard(model, None)
 
     for module in model.modules():
@@ -153,9 +149,9 @@ def shard_units(
             if compat.device_type() == "cpu":
                 module.set_force_sum_reduction_for_comms(True)
     if hold_layers:
-        _hold_visited_units(model)
+        _hold_visited_units(model, units)
     if fp32_visit_sum:
-        _sum_visits_in_fp32(model, hold_layers=hold_layers)
+        _sum_visits_in_fp32(model, units, hold_layers=hold_layers)
     model.register_forward_hook(_reshard_without_backward)
     model.lm_head.register_forward_hook(_reshard_without_backward)
 
@@ -175,19 +171,18 @@ def reshard_units(model: nn.Module) -> None:
             module.reshard()
 
 
-def _hold_visited_units(model: LoopDecoder) -> None:
+def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
     """Keep what all R steps use through the backward pass, too, and gather it one unit ahead."""
-    layers = [_fsdp(layer) for layer in model.layers.values()]
-    norm = _fsdp(model.norm)
-    for unit in [*layers, norm]:
+    held = [_fsdp(unit) for unit in units if unit.place == "step"]
+    for unit in held:
         unit.set_reshard_after_backward(False, recurse=False)
     # Only the first visit has anything to gather; at all others these prefetches do nothing.
-    _fsdp(model).set_modules_to_forward_prefetch([_fsdp(model.tok_embeddings), layers[0]])
-    for unit, following in zip(layers, [*layers[1:], norm], strict=True):
+    _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
+    for unit, following in pairwise(held):
         unit.set_modules_to_forward_prefetch([following])
 
 
-def _sum_visits_in_fp32(model: LoopDecoder, *, hold_layers: bool) -> None:
+def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layers: bool) -> None:
     """Let autograd cast each visit's contribution to fp32 before it adds them up.
 
     The tensor that collects them is the unsharded parameter, which FSDP creates when it gathers for
@@ -196,13 +191,16 @@ def _sum_visits_in_fp32(model: LoopDecoder, *, hold_layers: bool) -> None:
 
     def set_gradient_dtype(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         handle.remove()
-        for layer in model.layers.values():
-            _fsdp(layer).unshard()
-            for parameter in layer.parameters():
-                parameter.grad_dtype = torch.float32
-            compat.sum_gradients_as_declared(layer)
+        for unit in units:
+            if unit.place != "step" or unit.fp32:
+                continue
+            _fsdp(unit).unshard()
+            for visited in unit.modules:
+                for parameter in visited.parameters():
+                    parameter.grad_dtype = torch.float32
+                compat.sum_gradients_as_declared(visited)
             if not hold_layers:
-                _fsdp(layer).reshard()
+                _fsdp(unit).reshard()
 
     handle = model.register_forward_pre_hook(set_gradient_dtype)
 
@@ -213,6 +211,11 @@ def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> No
         reshard_units(module)
 
 
-def _fsdp(module: nn.Module) -> FSDPModule:
+def _fsdp(unit: Unit) -> FSDPModule:
+    """Return what FSDP's settings of a unit are made on."""
+    return _as_fsdp(unit.modules[0])
+
+
+def _as_fsdp(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module

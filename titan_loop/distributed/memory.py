@@ -29,50 +29,18 @@ N·H query and K·H key-value width, V vocabulary.
 
 from dataclasses import dataclass
 
+import torch
 from torchtitan.models.common.attention import GQAttention
 
 from titan_loop.distributed.activation_checkpointing import Checkpointing
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.readout import LMHead
+from titan_loop.models.units import TABLES, UnitSize, unit_sizes_of
 
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
 MASTER_BYTES = 4  # sharded parameters and gradients, and each of AdamW's two moments
 REDUCE_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitParameters:
-    """Parameters of each FSDP unit.
-
-    Attributes:
-        embedding: Parameters of the token embedding; 0 if tied to the head.
-        layer: Parameters of one layer.
-        n_layers: Number of unique layers.
-        norm: Parameters of the final norm.
-        gate: Parameters of the exit gate; 0 without one.
-        head: Parameters of the head.
-    """
-
-    embedding: int
-    layer: int
-    n_layers: int
-    norm: int
-    gate: int
-    head: int
-
-    @property
-    def total(self) -> int:
-        """All parameters of the model."""
-        return self.embedding + self.n_layers * self.layer + self.norm + self.gate + self.head
-
-    def norm_and_gate_shard(self, shard_degree: int) -> int:
-        """Return how many elements of the unit of norm and gate each rank holds.
-
-        FSDP shards rows and pads to one a rank, and the gate's weight and bias are one row each: so
-        every rank holds a whole gate, if only as padding.
-        """
-        return -(-self.norm // shard_degree) + self.gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,18 +102,17 @@ class StepMemory:
         return self.persistent + self.transient_peak
 
 
-def unit_parameters(config: LoopDecoder.Config) -> UnitParameters:
-    """Count the parameters of each FSDP unit from the architecture alone."""
-    queries, keys, feed_forward = _widths(config)
-    vocabulary = config.vocab_size * config.dim
-    return UnitParameters(
-        embedding=0 if config.enable_weight_tying else vocabulary,
-        layer=config.dim * (2 * queries + 2 * keys + 3 * feed_forward + 4),
-        n_layers=len(config.layers),
-        norm=config.dim,
-        gate=0 if config.exit_gate is None else config.dim + 1,
-        head=vocabulary,
-    )
+def unit_sizes(config: LoopDecoder.Config) -> list[UnitSize]:
+    """Count the parameters of each unit from the architecture alone."""
+    key = f"{type(config).__qualname__} {config.architecture()}"
+    if key not in _unit_sizes:
+        with torch.device("meta"):
+            model = config.build()
+        _unit_sizes[key] = unit_sizes_of(model, model.units())
+    return _unit_sizes[key]
+
+
+_unit_sizes: dict[str, list[UnitSize]] = {}
 
 
 def visit_bytes_per_token(
@@ -197,37 +164,49 @@ def estimate_memory(
         hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
     """
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
-    units = unit_parameters(config)
-    matrices = units.total - units.norm - units.gate
-    norm_and_gate = units.norm_and_gate_shard(shape.shard_degree)
-    local = MASTER_BYTES * (matrices / (shape.shard_degree * tp) + norm_and_gate)
+    sizes = unit_sizes(config)
+    small = [size for size in sizes if size.unit.fp32]
+    tables = [size.parameters() / tp for size in sizes if size.unit.name == TABLES]
+    blocks = [
+        size.parameters() / tp for size in sizes if not size.unit.fp32 and size.unit.name != TABLES
+    ]
+    small_shard = sum(size.shard(shape.shard_degree) for size in small)
+    local = MASTER_BYTES * ((sum(tables) + sum(blocks)) / shape.shard_degree + small_shard)
+    trained_local = local
+    if shape.trainable == "exit_gate":
+        trained = sum(size.shard(shape.shard_degree, shape.trainable) for size in sizes)
+        trained_local = MASTER_BYTES * trained
     on_device = 0 if shape.parameters_on_host else 1
-    layer, embedding = units.layer / tp, (units.embedding or units.head) / tp
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
     by_step = shape.checkpointing.startswith("recurrent-step") and shape.steps_with_backward > 0
     never = shape.reshard_after_forward == "never"
     all_later = hold_layers or by_step or (never and shape.steps_with_backward == 0)
-    at_once, later = (units.n_layers if every else 3 for every in (all_later or never, all_later))
-    others = MASTER_BYTES * norm_and_gate * shape.shard_degree
-    if never and units.embedding:
-        others += c * embedding
-    summed_at_once = units.n_layers if shape.steps_with_backward > 1 else 1
-    trained, embedding_trained = (layer, embedding) if shape.trainable == "all" else (0.0, 0.0)
-    trained_local = local if shape.trainable == "all" else MASTER_BYTES * units.gate
+    at_once, later = (
+        sum(blocks) if every else 3 * max(blocks) for every in (all_later or never, all_later)
+    )
+    others = MASTER_BYTES * small_shard * shape.shard_degree
+    if never:
+        others += c * sum(
+            size.parameters() / tp for size in sizes if size.unit.backward_visits == 0
+        )
+    trained_blocks = blocks if shape.trainable == "all" else [0.0]
+    summed_at_once = sum if shape.steps_with_backward > 1 else max
+    embedding_trained = tables[0] if shape.trainable == "all" else 0.0
     readout_chunk = _readout_chunk_bytes(config, shape)
     reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
     return StepMemory(
         parameters=on_device * local,
         gradients=on_device * trained_local,
         optimizer=on_device * 2 * trained_local,
-        gathered=c * layer * at_once + others,
-        gathered_later=c * layer * later + others,
+        gathered=c * at_once + others,
+        gathered_later=c * later + others,
         activations=_activation_bytes(config, shape),
         offloaded=_offloaded_bytes(config, shape) + (1 - on_device) * (local + 3 * trained_local),
         recomputed=_recomputed_bytes(config, shape),
         readout=readout_chunk + _readout_rest_bytes(config, shape),
         readout_chunk=readout_chunk,
-        unsharded_gradients=(summed_bytes * summed_at_once + reduction) * trained,
+        unsharded_gradients=summed_bytes * summed_at_once(trained_blocks)
+        + reduction * max(trained_blocks),
         embedding_gradient=(c + reduction) * embedding_trained,
         steps_with_backward=shape.steps_with_backward,
     )

@@ -1,11 +1,11 @@
 """Applies context and tensor parallelism, checkpointing, compilation and FSDP2, in this order.
 
 Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
-is visited R times. FSDP units are: the embedding, each layer, [norm, exit gate], the head. Upstream
-groups norm and head; here the norm runs after every recurrent step and the head only in the loss.
-The unit of norm and gate stays in fp32: gate arithmetic is never rounded to bf16. What is gathered
-when is decided in `loop_fsdp.py`. When only the gate trains, the rest is frozen before FSDP sees
-it, so that nothing of it is ever reduced.
+is visited R times. The decoder lists its FSDP units: for Ouro the embedding, each layer, norm and
+exit gate in fp32, and the head. Upstream groups norm and head; here the norm runs after every
+recurrent step and the head only in the loss. What is gathered when is decided in `loop_fsdp.py`.
+When only the gate trains, the rest is frozen before FSDP sees it, so that nothing of it is ever
+reduced.
 """
 
 import os
@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
@@ -33,6 +34,7 @@ from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
+from titan_loop.models.units import unit_sizes_of
 
 
 def check_parallelism(
@@ -141,9 +143,11 @@ def parallelize_loop_decoder(
     Returns:
         The same model.
     """
+    unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
     if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+        _check_placements(model)
         model.parallelize(parallel_dims)
         share_vocabulary(model.lm_head, parallel_dims)
     if trainable == "exit_gate":
@@ -188,6 +192,23 @@ def parallelize_loop_decoder(
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
     return model
+
+
+def _check_placements(model: LoopDecoder) -> None:
+    """Refuse parameters whose placement no sub-module declares: they would stay plain tensors."""
+    undeclared = [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+        if not isinstance(module, Module)
+        or module._sharding_config is None
+        or name not in module._sharding_config.state_shardings
+    ]
+    if undeclared:
+        raise UserError(
+            f"parallelism.tensor_parallel_degree: {type(model).__name__} declares no placement of "
+            f"{', '.join(undeclared)}; declare it in its Config.set_sharding"
+        )
 
 
 def _apply_fsdp(

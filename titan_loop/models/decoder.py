@@ -40,6 +40,7 @@ from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.rope import RopeTable
 from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
+from titan_loop.models.units import LAYERS, NORM_AND_GATE, TABLES, Unit
 
 NormPlacement: TypeAlias = Literal["every_step", "readout"]
 """Where the final norm stands: after every recurrent step, or only before head and gate."""
@@ -296,6 +297,30 @@ class LoopDecoder(Decoder):
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
         return self.exit_gate(self.state_gather(read_BLD))
+
+    def units(self) -> list[Unit]:
+        """List the modules that are gathered, freed and reduced together, in the order of use.
+
+        Every parameter belongs to one: what a family adds stands in a module, and that in a unit.
+        """
+        small: tuple[nn.Module, ...] = (self.norm,)
+        if self.exit_gate is not None:
+            small = (self.norm, self.exit_gate)
+        steps = [
+            *(Unit(LAYERS, (layer,)) for layer in self.layers.values()),
+            # Gate arithmetic is never rounded to bf16.
+            Unit(NORM_AND_GATE, small, fp32=True, kept=True, reads_all_states=len(small) > 1),
+        ]
+        if self.config.enable_weight_tying:
+            both = (self.tok_embeddings, self.lm_head)
+            return [Unit(TABLES, both, place="after", backward_visits=2, kept=True), *steps]
+        return [
+            # The gradient of a table lookup needs indices, not the table.
+            Unit(TABLES, (self.tok_embeddings,), place="before", backward_visits=0),
+            *steps,
+            # The head's backward pass follows its forward pass at once.
+            Unit(TABLES, (self.lm_head,), place="after", kept=True),
+        ]
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats one of this model's parameters.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from titan_loop.models.units import LAYERS, UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.tables import columns
@@ -41,8 +42,8 @@ def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
         rows.append([title, *map(cell, needs)])
 
     row("stage", lambda n: n.name)
-    row("parameters", lambda n: f"{n.units.total:,}")
-    row("  of the layers", lambda n: f"{n.units.layer * n.units.n_layers:,}")
+    row("parameters", lambda n: _parameters(n.units))
+    row("  of the layers", lambda n: _parameters(n.units, LAYERS))
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
     row("GFLOP per token", lambda n: f"{n.flops_per_token.total / 1e9:.4g}")
     for part in needs[0].flops_per_token._fields:
@@ -80,6 +81,10 @@ def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("GPU-days", lambda n: f"{n.gpu_days:,.1f}")
     row("days", lambda n: f"{n.gpu_days / cluster.ranks:,.2f}")
     return columns(rows)
+
+
+def _parameters(units: Sequence[UnitSize], name: str | None = None) -> str:
+    return f"{sum(unit.parameters() for unit in units if name in (None, unit.unit.name)):,}"
 
 
 def _model_parallel(need: StageNeeds) -> str:

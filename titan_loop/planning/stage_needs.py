@@ -19,9 +19,8 @@ from titan_loop.distributed.devices import Device
 from titan_loop.distributed.memory import (
     USABLE_SHARE,
     StepMemory,
-    UnitParameters,
     estimate_memory,
-    unit_parameters,
+    unit_sizes,
 )
 from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError, raise_first
@@ -29,6 +28,7 @@ from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config
 from titan_loop.models.flops import Flops
+from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
@@ -53,7 +53,7 @@ class StageNeeds:
 
     Attributes:
         name: Name of the stage.
-        units: Parameters of each FSDP unit.
+        units: FSDP units and their parameters.
         flops_per_token: Forward and backward FLOPs at the mean R.
         mean_recurrent_steps: Mean R over the stage's tokens.
         shape: Work of one rank in one micro-batch, at the largest R.
@@ -72,7 +72,7 @@ class StageNeeds:
     """
 
     name: str
-    units: UnitParameters
+    units: list[UnitSize]
     flops_per_token: Flops
     mean_recurrent_steps: float
     shape: StepShape
@@ -187,7 +187,7 @@ def stage_needs(
     accumulation = -(-max(sizes) // (data_parallel * shape.windows))
     return StageNeeds(
         name=name,
-        units=unit_parameters(model),
+        units=unit_sizes(model),
         flops_per_token=flops,
         mean_recurrent_steps=mean_steps,
         shape=shape,

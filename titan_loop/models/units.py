@@ -1,0 +1,105 @@
+"""Units: the modules of a decoder whose weights are gathered, freed and reduced together.
+
+A decoder lists its own (`LoopDecoder.units`). FSDP, the estimates of memory and traffic and `plan`
+read the list, so none of them knows what a family consists of.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import nn
+
+from titan_loop.models.exit_gate import Trainable
+
+LAYERS, TABLES, NORM_AND_GATE = "layers", "embedding, head", "norm, gate"
+
+
+class Unit(NamedTuple):
+    """One or more modules, and when a micro-batch visits them.
+
+    Attributes:
+        name: What `plan` calls it; units of one name are listed together.
+        modules: Modules; they stay gathered until the last of them ran. A unit inside another one
+            is a unit of its own.
+        place: Whether it is visited before the recurrent steps, in each of them, or after.
+        visits: Number of visits, in every step if it is visited in each.
+        backward_visits: Number of visits in the backward pass; None for the same.
+        fp32: Whether it computes in fp32. Such a unit is small, and tensor-parallel ranks each hold
+            all of it.
+        kept: Whether it stays gathered after a visit unless `fsdp_reshard_after_forward` is always:
+            it is small, or its backward pass follows at once.
+        reads_all_states: Whether part of it has a backward pass even for steps that the layers'
+            does not reach.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...] = ()
+    place: Literal["before", "step", "after"] = "step"
+    visits: int = 1
+    backward_visits: int | None = None
+    fp32: bool = False
+    kept: bool = False
+    reads_all_states: bool = False
+
+    def visited(self, recurrent_steps: int) -> int:
+        """Return the visits of a forward pass of so many steps."""
+        return self.visits * (recurrent_steps if self.place == "step" else 1)
+
+    def visited_back(self, steps_with_backward: int) -> int:
+        """Return the visits of a backward pass that reaches so many steps."""
+        visits = self.visits if self.backward_visits is None else self.backward_visits
+        return visits * (steps_with_backward if self.place == "step" else 1)
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit and its parameters.
+
+    Attributes:
+        unit: The unit, without its modules.
+        shapes: Name in the model → shape of each of its parameters.
+    """
+
+    unit: Unit
+    shapes: dict[str, tuple[int, ...]]
+
+    def parameters(self, trainable: Trainable = "all") -> int:
+        """Return the number of parameters, or of those that train."""
+        return sum(math.prod(shape) for shape in self._of(trainable))
+
+    def shard(self, degree: int, trainable: Trainable = "all") -> int:
+        """Return how many elements each rank holds: FSDP shards rows and pads to one a rank."""
+        return sum(-(-shape[0] // degree) * math.prod(shape[1:]) for shape in self._of(trainable))
+
+    def _of(self, trainable: Trainable) -> list[tuple[int, ...]]:
+        return [
+            shape
+            for name, shape in self.shapes.items()
+            if trainable == "all" or name.startswith("exit_gate.")
+        ]
+
+
+def innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """Return the units in an order in which one inside another comes before it."""
+    depth = {module: name.count(".") for name, module in model.named_modules()}
+    return sorted(units, key=lambda unit: -max(depth[module] for module in unit.modules))
+
+
+def unit_sizes_of(model: nn.Module, units: Sequence[Unit]) -> list[UnitSize]:
+    """Return the parameters of each unit; every parameter of the model belongs to one.
+
+    Args:
+        model: Best on the meta device.
+        units: Its units.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    shapes: dict[Unit, dict[str, tuple[int, ...]]] = {}
+    for unit in innermost_first(model, units):
+        parameters = [p for module in unit.modules for p in module.parameters()]
+        shapes[unit] = {names.pop(p): tuple(p.shape) for p in parameters if p in names}
+    left = sorted(names.values())
+    # In FSDP's root unit they would compute in bf16 and be gathered for the whole pass.
+    assert not left, f"{type(model).__name__}.units() has no unit for the parameters {left}"
+    return [UnitSize(unit._replace(modules=()), shapes[unit]) for unit in units]
