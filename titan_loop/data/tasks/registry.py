@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
 from titan_loop.data.tasks.two_graph import TwoGraph
@@ -12,7 +13,7 @@ from titan_loop.errors import UserError
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
-TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Mano, TwoGraph)}
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (LayeredQA, Mano, TwoGraph)}
 
 
 def register(kind: type[Task]) -> None:
