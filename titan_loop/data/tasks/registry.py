@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from titan_loop.data.tasks.depo import Depo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.data.tasks.task import Task
 from titan_loop.data.tasks.two_graph import TwoGraph
 from titan_loop.errors import UserError
@@ -13,7 +15,7 @@ from titan_loop.errors import UserError
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
-TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (LayeredQA, Mano, TwoGraph)}
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Depo, LayeredQA, MQAR, Mano, TwoGraph)}
 
 
 def register(kind: type[Task]) -> None:
