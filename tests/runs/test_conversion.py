@@ -1,12 +1,17 @@
 """A real run is upcycled on the command line, evaluated and trained on; the report is checked."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from titan_loop.checkpoint.choosing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.cli.main import main
@@ -133,6 +138,39 @@ def error_of(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     captured = capfd.readouterr().err
     assert captured.count("\n") == 1
     return captured
+
+
+KILLED = """
+import os, signal, sys
+from titan_loop.checkpoint import tensors
+from titan_loop.cli.main import main
+
+written, seen = tensors._OneByOneWriter._write, []
+
+def killed(*arguments):
+    seen.append(arguments)
+    if len(seen) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return written(*arguments)
+
+tensors._OneByOneWriter._write = staticmethod(killed)
+main(sys.argv[1:])
+"""
+
+
+def test_an_upcycling_that_is_killed_leaves_no_run_and_the_next_one_works(
+    parent: Path, tmp_path: Path
+):
+    command = ["upcycle", str(parent), "--output", str(tmp_path / "new"), "--layers", "4"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *command], capture_output=True, check=False, env=os.environ
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {".new.unfinished"}
+    assert main(command) == EXIT_OK
+    assert {path.name for path in tmp_path.iterdir()} == {"new"}
+    (checkpoint,) = list_checkpoints(tmp_path / "new" / "checkpoints", hashes=True)
+    assert checkpoint.good
 
 
 def test_mistakes_are_one_line_and_leave_nothing(

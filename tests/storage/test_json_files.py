@@ -104,10 +104,15 @@ def test_a_sparse_file_is_refused_before_it_fills_the_memory(tmp_path: Path):
         read_json_object(tmp_path / "x.json", fix="")
     with pytest.raises(UserError, match="a line of more than"):
         read_jsonl(tmp_path / "x.jsonl")
+    with pytest.raises(UserError, match="no end of a line"):
+        append_jsonl(tmp_path / "x.jsonl", {"a": 1})
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        append_jsonl(tmp_path / "fifo.jsonl", {"a": 1})
 
 
 def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch):
-    def fail(path: Path, flags: int) -> int:
+    def fail(path: Path, flags: int, mode: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     write_json(tmp_path / "x.json", {})

@@ -226,6 +226,38 @@ def test_every_start_of_a_run_continues_one_wandb_run(tmp_path: Path, monkeypatc
     assert list((tmp_path / "third" / "wandb").glob("offline-run-*-mine"))
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder: folder.touch(),
+        lambda folder: (folder / "run_id").mkdir(parents=True),
+        lambda folder: (folder.mkdir(), os.mkfifo(folder / "run_id")),
+        lambda folder: (folder.mkdir(), (folder / "run_id").write_bytes(b"\xff\0/")),
+        lambda folder: folder.symlink_to("/proc/self/nothing"),
+    ],
+    ids=[
+        "a file",
+        "a folder as id",
+        "a FIFO as id",
+        "noise as id",
+        "a link to where nobody writes",
+    ],
+)
+def test_a_folder_that_wandb_cannot_write_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch, caplog, spoil
+):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    spoil(tmp_path / "wandb")
+    processor = build(tmp_path, enable_wandb=True)
+    processor.log_step(RECORD)
+    processor.close()
+    assert "W&B is off for this run" in caplog.text
+    assert len(RunDirectory(tmp_path).read_metrics()) == 1
+    assert "WANDB_RUN_ID" not in os.environ
+
+
 def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     class Failing(BaseLogger):
         def log(self, metrics: dict[str, Any], step: int) -> None:

@@ -304,6 +304,52 @@ def test_ranks_end_together(gloo_pool, source, tmp_path):
     assert abs(ends[0] - ends[1]) < 1
 
 
+def train_until_both_are_asked_at_work(source: Path, run: Path) -> tuple[str, int]:
+    """Ask rank 1 while it validates the second step, and rank 0 while it logs that."""
+    trainer = make_trainer(source, run, 2, held_out=1)
+    (validation,) = trainer.callbacks
+    validate, logged = validation.on_step_end, trainer.metrics_processor.logger.log
+
+    def ask() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while trainer.stop_listener.requested_by is None:
+            time.sleep(0.01)
+
+    def validated(trainer: LoopTrainer, record: Any) -> None:
+        if dist.get_rank() == 1 and trainer.step == 2:
+            ask()
+        validate(trainer, record)
+
+    def uploaded(*arguments: Any) -> None:
+        if dist.get_rank() == 0 and trainer.step == 2 and not trainer.stop_listener.requested_by:
+            ask()
+        logged(*arguments)
+
+    validation.on_step_end = validated
+    trainer.metrics_processor.logger.log = uploaded
+    with StopListener() as trainer.stop_listener:
+        try:
+            trainer.train()
+        except StoppedError:
+            return "stopped", trainer.step
+        finally:
+            trainer.close()
+    return "went on", trainer.step
+
+
+def test_signals_during_validation_and_uploads_stop_all_ranks_at_one_boundary(
+    gloo_pool, source, runs, tmp_path
+):
+    pool = gloo_pool(2)
+    ends = pool.run(train_until_both_are_asked_at_work, source, tmp_path / "run")
+    assert ends[0] == ends[1]
+    assert ends[0][0] == "stopped"
+    assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == ends[0][1] < STEPS
+    pool.run(train, source, tmp_path / "run", 2, {"held_out": 1})
+    whole, stopped = records(runs["dp2"]), records(tmp_path / "run")
+    assert [record["loss"] for record in stopped] == [record["loss"] for record in whole]
+
+
 def test_all_ranks_stop_at_one_boundary_when_one_is_asked(gloo_pool, source, runs, tmp_path):
     pool = gloo_pool(2)
     answers = pool.run(train_until_rank_one_is_asked_to_stop, source, tmp_path / "run", 2)

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
-from titan_loop.storage.regular_file import DamagedFileError, read_regular, regular_lines
+from titan_loop.storage.regular_file import (
+    MOST_BYTES,
+    DamagedFileError,
+    open_to_append,
+    read_regular,
+    regular_lines,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,13 +128,16 @@ def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """
     line = json.dumps(finite_or_null(record), ensure_ascii=False, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with open_to_append(path, fix="move it away") as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
             if file.read(1) != b"\n":
-                file.seek(0)
-                whole = file.read().rfind(b"\n") + 1
+                start = max(0, end - MOST_BYTES)
+                file.seek(start)
+                whole = start + file.read().rfind(b"\n") + 1
+                if whole == start > 0:
+                    raise DamagedFileError(path, "no end of a line for long", "move it away")
                 file.truncate(whole)
                 logger.warning("%s: removed an incomplete last line (%d bytes)", path, end - whole)
         file.write(line.encode(errors="backslashreplace"))

@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from io import BufferedReader
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
 
 from titan_loop.errors import UserError
@@ -13,7 +13,14 @@ from titan_loop.storage.transient import ShortReadError, retried
 MOST_BYTES = 1 << 26
 """Size of the largest small file; a manifest of 4,096 ranks has half a megabyte."""
 
-_NOT_THE_FILE = (errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ENXIO, errno.ENODEV)
+_NOT_THE_FILE = (
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,
+    errno.ENODEV,
+)
 
 
 class DamagedFileError(UserError):
@@ -36,7 +43,7 @@ class DamagedFileError(UserError):
 
 
 def open_regular(path: Path, *, fix: str) -> BufferedReader:
-    """Open a regular file.
+    """Open a regular file to read it.
 
     Args:
         path: The file.
@@ -48,19 +55,33 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
         UserError: It may not be read.
         OSError: The disk fails, which says nothing about the file.
     """
+    return os.fdopen(_open(path, os.O_RDONLY, fix), "rb")
+
+
+def open_to_append(path: Path, *, fix: str) -> BufferedRandom:
+    """Open a regular file, a new one if there is none, to read it and to write at its end.
+
+    Arguments and errors as of `open_regular`.
+    """
+    return os.fdopen(_open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, fix), "r+b")
+
+
+def _open(path: Path, flags: int, fix: str) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a FIFO waits for a writer
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)  # or a FIFO waits for a writer
     except OSError as error:
         if error.errno in _NOT_THE_FILE:
             raise DamagedFileError(path, str(error.strerror), fix) from error
         if isinstance(error, PermissionError):
-            raise UserError(f"{path} cannot be read ({error.strerror}); let it be read") from error
+            raise UserError(
+                f"{path} cannot be read or written ({error.strerror}); change its permissions"
+            ) from error
         raise
     # Asked of what is open, since another file may have the name by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedFileError(path, "not a regular file", fix)
-    return os.fdopen(descriptor, "rb")
+    return descriptor
 
 
 def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes:

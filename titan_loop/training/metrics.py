@@ -44,6 +44,7 @@ from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl, finite_or_null, write_text
+from titan_loop.storage.regular_file import read_regular
 
 _A100_PEAK_FLOPS = 312e12
 """What upstream's table answers for an A100, and for every device it does not know."""
@@ -311,7 +312,7 @@ def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
     if not path.exists():
         write_text(path, secrets.token_hex(8) + "\n")
     resume = os.environ.get("WANDB_RESUME")
-    os.environ["WANDB_RUN_ID"] = path.read_text(encoding="utf-8").strip()
+    os.environ["WANDB_RUN_ID"] = read_regular(path, fix="delete it").decode().strip()
     os.environ["WANDB_RESUME"] = resume or "allow"
     try:
         yield

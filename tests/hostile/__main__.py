@@ -1,0 +1,249 @@
+"""Runs the hostile corpus: `python -m tests.hostile --cases 300`; see README.md beside it.
+
+Ends with 1 if a case traced back, hung, crashed, executed something or lost what was whole.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import pkgutil
+import shutil
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TITAN_LOOP_HOSTILE_MARKER="")
+os.environ["MPLBACKEND"] = "agg"
+
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+
+import titan_loop.cli
+from tests.hostile import whole
+from tests.hostile.cases import CLOSED, VERBS, Case, cases
+from tests.hostile.forked import Ending, run_forked
+from tests.hostile.spoiling import MARKER_VARIABLE
+from titan_loop.cli.main import main as titan_loop_main
+
+_LARGE_BYTES = 1 << 26
+_MAY_CHANGE = {
+    "checkpoint rm": ("run/checkpoints/step-4/",),
+    "checkpoint tag": ("run/checkpoints/step-4/tags.json",),
+    "data pack": ("source/source.json", "source/train/", "source/held_out/"),
+    "eval": ("run/evals",),
+    "plot": ("run/plots/",),
+    "report": ("run/report.html", "run/plots/"),
+    "train": ("run/",),
+}
+"""Beginnings of the names of files that a command may write beside `out`."""
+
+
+def run_case(case: Case, things: Path, work: Path) -> tuple[Ending, str]:
+    """Spoil a copy of everything, run the command, and return how it ended and what was wrong."""
+    folder = work / f"case-{case.number}"
+    shutil.copytree(things, folder, symlinks=True, ignore=shutil.ignore_patterns("finished"))
+    (folder / "out").mkdir()
+    marker = folder / "executed"
+    os.environ[MARKER_VARIABLE] = str(marker)
+    try:
+        path = case.prepare(folder)
+        before = dict(_contents(folder))
+        as_nobody = case.spoil == CLOSED
+
+        def act() -> int:
+            os.chdir(folder)
+            compat.skip_final_pause()
+            torch.set_num_threads(1)
+            return titan_loop_main([*VERBS[case.verb]])
+
+        ending = run_forked(act, work / f"{case.number}.log", as_nobody=as_nobody)
+        fault = ending.fault
+        if not fault and marker.exists():
+            fault = "executed what the file holds"
+        if not fault:
+            fault = _lost(case, folder, path, before)
+        if not fault and case.verb == "train" and ending.code == 0:
+            fault = _other_result(case, folder, things)
+    finally:
+        for each in [folder, *folder.rglob("*")]:
+            if not each.is_symlink() and each.is_dir():
+                each.chmod(0o755)
+        shutil.rmtree(folder)
+    return ending, fault
+
+
+def _contents(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the name of every file and a hash of what it is."""
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        name = str(path.relative_to(folder))
+        if stat.S_ISLNK(status.st_mode):
+            yield name, f"link to {path.readlink()}"
+        elif stat.S_ISREG(status.st_mode) and status.st_size < _LARGE_BYTES:
+            yield name, hashlib.sha256(path.read_bytes()).hexdigest()
+        elif not stat.S_ISDIR(status.st_mode):
+            yield name, f"{status.st_mode} of {status.st_size} bytes"
+
+
+def _lost(case: Case, folder: Path, path: Path, before: dict[str, str]) -> str:
+    """Return which file that was whole is not what it was; empty if all are."""
+    spoiled = str(path.relative_to(folder))
+    after = dict(_contents(folder))
+    for name, content in before.items():
+        if after.get(name) == content or name == spoiled or name.endswith(".lock"):
+            continue
+        if case.verb == "train" and name.startswith("run/"):
+            moved = name.replace("/step-", "/damaged-step-")
+            in_spoiled = name.startswith(f"{Path(spoiled).parent}/") or name.startswith(spoiled)
+            if after.get(moved) == content or (in_spoiled and "step-" in spoiled):
+                continue
+            log = name.endswith(".jsonl")
+            if "/step-" not in name and (not log or _continues(folder / name, content)):
+                continue
+        elif name.startswith(_MAY_CHANGE.get(case.verb, ("out/",))):
+            continue
+        return f"lost or changed {name}"
+    return ""
+
+
+def _continues(path: Path, content: str) -> bool:
+    """Whether a log only grew."""
+    data = path.read_bytes() if path.exists() else b""
+    lines = data.split(b"\n")
+    return any(
+        hashlib.sha256(b"\n".join(lines[:count]) + b"\n").hexdigest() == content
+        for count in range(len(lines))
+    )
+
+
+def _other_result(case: Case, folder: Path, things: Path) -> str:
+    """Return what a training that went on got wrong; its data may be what was spoiled."""
+    if case.target.pattern.startswith("source/"):
+        return ""
+    last = [_last(run / "metrics.jsonl") for run in (folder / "run", things / "finished")]
+    same = all(last[0].get(name) == last[1][name] for name in ("step", "loss", "data_hash"))
+    return "" if same else f"trained to {last[0]} instead of {last[1]}"
+
+
+def _last(path: Path) -> dict:
+    return json.loads(path.read_text().splitlines()[-1])
+
+
+def _import_everything() -> None:
+    """Import what verbs import when they run, so that no child has to."""
+    for module in pkgutil.walk_packages(titan_loop.__path__, "titan_loop."):
+        if not module.name.startswith(("titan_loop.testing", "titan_loop.__main__")):
+            try:
+                importlib.import_module(module.name)
+            except Exception as error:  # an extra that is not installed
+                print(f"{module.name} is not imported: {error}")
+    for name in ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "tokenizers"):
+        importlib.import_module(name)
+
+
+def _work(share: list[Case], things: Path, work: Path, results: Path) -> int:
+    with results.open("w") as file:
+        for case in share:
+            ending, fault = run_case(case, things, work)
+            record = {
+                "number": case.number,
+                "name": case.name,
+                "target": case.target.name,
+                "code": ending.code,
+                "seconds": round(ending.seconds, 2),
+                "fault": fault,
+                "output": ending.output[-2000:] if fault else "",
+            }
+            print(json.dumps(record), file=file, flush=True)
+    return 0
+
+
+def _table(records: list[dict]) -> str:
+    """Return Markdown: for every target, how often commands refused, went on, and failed."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    slowest: dict[str, float] = defaultdict(float)
+    for record in records:
+        what = "failed" if record["fault"] else {0: "went on", 2: "refused"}.get(record["code"])
+        counts[record["target"]][what or "found damage"] += 1
+        slowest[record["target"]] = max(slowest[record["target"]], record["seconds"])
+    kinds = ("refused", "went on", "found damage", "failed")
+    rows = [f"| spoiled | cases | {' | '.join(kinds)} | slowest (s) |", "|---" * 7 + "|"]
+    for target, count in sorted(counts.items()):
+        cells = [target, str(count.total()), *(str(count[kind]) for kind in kinds)]
+        rows.append(f"| {' | '.join(cells)} | {slowest[target]:.1f} |")
+    total = sum(counts.values(), Counter())
+    cells = ["all", str(total.total()), *(str(total[kind]) for kind in kinds)]
+    rows.append(f"| {' | '.join(cells)} | {max(slowest.values()):.1f} |")
+    return "\n".join(rows)
+
+
+def main() -> int:
+    """Run the cases that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="show every ending")
+    given = parser.parse_args()
+    began = time.monotonic()
+    _import_everything()
+    torch.set_num_threads(1)
+    chosen = [*cases(given.first, given.cases)]
+    if os.getuid() != 0:
+        kept = [case for case in chosen if case.spoil != CLOSED]
+        print(f"not root: {len(chosen) - len(kept)} cases as a user without rights are skipped")
+        chosen = kept
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        work.chmod(0o777)
+        things = work / "things"
+        things.mkdir()
+
+        def build() -> int:
+            compat.skip_final_pause()
+            whole.build(things)
+            return 0
+
+        made = run_forked(build, work / "build.log", most_seconds=120)
+        if made.code != 0:
+            print(made.output)
+            return 1
+        print(f"built after {time.monotonic() - began:.0f} s")
+        workers: list[int] = []
+        for part in range(given.workers):
+            worker = os.fork()
+            if worker == 0:
+                try:
+                    own = work / f"worker-{part}"
+                    own.mkdir(mode=0o777)
+                    own.chmod(0o777)
+                    share = chosen[part :: given.workers]
+                    os._exit(_work(share, things, own, work / f"{part}.results"))
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(1)
+            workers.append(worker)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) for worker in workers]
+        lines = [
+            line for part in range(given.workers) for line in (work / f"{part}.results").open()
+        ]
+    records = sorted(map(json.loads, lines), key=lambda record: record["number"])
+    failed = [record for record in records if record["fault"]]
+    for record in records if given.keep else failed:
+        print(f"{record['name']}: code {record['code']}, {record['fault']}\n{record['output']}")
+    print(_table(records))
+    print(f"{len(records)} cases, {len(failed)} failed, {time.monotonic() - began:.0f} s")
+    return 1 if failed or any(codes) or len(records) != len(chosen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Clocks that are set back or ahead change neither what is trained nor which checkpoint is used."""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+from titan_loop.training.trainer import LoopTrainer
+
+YEARS = 10 * 365 * 86_400.0
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class SetClock:
+    """Sets the clock ten years back after the second step and ahead after the fourth."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.real = time.time
+
+    def on_train_start(self, trainer: LoopTrainer) -> None:
+        pass
+
+    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
+        if trainer.step in (2, 4):
+            off = -YEARS if trainer.step == 2 else YEARS
+            self.monkeypatch.setattr(time, "time", lambda: self.real() + off)
+
+    def on_train_end(self, trainer: LoopTrainer) -> None:
+        pass
+
+
+def losses(run: Path) -> list[float]:
+    return [record["loss"] for record in RunDirectory(run).read_metrics()]
+
+
+def test_a_clock_that_jumps_changes_no_number(source, tmp_path, monkeypatch):
+    run_training(tiny_config(source, tmp_path / "right"))
+    config = tiny_config(source, tmp_path / "jumps")
+    config.callbacks = (SetClock(monkeypatch),)
+    run_training(config)
+    assert losses(tmp_path / "jumps") == losses(tmp_path / "right")
+    assert all(
+        record["tokens_per_second"] > 0
+        for record in RunDirectory(tmp_path / "jumps").read_metrics()
+    )
+
+
+def test_a_run_goes_on_from_the_last_step_whatever_the_files_dates(source, tmp_path):
+    run_training(tiny_config(source, tmp_path / "right"))
+    config = tiny_config(source, tmp_path / "dated")
+    config.training.steps = 4
+    run_training(config)
+    checkpoints = tmp_path / "dated" / "checkpoints"
+    for step, when in ((4, time.time() - YEARS), (2, time.time() + YEARS)):
+        for path in (checkpoints / f"step-{step}", *(checkpoints / f"step-{step}").iterdir()):
+            os.utime(path, (when, when))
+    found = newest_good(checkpoints)
+    assert found is not None
+    assert found[0] == 4
+    run_training(tiny_config(source, tmp_path / "dated"))
+    assert losses(tmp_path / "dated") == losses(tmp_path / "right")
