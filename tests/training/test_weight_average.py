@@ -1,5 +1,7 @@
 """The average of the weights in one process: its formula, its start, and that it is resumed."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
-from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
+from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
+from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig
@@ -73,8 +77,7 @@ def saved(run: Path, step: int) -> dict[str, Tensor]:
 
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_average_goes_on_bit_for_bit(source, tmp_path):
-    for steps in (6,):
-        run_training(config_of(source, tmp_path / "whole", decay=0.5, steps=steps))
+    run_training(config_of(source, tmp_path / "whole", decay=0.5))
     for steps in (2, 6):
         run_training(config_of(source, tmp_path / "halves", decay=0.5, steps=steps))
     whole, halves = (saved(tmp_path / name, 6) for name in ("whole", "halves"))
@@ -92,3 +95,52 @@ def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
     plain = {step: saved(tmp_path, step) for step in (2, 4, 6)}
     averaged = [{k for k in plain[step] if k.startswith(AVERAGE_PREFIX)} for step in (2, 4, 6)]
     assert averaged == [set(), {AVERAGE_PREFIX + name for name in names}, set()]
+
+
+@pytest.fixture(scope="module")
+def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
+    """A run with an average, and a copy of it whose weights are that average."""
+    folder = tmp_path_factory.mktemp("averaged")
+    act_as_launched(1)
+    run_training(config_of(source, folder / "run", decay=0.5, steps=2))
+    shutil.copytree(folder / "run", folder / "copy")
+    step = RunDirectory(folder / "copy").checkpoint(2)
+    manifest = read_manifest(step)
+    shutil.rmtree(step)
+    entries = saved(folder / "run", 2)
+    weights = {key: entries[AVERAGE_PREFIX + key] for key in entries if "optimizer." not in key}
+    write_checkpoint(step, weights, {key: manifest[key] for key in manifest if key != "sha256"})
+    return folder / "run", folder / "copy"
+
+
+@pytest.mark.parametrize("flags", [[], ["--tasks", "held_out", "--depths", "1", "2"]])
+def test_eval_scores_the_average_and_keeps_its_report_apart(averaged, flags):
+    run, copy = averaged
+    windows = ["--windows", "4", *flags]
+    for path, ema in ((run, ["--ema"]), (run, []), (copy, [])):
+        assert main(["eval", str(path), *windows, *ema]) == 0
+    kind = "tasks" if flags else "depth"
+    key = "tasks" if flags else "sources"
+    results = [
+        json.loads((path / "evals" / name).read_text())[key]
+        for path, name in (
+            (run, f"{kind}-ema-step-2.json"),
+            (copy, f"{kind}-step-2.json"),
+            (run, f"{kind}-step-2.json"),
+        )
+    ]
+    assert results[0] == results[1] != results[2]
+
+
+def test_export_writes_the_average(averaged, tmp_path):
+    for path, name, ema in zip(averaged, ("run", "copy"), (["--ema"], []), strict=True):
+        assert main(["convert", "export", str(path), "--output", str(tmp_path / name), *ema]) == 0
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "copy")]
+    assert files[0] == files[1]
+
+
+def test_an_average_that_is_not_there_is_one_line(averaged, tmp_path, capsys):
+    assert main(["eval", str(averaged[1]), "--ema"]) == 2
+    assert "has no average of its weights; leave out --ema" in capsys.readouterr().err
+    assert main(["eval", str(averaged[0]), "--ema", "--frontier"]) == 2
+    assert "leave out --ema" in capsys.readouterr().err

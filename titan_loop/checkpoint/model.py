@@ -61,7 +61,12 @@ def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> se
 
 
 def load_model(
-    checkpoint: Path, options: ModelOptions, *, max_seq_len: int, verify_hashes: bool = True
+    checkpoint: Path,
+    options: ModelOptions,
+    *,
+    max_seq_len: int,
+    verify_hashes: bool = True,
+    ema: bool = False,
 ) -> LoopDecoder:
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 
@@ -71,15 +76,17 @@ def load_model(
         max_seq_len: Longest window the rotary table must cover.
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
+        ema: Whether to take the average of the weights instead of the weights.
 
     Returns:
         The model in evaluation mode.
 
     Raises:
-        UserError: The folder is not a committed checkpoint, or not of such a model.
+        UserError: The folder is not a committed checkpoint, not of such a model, or has no average.
         DamagedCheckpointError: A file is missing, truncated or altered.
     """
-    reader = CheckpointReader(checkpoint, look_at="hashes" if verify_hashes else "sizes")
+    look_at = "hashes" if verify_hashes else "sizes"
+    reader = CheckpointReader(checkpoint, look_at=look_at, ema=ema)
     model = build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
     state = model.state_dict()
     check_keys(

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titan_loop.checkpoint.choosing import LookAt
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import (
     DamagedCheckpointError,
     file_records,
@@ -59,6 +60,7 @@ class CheckpointReader:
     Args:
         checkpoint: The folder of one checkpoint.
         look_at: How closely to check its files first, see `LookAt`.
+        ema: Whether a weight's name stands for its average; frozen ones have none.
 
     Attributes:
         checkpoint: The folder.
@@ -66,11 +68,12 @@ class CheckpointReader:
         metadata: DCP's description of every entry.
 
     Raises:
-        UserError: It was never committed, or its metadata holds what is forbidden.
+        UserError: It was never committed, its metadata holds what is forbidden, or an average is
+            asked for and there is none.
         DamagedCheckpointError: A file is missing, truncated or altered.
     """
 
-    def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes") -> None:
+    def __init__(self, checkpoint: Path, *, look_at: LookAt = "hashes", ema: bool = False) -> None:
         self.checkpoint = checkpoint
         self.manifest: dict[str, Any] = read_manifest(checkpoint)
         if look_at != "manifest":
@@ -79,6 +82,15 @@ class CheckpointReader:
                 raise DamagedCheckpointError(checkpoint, "; ".join(damage.values()))
         self.metadata: Metadata = read_metadata(checkpoint)
         self._files = SafeFileSystemReader(checkpoint, self.metadata)
+        keys = self.metadata.state_dict_metadata if ema else {}
+        self._averages = {
+            key.removeprefix(AVERAGE_PREFIX): key for key in keys if key.startswith(AVERAGE_PREFIX)
+        }
+        if ema and not self._averages:
+            raise UserError(
+                f"{checkpoint} has no average of its weights; leave out --ema, or train with "
+                "--ema.decay 0.999"
+            )
 
     def keys(self) -> list[str]:
         """Return the flattened keys of all entries, sorted."""
@@ -104,7 +116,8 @@ class CheckpointReader:
             UserError: There is no such tensor, or it is not one.
             DamagedCheckpointError: Its file is truncated or garbled.
         """
-        return self._read(key, torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu"))
+        target = torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu")
+        return self._read(self._averages.get(key, key), target)
 
     def read_object(self, key: str) -> Any:
         """Return what a byte entry holds, if it is plain data.
@@ -120,7 +133,7 @@ class CheckpointReader:
         return self._read(key, None)
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
-        entry = self.metadata.state_dict_metadata.get(key)
+        entry = self.metadata.state_dict_metadata.get(self._averages.get(key, key))
         if not isinstance(entry, TensorStorageMetadata):
             raise UserError(
                 f"{self.checkpoint} has no tensor {key!r}{nearest(key, self.tensor_keys())}"

@@ -41,6 +41,7 @@ def export(
     tokenizer: str | None = None,
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
+    ema: bool = False,
 ) -> None:
     """Write a checkpoint as a folder of the Ouro format, with its own code for transformers.
 
@@ -55,6 +56,7 @@ def export(
         tokenizer: A tokenizer.json; by default that of the run's data.
         eos_token: Token that ends every document; by default that of the run's data.
         max_shard_gigabytes: Most weights in one safetensors file.
+        ema: Write the average of the weights that --ema.decay kept in training.
     """
     if not 0 < max_shard_gigabytes < float("inf"):
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
@@ -70,7 +72,7 @@ def export(
     from titan_loop.text.tokenizer import load_tokenizer
 
     run = SavedRun.open(checkpoint)
-    reader = CheckpointReader(run.checkpoint().path)
+    reader = CheckpointReader(run.checkpoint().path, ema=ema)
     shape = checkpoint_shape(reader, max_positions=run.seq_len)
     known = run.tokenizer(tokenizer)
     text = run.text_format(load_tokenizer(known.path))

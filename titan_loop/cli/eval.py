@@ -62,7 +62,7 @@ class Scoring:
     confirm_run_unsafe_code: bool = False
     no_cache: bool = False
 
-    def options(self, *, frontier: bool = False) -> "TaskOptions":
+    def options(self, *, frontier: bool = False, ema: bool = False) -> "TaskOptions":
         """Return how to evaluate the tasks, held-out text if there are none."""
         from titan_loop.evaluation.evaluate_tasks import TaskOptions
         from titan_loop.evaluation.suites import DEPTH_SUITE_STEPS, expand_tasks
@@ -88,6 +88,7 @@ class Scoring:
             include_path=self.include_path,
             cache=not self.no_cache,
             confirm_run_unsafe_code=self.confirm_run_unsafe_code,
+            ema=ema,
         )
 
     def refuse_flags_of_tasks(self) -> None:
@@ -117,6 +118,7 @@ def evaluate(
     scoring: Scoring,
     *,
     frontier: bool = False,
+    ema: bool = False,
     beats_unigram: float | None = None,
     beats_bigram: float | None = None,
 ) -> None:
@@ -129,6 +131,8 @@ def evaluate(
         run: Run directory; with --tasks also a checkpoint's folder.
         scoring: Depths, tasks and settings.
         frontier: Score every depth, and every exit policy at many settings.
+        ema: Score the average of the weights that --ema.decay kept in training; its reports stand
+            beside those of the weights and appear in no plot.
         beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
         beats_bigram: Fail unless they are this share below the bigram model's.
     """
@@ -142,7 +146,9 @@ def evaluate(
             raise UserError(
                 f"eval: --beats-{baseline} judges held-out text by depth, without --tasks"
             )
-        _tasks(run, scoring, frontier=frontier)
+        if frontier and ema:
+            raise UserError("eval: --frontier draws the weights of training; leave out --ema")
+        _tasks(run, scoring.options(frontier=frontier, ema=ema))
         return
     scoring.refuse_flags_of_tasks()
 
@@ -160,6 +166,7 @@ def evaluate(
         windows=scoring.windows,
         sources=scoring.sources,
         seq_len=scoring.seq_len,
+        ema=ema,
     )
     if join_ranks()[0] == 0:
         print(depth_table(report))
@@ -168,10 +175,8 @@ def evaluate(
         require_gain(report, share, baseline=baseline)
 
 
-def _tasks(run: str, scoring: Scoring, *, frontier: bool) -> None:
+def _tasks(run: str, options: "TaskOptions") -> None:
     """Evaluate tasks of one checkpoint."""
-    options = scoring.options(frontier=frontier)
-
     from titan_loop.analysis.frontier import frontier_table, write_frontier
     from titan_loop.analysis.tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
@@ -183,7 +188,7 @@ def _tasks(run: str, scoring: Scoring, *, frontier: bool) -> None:
     report = evaluate_tasks(run, options)
     if rank == 0:
         run_directory = SavedRun.open(run).directory
-        if frontier:
+        if options.frontier:
             written = write_frontier(report, run_directory)
             if written:
                 print(frontier_table(written.points))

@@ -45,6 +45,7 @@ class DepthReport:
         trained_recurrent_steps: R at the end of training.
         sources: Source name → results, in the order to show them.
         baseline_tokens: Number of tokens the baselines were fitted on; None in reports of 0.1.
+        ema: Whether it is of the average of the weights; then its file is another.
     """
 
     step: int
@@ -52,10 +53,12 @@ class DepthReport:
     trained_recurrent_steps: int
     sources: dict[str, SourceDepths]
     baseline_tokens: int | None = None
+    ema: bool = False
 
     def save(self, run_directory: RunDirectory) -> Path:
         """Write `evals/depth-step-N.json` and return its path."""
-        path = run_directory.evaluations / f"depth-step-{self.step}.json"
+        kind = "depth-ema" if self.ema else "depth"
+        path = run_directory.evaluations / f"{kind}-step-{self.step}.json"
         write_json(path, asdict(self))
         return path
 

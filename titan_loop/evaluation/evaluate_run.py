@@ -39,6 +39,7 @@ def evaluate_run(
     windows: int = 64,
     sources: Sequence[str] = (),
     seq_len: int | None = None,
+    ema: bool = False,
 ) -> DepthReport:
     """Score the newest committed checkpoint of a run that read prepared sources; collective.
 
@@ -48,6 +49,7 @@ def evaluate_run(
         windows: Number of held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; all of the run's by default.
         seq_len: Tokens of a held-out window; by default those of training.
+        ema: Whether to score the average of the weights.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
@@ -61,7 +63,7 @@ def evaluate_run(
     run_directory.read_run()
     rank, _ = join_ranks()
     device = rank_device()
-    loaded = load_checkpoint(run_directory.path, context_tokens=seq_len, device=device)
+    loaded = load_checkpoint(run_directory.path, context_tokens=seq_len, device=device, ema=ema)
     held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
     counts = count_what_was_read(
         loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size
@@ -76,6 +78,7 @@ def evaluate_run(
     together = {name: sum(part[name] for part in nats.values()) for name in baselines}
     report = DepthReport(
         step=loaded.manifest["step"],
+        ema=ema,
         tokens=loaded.manifest["trainer"]["tokens"],
         trained_recurrent_steps=loaded.recurrent_steps,
         baseline_tokens=counts.tokens,

@@ -77,6 +77,7 @@ class TaskOptions:
         cache: Whether to keep the results of single requests on disk.
         confirm_run_unsafe_code: Consent to run, on this machine and outside of any sandbox, the
             programs that the model writes in code tasks.
+        ema: Whether to evaluate the average of the weights.
     """
 
     tasks: Sequence[SuiteTask]
@@ -96,6 +97,7 @@ class TaskOptions:
     include_path: Path | None = None
     cache: bool = True
     confirm_run_unsafe_code: bool = False
+    ema: bool = False
 
     def check(self) -> None:
         """Raise `UserError` for values that cannot work, before anything is loaded."""
@@ -155,6 +157,7 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
         context_tokens=context,
         device=rank_device(),
         dtype=getattr(torch, options.dtype),
+        ema=options.ema,
     )
     if options.tokenizer is not None:
         load_matching_tokenizer(loaded, options.tokenizer)  # wrong for one task, wrong for all
@@ -178,6 +181,7 @@ class _Evaluation:
             trained_recurrent_steps=loaded.recurrent_steps,
             manifest_sha256=manifest["sha256"],
             kv_cache=options.kv_cache,
+            ema=options.ema,
         )
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None

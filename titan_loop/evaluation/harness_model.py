@@ -158,6 +158,7 @@ class LoopLM(TemplateLM):
             "kv_cache": self.kv_cache,
             "dtype": str(self.loaded.model.tok_embeddings.weight.dtype),
             "context": self.max_length,
+            **({"ema": True} if self.loaded.ema else {}),
         }
 
     @property

@@ -68,6 +68,7 @@ class TaskReport:
         settings: Task → the settings it was asked with.
         failures: Task → why it has no result.
         skipped: Task of a suite → why it was skipped.
+        ema: Whether it is of the average of the weights; then its file is another.
     """
 
     step: int
@@ -79,10 +80,12 @@ class TaskReport:
     settings: dict[str, str] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    ema: bool = False
 
     def path(self, run_directory: RunDirectory) -> Path:
         """Return where it belongs."""
-        return run_directory.evaluations / f"tasks-step-{self.step}.json"
+        kind = "tasks-ema" if self.ema else "tasks"
+        return run_directory.evaluations / f"{kind}-step-{self.step}.json"
 
     def save(self, run_directory: RunDirectory) -> Path:
         """Write the file, keeping other tasks and readings of the same checkpoint."""

@@ -66,7 +66,11 @@ class Watcher:
         self._run = RunDirectory(run)
         self._options = options
         asked = {name: str(value) for name, value in asdict(options).items()}
-        for name in ("sources", "seq_len"):  # unknown to older versions, whose lines still count
+        for name in (
+            "sources",
+            "seq_len",
+            "ema",
+        ):  # unknown to older versions, whose lines still count
             if not getattr(options, name):
                 del asked[name]
         self._asked = digest(asked)

@@ -27,6 +27,7 @@ class Loaded:
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
         run: The run it belongs to.
+        ema: Whether the weights are the average of those of training.
     """
 
     model: LoopDecoder
@@ -34,6 +35,7 @@ class Loaded:
     manifest: dict[str, Any]
     recurrent_steps: int
     run: SavedRun
+    ema: bool = False
 
 
 def load_checkpoint(
@@ -42,6 +44,7 @@ def load_checkpoint(
     context_tokens: int | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    ema: bool = False,
 ) -> Loaded:
     """Load a committed checkpoint for generation on one device.
 
@@ -50,16 +53,18 @@ def load_checkpoint(
         context_tokens: Tokens the rotary table covers; None for the trained window.
         device: Where the model goes.
         dtype: Type of its weights; the exit gate stays in fp32.
+        ema: Whether to take the average of the weights instead of the weights.
 
     Raises:
-        UserError: No committed checkpoint there, no run around it, or a context below 2.
+        UserError: No committed checkpoint there, no run around it, no average, or a context below
+            2.
     """
     run = SavedRun.open(path)
     checkpoint = run.checkpoint()
     context = run.seq_len if context_tokens is None else context_tokens
     if context < 2:
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
-    model = load_model(checkpoint.path, run.model_options, max_seq_len=context)
+    model = load_model(checkpoint.path, run.model_options, max_seq_len=context, ema=ema)
     for name, child in model.named_children():
         child.to(device=device, dtype=None if name in ("exit_gate", "rope_table") else dtype)
     return Loaded(
@@ -68,6 +73,7 @@ def load_checkpoint(
         manifest=checkpoint.manifest,
         recurrent_steps=checkpoint.recurrent_steps,
         run=run,
+        ema=ema,
     )
 
 
