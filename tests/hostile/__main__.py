@@ -38,6 +38,7 @@ _MAY_CHANGE = {
     "checkpoint tag": ("run/checkpoints/step-4/tags.json",),
     "data pack": ("source/source.json", "source/train/", "source/held_out/"),
     "eval": ("run/evals",),
+    "eval of tasks": ("run/evals",),
     "plot": ("run/plots/",),
     "report": ("run/report.html", "run/plots/"),
     "train": ("run/",),

@@ -186,8 +186,19 @@ JSON_TEXTS: dict[str, Spoil] = {
         b'{"a": "\xff"}', b"\xef\xbb\xbf{}", '{"a": "\\ud800"}', "{}".encode("utf-16")
     ),
 }
-JSON_FILE = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_json}
+JSON_FILE: dict[str, Spoil] = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_json}
 JSON_LINES = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_line}
+
+
+def _many_files(path: Path, _: random.Random) -> None:
+    """Name 20,000 files: looking through all names for each takes minutes."""
+    files = {f"tensor{n}": f"{n}.safetensors" for n in range(20_000)}
+    for file in files.values():
+        (path.parent / file).touch()
+    write_odd_json(path, {"weight_map": files})
+
+
+WEIGHT_INDEX: dict[str, Spoil] = {**JSON_FILE, "20,000 files": _many_files}
 
 
 class Payload:

@@ -55,6 +55,7 @@ def test_given_splits_are_kept_and_documents_shuffled(
     assert split.max_token_id == ids.max()
     assert np.array_equal(ends - 1, np.nonzero(ids == card.eos_id)[0])
     assert all(split.eos_only_at_ends for split in card.splits.values())
+    assert not list((tmp_path / "out").rglob("*.metadata")), "nothing would notice its damage"
 
 
 def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
         dropped=dropped,
         cleaning=preparation.config.cleaning(),
     )
+    for note in (note for name in names for note in (output / name).glob("*.ds.metadata")):
+        note.unlink()  # datatrove's, with a path of this machine; nothing reads it
     card.write(output)
     shutil.rmtree(preparation.work, ignore_errors=True)
     return card
