@@ -221,3 +221,11 @@ def test_one_process_at_a_time_prepares_a_source(
             pack_source(out, 256)
     assert pack_source(out, 256)
     assert list(verify_source(out)) == []
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    files: list[Path], small_tokenizer: Path, tmp_path: Path
+) -> None:
+    os.truncate(files[0], 1 << 40)
+    with pytest.raises(UserError, match="has a line of more than 268,435,456 bytes"):
+        tokenize_source(files[0], tmp_path / "out", tokenizer_path=small_tokenizer)

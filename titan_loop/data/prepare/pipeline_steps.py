@@ -6,6 +6,7 @@ would change the data without a trace.
 """
 
 import codecs
+import io
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Mapping
@@ -46,6 +47,7 @@ datatrove_logger.disable("datatrove")
 datatrove_logger.enable("datatrove.executor.ray")
 
 SHOWN_EXAMPLES = 3
+_LONGEST_LINE = 1 << 28  # a sparse file is one without end
 DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 """Lines that are not records, records without the field, and records without text."""
 
@@ -361,8 +363,15 @@ def _open(reader: BaseDiskReader, path: str, **options: Any) -> Any:
 
 def _whole(file: Any, path: str) -> Generator[bytes, None, None]:
     """Yield a file's lines; a broken archive is the user's mistake, not a crash."""
+    lines = file if hasattr(file, "readline") else io.BufferedReader(file)
     try:
-        yield from file
+        while line := lines.readline(_LONGEST_LINE + 1):
+            if len(line) > _LONGEST_LINE:
+                raise UserError(
+                    f"input /{path} has a line of more than {_LONGEST_LINE:,} bytes: split or "
+                    "remove it"
+                )
+            yield line
     except (EOFError, OSError, zlib.error, zstd.ZstdError) as error:
         raise _unreadable(path, error) from error
 
