@@ -218,7 +218,7 @@ def _flags(parameters: Iterable[inspect.Parameter]) -> Iterator[str]:
             kinds = {field.name: field.type for field in fields(parameter.annotation)}
         for name, kind in kinds.items():
             if Positional not in getattr(kind, "__metadata__", ()):
-                yield f"--{name.replace('_', '-')}"
+                yield f"--{name.rstrip('_').replace('_', '-')}"
 
 
 @_registry.primitive_rule

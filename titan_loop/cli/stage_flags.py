@@ -4,7 +4,7 @@
 same stages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from titan_loop.errors import UserError, nearest
@@ -17,7 +17,12 @@ PREFIX = "--stages."
 
 
 def resolve_recipe(
-    name: str, flags: Sequence[str], *, verb: str = "train", only: str | None = None
+    name: str,
+    flags: Sequence[str],
+    *,
+    verb: str = "train",
+    only: str | None = None,
+    prepare: Callable[["Recipe"], object] = lambda recipe: None,
 ) -> "Recipe":
     """Return a recipe with the flags applied to its stages.
 
@@ -27,12 +32,14 @@ def resolve_recipe(
         verb: Verb that `--help` names.
         only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
             a fork and no longer waits for its parent.
+        prepare: Changes the recipe before the flags do.
 
     Raises:
         UserError: For an unknown recipe, stage or field, or a value that does not fit.
         SystemExit: With code 0, after `--help` was printed.
     """
     recipe = load_recipe(name)
+    prepare(recipe)
     apply_to_stages(recipe, flags, f"titan-loop {verb} {name}", only=only)
     if only is not None and recipe.stage(only).config.checkpoint.carry.parent:
         recipe.stage(only).parent = None

@@ -1,12 +1,20 @@
 """`titan-loop train RECIPE [--FLAG VALUE …]`: alone, or as one of a launcher's ranks."""
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import RunFailedError
 from titan_loop.training.stop_request import StopListener, grace_seconds
+
+if TYPE_CHECKING:
+    from titan_loop.recipes.recipe import Recipe
 
 
 @recipe_first
@@ -16,6 +24,7 @@ def train(
     *,
     stage: str | None = None,
     dump_folder: str = "",
+    from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
 ) -> None:
     """Train a recipe, or continue it in its folder from the last checkpoint there.
 
@@ -28,6 +37,7 @@ def train(
       titan-loop train quickstart --total-tokens 200000 --dump-folder runs/short
       titan-loop train quickstart --learning-rate '0:0 linear 80K:3e-3 cosine 1600K:3e-4'
       titan-loop train miniature --stages.1b.total-tokens 50000 --stages.gate.loss.slope 20
+      titan-loop train quickstart --from exported --dataloader.mixture sources/my=1
       torchrun --nproc-per-node 2 -m titan_loop train quickstart --training.local-batch-size 2
 
     Args:
@@ -36,10 +46,26 @@ def train(
         stage: Train this stage alone, from its parent in DUMP_FOLDER or from
             --checkpoint.carry.parent CHECKPOINT.
         dump_folder: Folder of the recipe or run; by default the recipe's own.
+        from_: Start from this model instead of initial weights, with its shape, vocabulary and RoPE
+            base: a run, a checkpoint, or a folder as convert export writes it.
     """
     # From here on a signal asks to stop; importing torch takes seconds.
     with StopListener(grace=grace_seconds(os.environ)) as stop_listener:
-        resolved = resolve_recipe(recipe, flags, only=stage)
+        parents = []
+
+        def prepare(recipe: "Recipe") -> None:
+            if from_ is not None:
+                from titan_loop.recipes.starting_point import start_from
+
+                parents.append(
+                    start_from(recipe, from_, only=stage, folder=dump_folder, command=sys.argv)
+                )
+
+        resolved = resolve_recipe(recipe, flags, only=stage, prepare=prepare)
+        for parent in parents:
+            from titan_loop.recipes.starting_point import check_tokenizer
+
+            check_tokenizer(resolved, parent, only=stage)
 
         from titan_loop.checkpoint.saving import SaveFailedError
         from titan_loop.recipes.runner import run_recipe

@@ -305,13 +305,9 @@ class SavedRun:
         None where neither run nor checkpoint says: an import without a tokenizer, or streamed text.
         """
         state = self.checkpoint().manifest["data"]
-        if (task := recorded_task(state)) is not None:
-            return f"task {task.name} of {task.vocab_size} tokens"
-        if self._imported_tokenizer.is_file():
-            sha256 = file_sha256(self._imported_tokenizer)
-        else:
-            sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
-        return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
+        if recorded_task(state) is None and self._imported_tokenizer.is_file():
+            return f"tokenizer {file_sha256(self._imported_tokenizer)[:SHORT_DIGEST]}"
+        return vocabulary_of(state)
 
     def generated_task(self) -> Task | None:
         """Return the task whose examples the run reads; None for text, and before a checkpoint."""
@@ -383,6 +379,15 @@ class SavedRun:
             if origin is not None and len(chain) < 1000:  # a chain that bites its tail is damaged
                 checkpoint, manifest = _find_origin(origin, beside=run)
         return chain[::-1]
+
+
+def vocabulary_of(state: Mapping[str, Any]) -> str | None:
+    """Return what the token ids of a loader's state stand for; see `SavedRun.vocabulary`."""
+    task = recorded_task(state)
+    if task is not None:
+        return f"task {task.name} of {task.vocab_size} tokens"
+    sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
+    return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
 
 
 def _find_origin(origin: Mapping[str, str], *, beside: Path) -> tuple[Path, dict[str, Any] | None]:

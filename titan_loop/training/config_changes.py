@@ -4,16 +4,21 @@
 that; the moments in a checkpoint, however, were gathered under the optimiser's settings of then.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from titan_loop.errors import Refusal
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.errors import Refusal, UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun, vocabulary_of
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.config import RunConfig
+from titan_loop.training.recurrence import typical_recurrent_steps
+from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
 
-OPTIMISER_FIELDS = ("adamw.",)
+OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
 """Settings without which the optimiser's saved state means something else."""
 
 # Where the run lies, what the other fields decide, and consent.
@@ -21,7 +26,9 @@ _NOT_SETTINGS = (
     "dump_folder",
     "checkpoint.load_step",
     "model_spec.",
-    "optimizer.",
+    "optimizer.adamw",
+    "optimizer.muon",
+    "optimizer.param_groups",
     "lr_scheduler.",
     "accept_change",
     "dataloader.accept_change",
@@ -60,6 +67,35 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
         SettingChange(name, before[name], value)
         for name, value in now.items()
         if before.get(name, value) != value and not name.startswith(_NOT_SETTINGS)
+    ]
+
+
+def parent_changes(run: ResolvedRun) -> list[SettingChange]:
+    """Return what a run does otherwise than the parent that it takes its weights from.
+
+    Args:
+        run: The run, of which no checkpoint exists yet.
+    """
+    carry = run.config.checkpoint.carry
+    if not carry.parent:
+        return []
+    checkpoint = carry.find_parent()
+    trained = read_manifest(checkpoint)["trainer"]
+    before = {f"model.{name}": value for name, value in trained["architecture"].items()}
+    now: dict[str, Any] = {f"model.{name}": value for name, value in run.architecture.items()}
+    before["recurrent steps"] = trained["recurrent_steps"]
+    now["recurrent steps"] = typical_recurrent_steps(run.config.recurrence, 0)
+    with contextlib.suppress(UserError):  # a checkpoint that was copied out of its run
+        parent = SavedRun.open(checkpoint)
+        before["window"], now["window"] = parent.seq_len, run.config.training.seq_len
+        before["vocabulary"] = parent.vocabulary()
+        now["vocabulary"] = (
+            vocabulary_of(run.config.open_data().state_dict()) or before["vocabulary"]
+        )
+    return [
+        SettingChange(name, str(before[name]), str(value))
+        for name, value in now.items()
+        if before.get(name, value) not in (value, None)
     ]
 
 

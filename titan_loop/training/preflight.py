@@ -17,7 +17,6 @@ that is not there. `remarks(config)` says what is legal and has no effect.
 import math
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -29,9 +28,9 @@ from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.family import decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import batch_sizes
+from titan_loop.training.chosen_model import model_config
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.optimizer import MuonConfig
 from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
@@ -78,18 +77,6 @@ def refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     yield from unfit
     if not unfit:  # else the ranks are split in no way that a batch could be judged by
         yield from batch_refusals(config, world_size)
-
-
-def model_config(config: RunConfig) -> LoopDecoder.Config:
-    """Return the architecture a config names; a vocabulary left open is that of its data.
-
-    Raises:
-        UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
-    """
-    options = config.model
-    if options.vocab_size is None:
-        options = replace(options, vocab_size=config.dataloader.vocabulary().size)
-    return decoder_config(options, max_seq_len=config.training.seq_len)
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:

@@ -22,9 +22,10 @@ from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
+from titan_loop.training.chosen_model import model_config, model_options
 from titan_loop.training.config import RunConfig
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.preflight import model_config, refusals, remarks
+from titan_loop.training.preflight import refusals, remarks
 from titan_loop.training.recurrence import most_recurrent_steps
 
 
@@ -92,7 +93,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     for remark in remarks(config):
         logger.warning("%s", remark)
     config, model = _copied(config), model_config(config)
-    config.model.vocab_size = model.vocab_size
+    config.model = model_options(config)
     config.dataloader.accept_change |= config.accept_change
     config.model_spec = ModelSpec(
         name="loop",

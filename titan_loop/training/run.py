@@ -23,7 +23,7 @@ from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import RunConfig
-from titan_loop.training.config_changes import change_refusals, setting_changes
+from titan_loop.training.config_changes import change_refusals, parent_changes, setting_changes
 from titan_loop.training.preflight import folder_refusals
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.startup import StartupClock
@@ -86,6 +86,9 @@ def run_training(
         enable=config.debug.enable_structured_logging,
     )
     changes = setting_changes(run.config) if rank == 0 else []
+    if rank == 0 and not committed_steps(run_directory.checkpoints):
+        for change in parent_changes(run):
+            logger.warning("other than the parent: %s", change)
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
         trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours

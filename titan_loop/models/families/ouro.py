@@ -63,8 +63,9 @@ class OuroOptions(ModelOptions):
 
     family: FamilyName = field(default="ouro", init=False)
 
-    rope_theta: float = 10_000.0
-    """Base of the rotary embedding."""
+    rope_theta: float | None = None
+    """Base of the rotary embedding; None takes that of the weights a run starts from, 10,000 for
+    initial ones."""
 
     norm_placement: NormPlacement = "every_step"
     """Where the final norm stands: after every recurrent step, as in Ouro, or at the readout only,
@@ -77,6 +78,7 @@ def _linear(in_features: int, out_features: int) -> Linear.Config:
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> LoopDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
+    theta = 10_000.0 if options.rope_theta is None else options.rope_theta
     branch_gain = {"weight": partial(nn.init.constant_, val=(2 * shape.n_layers) ** -0.5)}
 
     def norm(gain: dict[str, Callable] = _NORM) -> RMSNorm.Config:
@@ -95,7 +97,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             ),
             wo=_linear(shape.dim, shape.dim),
             inner_attention=inner_attention_config(options.attention),
-            rope=RotateHalf.Config(dim=head_dim, max_seq_len=max_seq_len, theta=options.rope_theta),
+            rope=RotateHalf.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
         )
         return SandwichBlock.Config(
             attention_norm=norm(),

@@ -1,0 +1,97 @@
+"""Continuing from a model that exists keeps what shapes its behaviour, or says what differs."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.hugging_face.conftest import convert, random_model, write_run
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.cli.main import main
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import SEQ_LEN, TINY_VOCABULARY, tiny_config
+from titan_loop.training.config_changes import parent_changes
+from titan_loop.training.resolved_run import resolve
+
+pytestmark = pytest.mark.usefixtures("alone")
+BASE = 40_000.0
+
+
+@pytest.fixture(scope="module")
+def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An exported model that no named size has."""
+    path = tmp_path_factory.mktemp("model")
+    options = OuroOptions(vocab_size=TINY_VOCABULARY, n_layers=3, rope_theta=BASE)
+    write_run(path / "run", options, random_model(options), mixture=[f"{source}=1"])
+    convert("export", path / "run", "--output", path / "folder")
+    return path / "folder"
+
+
+def train(source: Path, run: Path, *flags: object) -> int:
+    words = [
+        "train", "quickstart", "--dump-folder", run, "--dataloader.mixture", f"{source}=1",
+        "--training.seq-len", SEQ_LEN, "--batch.global-batch-tokens", 4 * SEQ_LEN,
+        "--held-out.interval", 0, "--metrics.no-enable-tensorboard", *flags,
+    ]  # fmt: skip
+    return main([str(word) for word in words])
+
+
+def test_one_command_continues_an_exported_folder(
+    source: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    start = ("--from", folder, "--total-tokens")
+    assert train(source, run, *start, 8 * SEQ_LEN) == 0
+    model = RunDirectory(run).read_config()["model"]
+    assert (model["n_layers"], model["dim"], model["rope_theta"]) == (3, 64, BASE)
+    manifest = read_manifest(RunDirectory(run).checkpoint(2))
+    imported = RunDirectory(run / "imported").checkpoint(0)
+    assert manifest["lineage"]["origin"]["path"] == str(imported.resolve())
+    printed = capfd.readouterr()
+    assert "other than the parent: model." not in printed.err + printed.out
+    assert train(source, run, *start, 12 * SEQ_LEN) == 0  # goes on, and imports nothing again
+    assert RunDirectory(run).read_metrics()[-1]["step"] == 3
+
+
+def test_an_explicit_value_wins_and_is_a_line(
+    source: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    flags = ("--from", folder, "--total-tokens", 4 * SEQ_LEN, "--model.rope-theta", 5000)
+    assert train(source, tmp_path / "run", *flags) == 0
+    printed = capfd.readouterr()
+    line = f"other than the parent: model.rope_theta {BASE} → 5000"
+    assert line in printed.err + printed.out
+    assert RunDirectory(tmp_path / "run").read_config()["model"]["rope_theta"] == 5000
+
+
+def test_what_a_parent_leaves_open(source: Path, folder: Path, tmp_path: Path):
+    convert("import", folder, "--output", tmp_path / "imported")
+    config = tiny_config(source, tmp_path / "run", steps=2)
+    assert resolve(config, 1).architecture["rope_theta"] == 10_000.0
+    config.model.n_layers = 3
+    config.checkpoint.carry.parent = str(tmp_path / "imported")
+    config.checkpoint.carry.optimizer = False
+    run = resolve(config, 1)
+    assert run.config.model.rope_theta == run.architecture["rope_theta"] == BASE
+    assert config.model.rope_theta is None
+    changes = {change.field: (change.before, change.now) for change in parent_changes(run)}
+    assert changes == {"recurrent steps": ("3", "4"), "window": ("64", "32")}
+
+
+def test_a_model_needs_its_own_tokenizer(
+    source: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    other = shutil.copytree(source, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    assert train(other, tmp_path / "run", "--from", folder) == 2
+    assert "is not the one" in capfd.readouterr().err
+    shutil.copytree(folder, tmp_path / "second")
+    config = json.loads((tmp_path / "second" / "config.json").read_text())
+    (tmp_path / "second" / "config.json").write_text(json.dumps(config, indent=3))
+    assert train(source, tmp_path / "run", "--from", tmp_path / "second") == 2
+    assert "imported holds another model" in capfd.readouterr().err
+    assert train(source, tmp_path / "run", "--from", tmp_path / "nowhere") == 2
+    assert "nowhere is not a folder" in capfd.readouterr().err

@@ -1,0 +1,101 @@
+"""`train --from`: the first stages of a recipe start from a model that exists.
+
+Hugging Face folder ─ import ─► FOLDER/imported ┐
+run or checkpoint ──────────────────────────────┴► model options and parent of the first stages
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from titan_loop.checkpoint.carry import has_moments
+from titan_loop.checkpoint.hugging_face.importing import CONFIG, OuroFolder
+from titan_loop.errors import UserError, seen_from
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.runs.conversion import import_run
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+IMPORTED = "imported"
+"""Run in a recipe's folder that holds an imported model."""
+
+
+def start_from(
+    recipe: Recipe, path: Path, *, only: str | None, folder: str, command: Sequence[str]
+) -> SavedRun:
+    """Let stages start from a model that is there; flags are to be applied afterwards.
+
+    They, and the stages with the same model, get its options: shape, vocabulary, RoPE base.
+
+    Args:
+        recipe: Its stages are changed.
+        path: A run, a checkpoint, or a folder of the Ouro format. The last is imported into the
+            recipe's folder once.
+        only: The stage to start; None for all without a parent.
+        folder: Folder of the recipe; empty for its own.
+        command: Recorded in the imported run.
+
+    Returns:
+        The run that they start from.
+
+    Raises:
+        UserError: There is no such model, or another one was imported there before.
+    """
+    if not path.is_dir():
+        raise UserError(
+            f"--from {path} is not a folder{seen_from(path)}; give a run, a checkpoint or a folder "
+            "that convert export wrote"
+        )
+    if (path / CONFIG).exists() and not RunDirectory(path).run_json.exists():
+        path = _import_once(
+            OuroFolder(path), Path(folder or recipe.folder or f"runs/{recipe.name}"), command
+        )
+    run = SavedRun.open(path)
+    first = [recipe.stage(only)] if only is not None else _without_parent(recipe)
+    own = first[0].config.model
+    for stage in recipe.stages:
+        if stage in first or stage.config.model == own:
+            stage.config.model = replace(
+                run.model_options,
+                attention=own.attention,
+                readout_chunk_tokens=own.readout_chunk_tokens,
+            )
+    for stage in first:
+        stage.config.checkpoint.carry.parent = str(path)
+        stage.config.checkpoint.carry.optimizer &= has_moments(run.checkpoint().path)
+    return run
+
+
+def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
+    """Refuse data whose ids stand for other tokens than those of the run to start from."""
+    for stage in [recipe.stage(only)] if only is not None else recipe.stages:
+        for source in stage.config.dataloader.source_paths():
+            run.tokenizer(Path(source) / TOKENIZER_NAME)
+
+
+def _without_parent(recipe: Recipe) -> list[Stage]:
+    return [stage for stage in recipe.stages if stage.parent is None]
+
+
+def _import_once(model: OuroFolder, folder: Path, command: Sequence[str]) -> Path:
+    """Return the run that holds an imported model, written if it is not there."""
+    output = folder / IMPORTED
+    if RunDirectory(output).run_json.exists():
+        lineage = SavedRun(output).checkpoint().manifest["lineage"]
+        if lineage.get("config_sha256") != model.lineage()["config_sha256"]:
+            raise UserError(
+                f"--from {model.path}: {output} holds another model, from "
+                f"{lineage.get('imported_from')}; choose another --dump-folder"
+            )
+        return output
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"--from {model.path}: several ranks cannot import it; run titan-loop convert import "
+            f"{model.path} --output {output} first"
+        )
+    import_run(model, output, command, dtype=torch.float32)
+    return output

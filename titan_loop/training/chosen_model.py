@@ -1,0 +1,60 @@
+"""The model a run trains: its options, with what they leave open taken from data and weights."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.model import architecture
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import ModelOptions, ModelSize, decoder_config
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.config import RunConfig
+
+
+def model_config(config: RunConfig) -> LoopDecoder.Config:
+    """Return the architecture a config names; a vocabulary left open is that of its data.
+
+    Raises:
+        UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
+    """
+    return decoder_config(model_options(config), max_seq_len=config.training.seq_len)
+
+
+def model_options(config: RunConfig) -> ModelOptions:
+    """Return a run's model options with what it leaves open.
+
+    The vocabulary is that of the data. What shapes no tensor, such as the RoPE base, is that of the
+    run's own checkpoint, else of its parent, else the family's default.
+
+    Raises:
+        UserError: As `model_config`.
+    """
+    options = config.model
+    if options.vocab_size is None:
+        options = replace(options, vocab_size=config.dataloader.vocabulary().size)
+    shaping = {field.name for field in fields(ModelSize)}
+    known = architecture(decoder_config(options, max_seq_len=config.training.seq_len))
+    saved = {**known, **_saved_architecture(config)}
+    left_open = (f.name for f in fields(options) if getattr(options, f.name) is None)
+    return replace(
+        options,
+        **{name: saved[name] for name in left_open if name in saved and name not in shaping},
+    )
+
+
+def _saved_architecture(config: RunConfig) -> Mapping[str, Any]:
+    """Return the architecture of the weights that a run goes on with or starts from, if any."""
+    folder, carry = RunDirectory(config.dump_folder).checkpoints, config.checkpoint.carry
+    newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
+    if newest is not None:
+        return newest[1]["trainer"]["architecture"]
+    try:
+        parent = carry.find_parent() if carry.parent else None
+    except UserError:  # said by whoever needs it; of a recipe's stage, it is not trained yet
+        parent = None
+    return {} if parent is None else read_manifest(parent)["trainer"]["architecture"]
