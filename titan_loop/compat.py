@@ -350,11 +350,17 @@ _UPSTREAM_NOISE = (
     "Trainer is initialized with",  # speaks of step-based schedules that do not exist here
     "Peak FLOPS used for computing MFU",  # an A100's figure for every unknown device
     "Sleeping 2 seconds",
+    "torch.distributed is already initialized",  # by the stage before, as it should be
+    "Training completed",  # also where `training.steps` cut it; `run_training` says what was done
+    "Structured logging disabled",
 )
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_UPSTREAM_NOISE)
+    message = record.getMessage()
+    if message.startswith("ENV[TORCH_NCCL_") and device_type() == "cpu":
+        return False  # gloo has no such variables
+    return not message.startswith(_UPSTREAM_NOISE)
 
 
 def quiet_upstream() -> None:

@@ -192,7 +192,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
     ("flags", "refusal"),
     [
         (["--nodes", "3"], "windows does not divide by local_batch_size=1 × 24 data-parallel"),
-        (["--stage", "1b", "--nodes", "3"], "use a batch that is a multiple of 98,304 tokens"),
+        (["--stage", "1b", "--nodes", "3"], "use --batch.global-batch-tokens "),
         (["--stage", "1b", "--parallelism.tensor-parallel-degree", "0"], "degree=0 must divide"),
         (["--stage", "1b", "--parallelism.context-parallel-degree", "0"], "must be at least 1"),
         (["--stage", "1b", "--parallelism.data-parallel-replicate-degree", "0"], "do not factor"),
@@ -209,7 +209,7 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
         ),
         (
             ["--stage", "longct", "--nodes", "64", "--parallelism.context-parallel-degree", "1"],
-            "use --parallelism.context-parallel-degree 4",
+            ", or --parallelism.context-parallel-degree 4",
         ),
         (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
         (["--stage", "1a", "--entropy-weight", "0:0.1 linear 1e9:0.05", *GRAPHS], "1a: training.d"),

@@ -53,6 +53,17 @@ def test_one_command_continues_an_exported_folder(
     assert "other than the parent: model." not in printed.err + printed.out
     assert train(source, run, *start, 12 * SEQ_LEN) == 0  # goes on, and imports nothing again
     assert RunDirectory(run).read_metrics()[-1]["step"] == 3
+    log = RunDirectory(run).log_txt.read_text()
+    for text in (
+        f"Trained to the end: {8 * SEQ_LEN} tokens",
+        "step 3/3 100%",
+        "last start: total_",
+    ):
+        assert log.count(text) == 1, log
+    assert not any(text in log for text in ("Training completed", "already init", "exhausted"))
+    assert train(source, run, *start, 99 * SEQ_LEN, "--training.steps", 4) == 0
+    log = RunDirectory(run).log_txt.read_text()
+    assert f"Ended at step 4 as training.steps says, with {16 * SEQ_LEN} of 3,168 tokens" in log
 
 
 def test_an_explicit_value_wins_and_is_a_line(

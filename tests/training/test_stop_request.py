@@ -13,7 +13,7 @@ import pytest
 
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_STOPPED, StoppedError, UserError
+from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, StoppedError, UserError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
@@ -237,3 +237,61 @@ def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path,
     config.hang_seconds = -1
     with pytest.raises(UserError, match="hang_seconds=-1"):
         resolve(config, 1)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from titan_loop.cli.main import main
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.stop_request import StopListener
+
+class At:
+    def __init__(self, step, times): self.step, self.times = step, times
+    def on_train_start(self, trainer): pass
+    def on_train_end(self, trainer): pass
+    def on_step_end(self, trainer, metrics):
+        if trainer.step == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGINT)
+                while trainer.stop_listener.requested_by is None: pass
+
+def recipe():
+    source, folder, step, times = sys.argv[1:5]
+    config = tiny_config(source, folder, steps=6)
+    config.checkpoint.interval = 100
+    config.callbacks = (At(int(step), int(times)),)
+    return config
+
+if __name__ == "__main__":
+    sys.exit(main(["train", "interrupted:recipe"]))
+"""
+
+
+def interrupt(source: Path, folder: Path, *, times: int) -> subprocess.CompletedProcess[str]:
+    script = folder.parent / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    words = [sys.executable, str(script), str(source), str(folder), "2", str(times)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_ctrl_c_saves_at_the_boundary_and_says_how_to_go_on(source: Path, tmp_path: Path):
+    ended = interrupt(source, tmp_path / "once", times=1)
+    assert ended.returncode == EXIT_INTERRUPTED, ended.stderr
+    assert "saving after this step; a second Ctrl-C leaves at once" in ended.stderr
+    assert "stopped after step 3 of 6; the same command goes on from there" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert committed_steps(tmp_path / "once" / "checkpoints") == [3]
+
+
+def test_a_second_ctrl_c_leaves_at_once(source: Path, tmp_path: Path):
+    ended = interrupt(source, tmp_path / "twice", times=2)
+    assert ended.returncode == EXIT_INTERRUPTED, ended.stderr
+    assert "saving after this step" in ended.stderr
+    assert committed_steps(tmp_path / "twice" / "checkpoints") == []
+
+
+def test_ctrl_c_before_training_is_an_interrupt():
+    with StopListener() as listener:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert listener.requested_by is None

@@ -4,13 +4,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from signal import SIGINT
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
-from titan_loop.errors import RunFailedError
+from titan_loop.errors import EXIT_INTERRUPTED, EXIT_OK, RunFailedError, StoppedError
 from titan_loop.training.stop_request import StopListener, grace_seconds
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def train(
     stage: str | None = None,
     dump_folder: str = "",
     from_: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
-) -> None:
+) -> int:
     """Train a recipe, or continue it in its folder from the last checkpoint there.
 
     A recipe of several stages trains what remains of them in order, each in DUMP_FOLDER/STAGE.
@@ -77,6 +78,12 @@ def train(
                 f"{error}; free space or repair the storage, then start again to continue from "
                 "the last checkpoint"
             ) from error
+        except StoppedError as stop:
+            if stop_listener.requested_by != SIGINT.name:
+                raise
+            print(f"titan-loop: {stop}", file=sys.stderr)
+            return EXIT_INTERRUPTED
+    return EXIT_OK
 
 
 run = command("train", train)

@@ -5,6 +5,7 @@ Format version 1:
     run.json         format version, when and how the run was created, library versions, restarts
     config.json      the fully resolved configuration of the latest start
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
+    log.txt          what rank 0 logged, all starts one after another
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
     held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
@@ -69,6 +70,11 @@ class RunDirectory:
     def metrics_jsonl(self) -> Path:
         """One record per logged training step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def log_txt(self) -> Path:
+        """What rank 0 logged."""
+        return self.path / "log.txt"
 
     @property
     def held_out_jsonl(self) -> Path:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_loop.errors import UserError, seen_from
-from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.folder_lock import is_held
 from titan_loop.storage.json_files import read_versioned_json, write_json
 from titan_loop.tables import columns
 
@@ -65,6 +66,7 @@ class StageStatus:
         saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
         tokens_per_second: Speed at that step.
+        runs: Whether a job trains it now; None where that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
         damage: Why none of its checkpoints can be used; empty if one can, or none was written.
@@ -78,6 +80,7 @@ class StageStatus:
     saved_tokens: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
+    runs: bool | None = None
     planned: bool = True
     position: int = 0
     damage: str = ""
@@ -172,7 +175,11 @@ def _describe(status: StageStatus) -> str:
         origin = f" from {status.parent}" if status.parent else ""
         return f"not begun{origin}, {status.total_tokens:,} tokens{fork}"
     share = status.tokens / status.total_tokens
-    left = "" if status.seconds_left is None else f", about {_duration(status.seconds_left)} left"
+    left = ""
+    if status.runs is False:
+        left = ", not running"
+    elif status.seconds_left is not None:
+        left = f", about {_duration(status.seconds_left)} left"
     return f"{share:.1%} of {status.total_tokens:,} tokens{loss}{left}{fork}"
 
 
@@ -185,6 +192,7 @@ def _duration(seconds: float) -> str:
 
 def _measure(status: StageStatus, run: SavedRun) -> None:
     status.total_tokens = run.total_tokens
+    status.runs = is_held(run.path / LOCK)
     try:
         newest = run.newest(look_at="manifest")
     except UserError as error:

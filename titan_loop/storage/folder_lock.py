@@ -11,6 +11,8 @@ import logging
 import os
 import re
 import socket
+import struct
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +39,22 @@ class LostFolder(NamedTuple):
 
 LEASE_SECONDS = 120.0
 """Time in which servers of network file systems forget the locks of a host that is gone."""
+
+
+_FLOCK = "hhqqi"  # Linux' struct flock: type, whence, start, length, process
+
+
+def is_held(path: Path) -> bool | None:
+    """Return whether another process holds a lock file; None where the system does not tell."""
+    try:
+        with path.open("rb") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK if sys.platform == "linux" else None
 
 
 class FolderLock:

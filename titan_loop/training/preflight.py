@@ -38,6 +38,9 @@ from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurren
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
 
+_WORTH_SPLITTING = 4096
+"""Tokens of a window that a rank should have under context parallelism, at least."""
+
 _AT_LEAST_ONE = (
     "total_tokens",
     "training.seq_len",
@@ -313,18 +316,21 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
         return
     per_pass = windows_per_pass(degree)
     fixes: list[str] = []
-    if len(sizes) > 1 and min(sizes) % per_pass == 0:
+    if len(sizes) == 1:
+        tokens = -(-min(sizes) // per_pass) * per_pass * training.seq_len
+        fixes.append(f"--batch.global-batch-tokens {tokens}")
+    elif min(sizes) % per_pass == 0:
         fixes.append(f"--batch.multiple-of-windows {per_pass}")
+    else:
+        fixes.append(
+            f"--batch.global-batch-tokens of multiples of {per_pass * training.seq_len:,} tokens"
+        )
     larger, others = degree, tp * parallel.data_parallel_replicate_degree
-    while larger * 2 <= world_size and training.seq_len % (4 * larger) == 0:
+    while larger * 2 <= world_size and training.seq_len >= 2 * larger * _WORTH_SPLITTING:
         larger *= 2
         if world_size % (larger * others) == 0 and not uneven(larger):
             fixes.append(f"--parallelism.context-parallel-degree {larger}")
             break
-    if not fixes:
-        fixes.append(f"a batch that is a multiple of {per_pass * training.seq_len:,} tokens")
-    elif world_size > 1:
-        fixes.append("fewer ranks")
     yield Refusal(
         "batch.global_batch_tokens",
         f"a global batch of {uneven(degree)[0]} windows does not divide by local_batch_size="

@@ -5,7 +5,7 @@ Everything a user can get wrong is checked before a process group or a device is
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.errors import EXIT_OK, NonFiniteError, StoppedError, UserError, raise_first
 from titan_loop.models.family import size_notes
 from titan_loop.ranks import all_ranks, from_rank_zero
+from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import RunConfig
@@ -70,9 +71,6 @@ def run_training(
     if world_size == 1:
         compat.skip_final_pause()
     run = resolve(config, world_size)
-    if rank == 0:
-        for note in size_notes(config.model, run.model.vocab_size):
-            logger.info("%s", note)
     callbacks = _callbacks(config, evaluations)
     run_directory = RunDirectory(config.dump_folder)
     raise_first(folder_refusals(run_directory.path))
@@ -85,10 +83,8 @@ def run_training(
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    changes = setting_changes(run.config) if rank == 0 else []
-    if rank == 0 and not committed_steps(run_directory.checkpoints):
-        for change in parent_changes(run):
-            logger.warning("other than the parent: %s", change)
+    changes = setting_changes(run.config)
+    others = [] if committed_steps(run_directory.checkpoints) else parent_changes(run)
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
         trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
@@ -97,20 +93,27 @@ def run_training(
         trainer.stop_listener = stop_listener
     trainer.callbacks += callbacks
     together = False
+    log = kept_log(run_directory.log_txt) if rank == 0 else nullcontext()
     try:
-        with _leaving(stop_listener, world_size):
+        with _leaving(stop_listener, world_size), log:
             started_by = sys.argv if command is None else command
             recorded = run.config.to_dict()
             from_rank_zero(
                 all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
             )
-            for change in changes:
-                logger.warning("changed since the last start: %s", change)
-            if changes:
-                kept = run_directory.newest_kept_config
-                logger.warning("the last start's config is kept as %s", kept)
+            if rank == 0:
+                for note in size_notes(config.model, run.model.vocab_size):
+                    logger.info("%s", note)
+                for change in others:
+                    logger.warning("other than the parent: %s", change)
+                for change in changes:
+                    logger.warning("changed since the last start: %s", change)
+                if changes:
+                    kept = run_directory.newest_kept_config
+                    logger.warning("the last start's config is kept as %s", kept)
             startup.mark("build")
             trainer.train()
+            _say_how_it_ended(trainer)
         together = True
     except _AGREED:
         together = True
@@ -118,6 +121,20 @@ def run_training(
     finally:
         trainer.close(together=together)
     return EXIT_OK
+
+
+def _say_how_it_ended(trainer: LoopTrainer) -> None:
+    done, planned = trainer.tokens, trainer.run.config.total_tokens
+    if trainer.at_stage_end:
+        logger.info("Trained to the end: %s tokens", f"{done:,}")
+    else:
+        logger.info(
+            "Ended at step %d as training.steps says, with %s of %s tokens; without it the run "
+            "goes on",
+            trainer.step,
+            f"{done:,}",
+            f"{planned:,}",
+        )
 
 
 @contextmanager

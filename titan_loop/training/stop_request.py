@@ -1,9 +1,12 @@
 """A signal asks a run to stop: it saves at a step boundary, or ends in time without.
 
-    SIGUSR1 (time limit), SIGTERM (preemption, cancellation) ─► StopListener
+    SIGUSR1 (time limit), SIGTERM (preemption, cancellation), Ctrl-C ─► StopListener
         trainer, a step later at most ─► do all go on? ─► no: save, `StoppedError`, EXIT_STOPPED
         a second signal, or no boundary within the grace time ─┐
         no sign of progress for `hang_seconds` ────────────────┴► stacks, traces, EXIT_STOPPED
+
+Ctrl-C waits for a boundary without a time limit, a second one ends the process at once, and before
+the first step even the first does: there is nothing to save.
     an error that the other ranks know nothing of ─► `leave`: close what closes in `LEAVE_SECONDS`
         ─► stacks, this rank's traceback last, the error's exit code
 
@@ -24,10 +27,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 
-from titan_loop.errors import EXIT_STOPPED, UserError, exit_code
+from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, exit_code
 from titan_loop.runs.exit_reports import report_exit
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 GRACE_VARIABLE = "TITAN_LOOP_GRACE_SECONDS"
 """Seconds from the first signal to the end of a rank that has not stopped by itself."""
 
@@ -83,6 +86,7 @@ class StopListener:
         self._leaving: tuple[BaseException, float] | None = None
         self._heard: tuple[signal.Signals, float] | None = None
         self._hang_seconds = 0.0
+        self._trains = False
         self._progress = time.monotonic()
         self._dump: Callable[[], object] = lambda: None
         self._reader = self._writer = -1
@@ -103,6 +107,7 @@ class StopListener:
             dump: Called before the process is ended, to leave traces of what it waited for.
         """
         self._dump = dump
+        self._trains = True
         self._hang_seconds = hang_seconds
         self.progress()
         self._wake()
@@ -110,6 +115,7 @@ class StopListener:
     def unwatch(self) -> None:
         """Stop watching for progress; signals are still heard."""
         self._hang_seconds = 0.0
+        self._trains = False
         self._dump = lambda: None
         self._wake()
 
@@ -129,7 +135,9 @@ class StopListener:
         self._thread.start()
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            self._handlers[number] = signal.signal(number, _leave_it_to_the_thread)
+            if number == signal.SIGINT and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # in the background of a shell
+            self._handlers[number] = signal.signal(number, self._leave_it_to_the_thread)
         _hear_the_end_of_torchrun()
         return self
 
@@ -174,7 +182,7 @@ class StopListener:
     def _deadline(self) -> tuple[float | None, str]:
         """Return until when this process may live as things stand, and why not longer."""
         limits: list[tuple[float, str]] = []
-        if self._heard is not None:
+        if self._heard is not None and self._heard[0] != signal.SIGINT:
             name, when = self._heard
             reason = f"{self._grace:g} s after {name.name} it has not stopped"
             limits.append((when + self._grace, reason))
@@ -193,10 +201,26 @@ class StopListener:
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()
+        if number == signal.SIGINT and not self._trains:
+            return  # the main thread raises KeyboardInterrupt
+        if number == signal.SIGINT and self._heard is not None:
+            report_exit(EXIT_INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)
         if self._heard is None:
             self._heard = number, now
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                print(
+                    "titan-loop: saving after this step; a second Ctrl-C leaves at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
         elif now - self._heard[1] > self._echo:
             self._give_up(f"a second signal, {number.name}")
+
+    def _leave_it_to_the_thread(self, number: int, frame: FrameType | None) -> None:
+        """Do nothing, the wake-up pipe has told the thread; but Ctrl-C ends what does not train."""
+        if number == signal.SIGINT and not self._trains:
+            raise KeyboardInterrupt
 
     def _give_up(self, reason: str) -> None:
         """End this process without a save; every thread's stack goes to stderr."""
@@ -227,7 +251,3 @@ def _hear_the_end_of_torchrun() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the wake-up pipe has told the thread."""

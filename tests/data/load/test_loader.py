@@ -2,6 +2,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,15 @@ def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
     folders = [write_source(name, stored) for name, stored in shards.items()]
     mixture = [f"{f}={w}" for f, w in zip(folders, (0.5, 0.3, 0.2), strict=True)]
 
-    def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, seed: int = 0, seq_len: int = L):
-        return WindowLoader.Config(mixture=mixture, seed=seed).build(
+    def build(
+        ranks: int = 1,
+        rank: int = 0,
+        local_batch: int = 1,
+        seed: int = 0,
+        seq_len: int = L,
+        **options: Any,
+    ):
+        return WindowLoader.Config(mixture=mixture, seed=seed, **options).build(
             dp_world_size=ranks,
             dp_rank=rank,
             tokenizer=None,
@@ -167,6 +175,19 @@ def test_repetition_is_announced_when_training_starts(
         f"source c will be read 3.00 times: it has {per_epoch * L} of the {3 * per_epoch * L} "
         "tokens that total_tokens takes from it"
     ) in caplog.text
+
+
+@pytest.mark.parametrize("when_exhausted", ["stop", "renormalise"])
+def test_only_what_the_job_exhausts_is_announced(
+    build: Build, caplog: pytest.LogCaptureFixture, when_exhausted: str
+) -> None:
+    loader = build(max_epochs=1, when_exhausted=when_exhausted)
+    first = loader.order.end or loader.order.stretches[1].first_window
+    with caplog.at_level(logging.INFO):
+        loader.log_sources(first)
+        assert "exhausted" not in caplog.text
+        loader.log_sources(first + 1)
+    assert "exhausted" in caplog.text
 
 
 @pytest.mark.parametrize("windows", [0, -4, 5])

@@ -243,7 +243,7 @@ class WindowLoader(GlobalWindowLoader):
         ]
 
     def log_sources(self, windows: int) -> None:
-        """Say what is read: shares, what is read more than once, what will be exhausted when."""
+        """Say what is read: shares, what is read more than once, what the job exhausts and when."""
         first = self.order.stretches[0].order if self.order.stretches else None
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0 if first is None else first.shares[index] / first.period
@@ -254,8 +254,13 @@ class WindowLoader(GlobalWindowLoader):
                 source.shards.tokens,
                 source.describe_epoch(),
             )
-        for number, exhausted in enumerate(self.order.exhausted, start=1):
-            logger.info("%s", self._exhaustion(number, exhausted))
+        starts = [stretch.first_window for stretch in self.order.stretches[1:]]
+        starts += [] if self.order.end is None else [self.order.end]
+        for number, (start, used_up) in enumerate(
+            zip(starts, self.order.exhausted, strict=True), start=1
+        ):
+            if start < windows:
+                logger.info("%s", self._exhaustion(number, used_up))
         for demand in self.demand(windows):
             if demand.epochs > 1:
                 logger.warning(

@@ -1,0 +1,32 @@
+"""A run keeps what it logs, and why it ended."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from titan_loop.runs.log_file import kept_log
+
+
+def test_starts_are_appended_with_the_error_that_ends_them(tmp_path: Path):
+    path, logger = tmp_path / "log.txt", logging.getLogger("titan_loop.test")
+
+    def fails(number: int) -> None:
+        logger.warning("start %d", number)
+        raise KeyError("why")
+
+    for number in range(2):
+        with pytest.raises(KeyError), kept_log(path):
+            fails(number)
+        logger.warning("outside")
+    lines = [line.split(maxsplit=2)[2] for line in path.read_text().splitlines()]
+    ended = "ERROR ended by KeyError: 'why'"
+    assert lines == ["WARNING start 0", ended, "WARNING start 1", ended]
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(capfd: pytest.CaptureFixture[str]):
+    handlers = [*logging.getLogger().handlers]
+    with kept_log(Path("/dev/full")):
+        logging.getLogger("titan_loop.test").warning("lost")
+        assert logging.getLogger().handlers == handlers
+    assert "Traceback" not in capfd.readouterr().err

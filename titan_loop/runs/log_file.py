@@ -1,0 +1,37 @@
+"""`log.txt` of a run: what rank 0 logs, of all starts one after another."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Give the file up where it cannot be written: a full disk must not stop a run."""
+        logging.getLogger().removeHandler(self)
+
+
+@contextmanager
+def kept_log(path: Path) -> Iterator[None]:
+    """Append to a file, inside the context, everything that is logged, and the error that ends it.
+
+    Args:
+        path: The file; its folder is there.
+    """
+    file = _LogFile(path, encoding="utf-8")
+    file.setFormatter(_FORMAT)
+    root = logging.getLogger()
+    root.addHandler(file)
+    try:
+        yield
+    except BaseException as error:
+        level = {"levelno": logging.ERROR, "levelname": "ERROR"}
+        message = {"msg": "ended by %s: %s", "args": (type(error).__name__, error)}
+        file.emit(logging.makeLogRecord({**level, **message}))
+        raise
+    finally:
+        root.removeHandler(file)
+        file.close()
