@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from titan_loop.cli.flag_help import FIRST, flags_of
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
 from titan_loop.training.schedule import Schedule
@@ -97,8 +98,52 @@ def test_a_misplaced_flag_and_a_misspelt_choice_of_a_trainer(arguments, expected
     assert str(caught.value).startswith(expected)
 
 
-def test_help_lists_the_fields(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parse("--help")
-    assert stop.value.code == 0
-    assert "--inner.seq-len INT" in capsys.readouterr().out
+def test_help_shows_the_first_flags_and_help_all_every_one(capsys):
+    def page(word: str) -> str:
+        with pytest.raises(SystemExit) as stop:
+            apply_overrides(LoopTrainer.Config(), [word], "titan-loop train sample")
+        assert stop.value.code == 0
+        return capsys.readouterr().out
+
+    first, everything = page("--help"), page("--help-all")
+    shown = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    assert set(shown) == {f"--{name}" for names in FIRST.values() for name in names}
+    assert "--learning-rate (0.0003)\n      Learning rate against global tokens." in first
+    assert "activation-checkpoint:full" in first
+    listed = {line.split()[0] for line in everything.splitlines() if line.startswith("  --")}
+    known = {flag.name for flag in flags_of(LoopTrainer.Config())}
+    assert listed == known - {"--activation-checkpoint"}
+    assert f"lists all {len(known)} flags" in first
+    assert "--muon.nesterov (True)\n      Whether the update" in everything
+    for gone in ("pipeline", "expert", "initial-load", "last-save", "validator", "lr-scheduler"):
+        assert not any(gone in name for name in listed), gone
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--lr", "unknown flag --lr; nearest: --learning-rate"),
+        ("--seed", "unknown flag --seed; nearest: --dataloader.seed, --debug.seed"),
+        ("--frm", "unknown flag --frm; --help-all lists all flags"),
+        ("--parallelism.pipeline-parallel-degree", "has no effect: a loop over layers"),
+        ("--checkpoint.no-initial_load_in_hf", "has no effect: start from a model with --from"),
+        ("--checkpoint.last-save-in-hf", "has no effect: titan-loop convert export"),
+    ],
+)
+def test_flags_that_are_not_there_say_which_are(flag, expected):
+    with pytest.raises(UserError) as caught:
+        apply_overrides(LoopTrainer.Config(), [flag, "2"], "titan-loop train sample")
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("words", [["3", "5"], ["3,5"]], ids=str)
+def test_lists_are_separated_by_spaces_or_commas(words):
+    tasks = [word.replace("3", "mano").replace("5", "held_out") for word in words]
+    flags = ["--suite.depths", *words, "--suite.tasks", *tasks, "activation-checkpoint:full"]
+    config = apply_overrides(LoopTrainer.Config(), flags, "titan-loop train sample")
+    assert config.suite.depths == [3, 5]
+    assert config.suite.tasks == ["mano", "held_out"]
+    assert config.activation_checkpoint is not None
+    equals = [f"--suite.depths={','.join(words)}", f"--suite.tasks={','.join(tasks)}"]
+    again = apply_overrides(LoopTrainer.Config(), equals, "titan-loop train sample")
+    assert (again.suite.depths, again.suite.tasks) == ([3, 5], ["mano", "held_out"])

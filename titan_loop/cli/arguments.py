@@ -11,11 +11,12 @@ asserts what is used of it.
 """
 
 import contextlib
+import difflib
 import functools
 import inspect
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -38,6 +39,9 @@ Run = Callable[[Sequence[str]], int]
 """Takes the words after a verb and returns the exit code."""
 
 _HELP = ("-h", "--help")
+_MOST_LISTED = 40
+"""Known flags that a message names when none is close."""
+
 _FLAGS = "flags"
 _recipe_first: set[Callable[..., Any]] = set()
 _registry = ConstructorRegistry()
@@ -168,7 +172,26 @@ def unknown(words: Sequence[str], flags: Iterable[str], choices: Iterable[str] =
     known = set(flags)
     if word.replace("_", "-") in known:
         return f"{word} stands after a choice such as activation-checkpoint:full; put it before"
-    return f"unknown flag {word}{nearest(word.replace('_', '-'), known)}"
+    return f"unknown flag {word}{_alike(word.replace('_', '-'), known)}"
+
+
+def _alike(flag: str, known: Collection[str]) -> str:
+    """Return what somebody may have meant: a flag's last part or its initials, else what is close.
+
+    `--lr` stands for `--learning-rate`, `--seed` for `--debug.seed` and `--dataloader.seed`.
+    """
+    wanted = flag.rpartition(".")[2].strip("-")
+    parts = {name: name.rpartition(".")[2].strip("-") for name in known}
+    meant = [
+        name
+        for name, part in sorted(parts.items())
+        if wanted in (part, "".join(word[0] for word in part.split("-")))
+    ]
+    if meant:
+        return f"; nearest: {', '.join(meant[:3])}"
+    if not difflib.get_close_matches(flag, known, cutoff=0.5) and len(known) > _MOST_LISTED:
+        return "; --help-all lists all flags"
+    return nearest(flag, known)
 
 
 def _describe(event: tyro_errors.ParseErrorEvent, flags: Sequence[str]) -> str | None:
@@ -237,6 +260,11 @@ def _optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     )
 
 
+def _parts(word: str, kind: type) -> list[str]:
+    """Return the numbers that commas separate in a word; a text stays whole."""
+    return word.split(",") if kind in (int, float) else [word]
+
+
 @_registry.primitive_rule
 def _one_or_more(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
     """Read `tuple[int, ...]` as one or more values; tyro would accept none, too."""
@@ -249,7 +277,7 @@ def _one_or_more(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | Non
     def read(words: list[str]) -> tuple[Any, ...]:
         if not words:
             raise ValueError("at least one value is needed")
-        return tuple(map(kind, words))
+        return tuple(kind(part) for word in words for part in _parts(word, kind))
 
     return PrimitiveConstructorSpec(
         nargs="*",

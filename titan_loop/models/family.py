@@ -65,7 +65,8 @@ class ModelOptions:
     """Named size of the family, see `titan_loop/models/families/`."""
 
     vocab_size: int | None = None
-    """Rows of embedding and head; None takes the size's own."""
+    """Rows of embedding and head; None takes the vocabulary of the data, and in a model without
+    data the size's own."""
 
     recurrent_steps: int | None = None
     """R the model is built with; None takes the size's own. The recurrence schedule sets R in
