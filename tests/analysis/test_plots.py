@@ -1,11 +1,15 @@
 """Plots and tables: drawn from a run directory alone, also from awkward ones."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from titan_loop.analysis import drawing
+from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.plots import plot_mixture, plot_run
 from titan_loop.analysis.tables import depth_table
 from titan_loop.errors import UserError
@@ -118,6 +122,45 @@ def test_every_plot_is_drawn(tmp_path: Path):
         assert path.parent == run.plots
         assert path.read_bytes().startswith(PNG_MAGIC)
         assert drawn_share(path) > 0.01
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that would be written."""
+    figures: list[Any] = []
+
+    def keep(figure: Any, path: Path) -> Path:
+        figures.append(figure)
+        return path
+
+    monkeypatch.setattr(drawing, "save_figure", keep)
+    return figures
+
+
+def test_depths_are_drawn_as_differences_on_their_own_axis(drawn: list[Any], tmp_path: Path):
+    changes = {1: Interval(0, 0, 0), 2: Interval(-0.25, -0.26, -0.24)}
+    code = replace(REPORT.sources["code"], changes=changes)
+    plot_depths(replace(REPORT, sources={"code": code, "math": REPORT.sources["math"]}), tmp_path)
+    axes = drawn[0].axes[0]
+    points = next(
+        line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_marker() == "o"
+    )
+    assert [*points.get_ydata()] == [0, -0.25]
+    low, high = axes.get_ylim()
+    assert -0.4 < low < -0.26
+    assert 0 < high < 0.1  # where no n-gram model squeezes it
+    assert "R = 1: 2.500" in axes.get_title()
+
+
+def test_sources_of_equal_shares_do_not_cover_each_other(drawn: list[Any], tmp_path: Path):
+    records = [{"tokens": 9, "data/a/tokens": 3, "data/b/tokens": 3, "data/c/tokens": 3}] * 2
+    plot_mixture(records, ["a=1", "b=1", "c=1"], tmp_path)
+    lines = drawn[0].axes[0].lines
+    shown = [line for line in lines if not line.get_label().startswith("_")]
+    widths = [line.get_linewidth() for line in shown]
+    assert widths == sorted(set(widths), reverse=True)  # each leaves a rim of those before it
+    asked = [line for line in lines if line.get_label().startswith("_")]
+    assert len({line._unscaled_dash_pattern[0] for line in asked}) == 3
 
 
 def test_one_record_without_a_gate(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Depth reports: built from arrays, saved, and the newest found again."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.depth_report import DepthReport, require_gain, summarise_source
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
 
 
 def report(step: int) -> DepthReport:
@@ -32,6 +34,18 @@ def test_summary():
     assert (source.windows, source.n_bytes) == (3, 60)
 
 
+def test_changes_are_paired_over_the_windows():
+    """Windows that differ far more than depths do hide no difference between these."""
+    n_bytes = np.full(40, 100.0)
+    hard = np.linspace(1.0, 3.0, 40)
+    nats = math.log(2) * n_bytes * np.stack([hard - 0.02, hard, hard - 0.01])
+    source = summarise_source([4, 1, 2], nats, n_bytes, {})
+    assert source.depths[4].high - source.depths[4].low > 0.2
+    assert source.changes[1] == (0, 0, 0)
+    assert source.changes[4] == pytest.approx((-0.02, -0.02, -0.02))
+    assert source.changes[2] == pytest.approx((-0.01, -0.01, -0.01))
+
+
 def test_a_gain_over_the_unigram_model_can_be_required():
     require_gain(report(1), 0.15)  # 2.0 against 3.0 bits at the trained R = 4
     require_gain(report(1), 0.33)
@@ -51,3 +65,7 @@ def test_latest_is_the_largest_step(tmp_path: Path):
     for step in (900, 1000):
         assert report(step).save(run) == tmp_path / "evals" / f"depth-step-{step}.json"
     assert DepthReport.latest(run) == report(1000)
+    record = json.loads((tmp_path / "evals" / "depth-step-1000.json").read_text())
+    del record["sources"]["c"]["changes"]  # as 0.1 left it
+    write_json(tmp_path / "evals" / "depth-step-1000.json", record)
+    assert DepthReport.latest(run).sources["c"].changes == {}

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_loop.analysis.drawing import draw_panels, mark_trained_depth, short
+from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, lower_is_better
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BASELINE_STYLES = {"unigram": "--", "bigram": ":"}
 _POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
-    """Draw bits per byte against the number of recurrent steps, one panel per source.
+    """Draw what recurrent steps add: bits per byte less those after the first, one panel a source.
 
-    Bars are 95 % bootstrap intervals over windows, horizontal lines the baselines, and the vertical
-    line the R that was trained.
+    Bars are 95 % bootstrap intervals of the difference over the same windows, and the vertical line
+    is the R that was trained. N-gram models are far off, and stand in the table.
 
     Args:
         report: The evaluation.
@@ -32,22 +32,16 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
     def draw(axes: "Axes", name: str) -> None:
         source = report.sources[name]
         depths = sorted(source.depths)
-        value_R, low_R, high_R = np.array([source.depths[depth] for depth in depths]).T
+        first = source.depths[depths[0]].value
+        changes = source.changes or {
+            depth: Interval(*[at.value - first] * 3) for depth, at in source.depths.items()
+        }
+        value_R, low_R, high_R = np.array([changes[depth] for depth in depths]).T
         bars = np.maximum([value_R - low_R, high_R - value_R], 0)
+        axes.axhline(0, color="0.5", linewidth=1.0)
         axes.errorbar(depths, value_R, yerr=bars, **_POINTS)
-        for baseline, value in source.baselines.items():
-            axes.axhline(value, color="#d1495b", linestyle=_BASELINE_STYLES.get(baseline, "-."))
-            axes.annotate(
-                f"{baseline} {value:.3f}",
-                (depths[-1], value),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="right",
-                color="#d1495b",
-                fontsize="small",
-            )
         mark_trained_depth(axes, depths, report.trained_recurrent_steps)
-        axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB)")
+        axes.set_title(f"{name} ({source.n_bytes / 1000:,.0f} kB; R = {depths[0]}: {first:.3f})")
         axes.margins(y=0.08)
 
     return draw_panels(
@@ -56,7 +50,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         path,
         title=f"Held-out text by depth after {short(report.tokens)} tokens; "
         f"grey: the trained R = {report.trained_recurrent_steps}",
-        label="bits per byte (lower is better)",
+        label="bits per byte less those at the first depth (lower is better)",
         columns=4,
     )
 

@@ -199,12 +199,20 @@ def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], p
         total = np.maximum(read.sum(axis=0), 1)
         for index, name in enumerate(names):
             color = mpl.colormaps[_SOURCE_COLORS](index % 10)
-            share = read[index] / total
             # matplotlib leaves out of its legend what begins with an underscore.
             label = f" {name}" if name.startswith("_") else name
-            axes.plot(tokens, share, color=color, label=label, marker=only_marker(tokens))
+            # Thinner from line to line, and dashes one after another: equal shares stay visible.
+            axes.plot(
+                tokens,
+                read[index] / total,
+                color=color,
+                label=label,
+                marker=only_marker(tokens),
+                linewidth=1.5 + 1.5 * (len(names) - 1 - index),
+            )
             if name in asked:
-                axes.axhline(asked[name], color=color, linestyle="--", linewidth=1.0, alpha=0.7)
+                dashes = (6 * index, (6, 6 * max(len(names) - 1, 1)))
+                axes.axhline(asked[name], color=color, linestyle=dashes, linewidth=1.0)
         axes.set_ylim(0, 1.02)
         axes.set_title("Share of each source in the tokens read so far")
         axes.set_ylabel("share")

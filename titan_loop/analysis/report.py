@@ -22,7 +22,7 @@ from titan_loop.analysis.plots import (
     plot_throughput,
 )
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
-from titan_loop.analysis.tables import task_rows
+from titan_loop.analysis.tables import depth_rows, task_rows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training
@@ -141,9 +141,12 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
         sections.append(
             Section(
                 "Depth sweep on held-out text",
-                f"Bits per byte at step {depths.step:,} with 95 % intervals, all depths from one "
-                "pass; grey marks the trained R, depths beyond it extrapolate.",
+                f"Bits per byte at step {depths.step:,}. The plot has differences to the first "
+                "depth, paired over the same windows, with 95 % intervals; grey marks the trained "
+                "R, depths beyond it extrapolate. The table has the values, and those of n-gram "
+                "models.",
                 plot_depths(depths, plots / "bits_per_byte.png"),
+                depth_rows(depths),
             )
         )
     elif has_text:
@@ -235,7 +238,8 @@ def _lineage(run_directory: RunDirectory, lineage: Sequence[Ancestor]) -> list[S
         rows.append(
             [
                 name,
-                ancestor.stage + (" (upcycled)" if "upcycled" in manifest["lineage"] else ""),
+                ancestor.stage
+                + "".join(f" ({n})" for n in ("upcycled", "merged") if n in manifest["lineage"]),
                 ancestor.checkpoint.name,
                 f"{trainer['tokens']:,}",
                 str(trainer["recurrent_steps"]),

@@ -12,6 +12,12 @@ def depth_table(report: DepthReport) -> str:
 
     Intervals are half widths of the 95 % bootstrap interval over windows; `*` marks the trained R.
     """
+    lines = text_table(depth_rows(report)).splitlines()
+    return "\n".join([*lines[:-1], lines[1], lines[-1]])
+
+
+def depth_rows(report: DepthReport) -> list[list[str]]:
+    """Return the rows of `depth_table`, the header first."""
     sources = report.sources
     depths = sorted({depth for source in sources.values() for depth in source.depths})
     baselines = list(dict.fromkeys(name for s in sources.values() for name in s.baselines))
@@ -22,8 +28,7 @@ def depth_table(report: DepthReport) -> str:
     for name in baselines:
         rows.append([name, *(_baseline(source, name) for source in sources.values())])
     rows.append(["held-out bytes", *(f"{source.n_bytes:,}" for source in sources.values())])
-    lines = text_table(rows).splitlines()
-    return "\n".join([*lines[:-1], lines[1], lines[-1]])
+    return rows
 
 
 def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
