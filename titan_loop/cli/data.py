@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
@@ -80,6 +81,26 @@ def local_chats(output: str, *, megabytes: float = 1.0, held_out_fraction: float
     from titan_loop.demo.local_chats import build_local_chats
 
     build_local_chats(output, megabytes=megabytes, held_out_fraction=held_out_fraction)
+
+
+def fetch(name: str, *, output: Path, files: int | None = None) -> None:
+    """Download a public data set or tokenizer from the Hugging Face Hub.
+
+    Names: fineweb-edu, openwebmath, tinystories, wikitext; ouro-tokenizer, smollm2-tokenizer,
+    gpt2-tokenizer. Give the same command again to continue after an interruption.
+
+    Args:
+        name: Name of the set.
+        output: Folder for its files.
+        files: Most files to download, the first by name.
+    """
+    from titan_loop.data.prepare import fetch as fetching
+
+    paths = fetching.fetch(name, output, files=files)
+    licence = fetching.PUBLIC_SETS[name].licence
+    for path in paths:
+        print(path)
+    print(f"Licence: {licence}; give it to data tokenize with --licence '{licence}'")
 
 
 def train_tokenizer(documents: Documents, *, vocab_size: int, output: str) -> None:
@@ -314,6 +335,7 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
 VERBS = {
     "local-python": local_python,
     "local-chats": local_chats,
+    "fetch": fetch,
     "train-tokenizer": train_tokenizer,
     "import-tokenizer": import_tokenizer,
     "tokenize": tokenize,

@@ -1,0 +1,91 @@
+"""Public text and tokenizers by name, from the Hugging Face Hub into a folder; resumable.
+
+fetch(NAME) ─► list the repository's files ─► download those that are not there ─► licence
+"""
+
+import logging
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from titan_loop.errors import UserError, nearest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PublicSet:
+    """A repository of the Hub.
+
+    Attributes:
+        repo: OWNER/NAME.
+        pattern: Files to fetch.
+        licence: Licence as its publisher states it.
+        kind: What it holds.
+    """
+
+    repo: str
+    pattern: str
+    licence: str
+    kind: Literal["dataset", "model"] = "dataset"
+
+
+PUBLIC_SETS = {
+    "fineweb-edu": PublicSet("HuggingFaceFW/fineweb-edu", "sample/10BT/*.parquet", "ODC-By 1.0"),
+    "openwebmath": PublicSet("open-web-math/open-web-math", "data/*.parquet", "ODC-By 1.0"),
+    "tinystories": PublicSet("roneneldan/TinyStories", "data/train-*.parquet", "CDLA-Sharing 1.0"),
+    "wikitext": PublicSet(
+        "Salesforce/wikitext", "wikitext-103-raw-v1/train-*.parquet", "CC BY-SA 3.0 and GFDL"
+    ),
+    "ouro-tokenizer": PublicSet("ByteDance/Ouro-1.4B", "tokenizer.json", "Apache 2.0", "model"),
+    "smollm2-tokenizer": PublicSet(
+        "HuggingFaceTB/SmolLM2-135M", "tokenizer.json", "Apache 2.0", "model"
+    ),
+    "gpt2-tokenizer": PublicSet("openai-community/gpt2", "tokenizer.json", "MIT", "model"),
+}
+"""Data sets for pretraining and tokenizers by the names that `data fetch` takes."""
+
+
+def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
+    """Download a public set; what an interrupted call left is continued.
+
+    Args:
+        name: One of `PUBLIC_SETS`.
+        output: Folder for its files, below their folders in the repository.
+        files: Most files, the first by name; None for all.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: An unknown name, a count below 1, or no connection to the Hub.
+    """
+    if name not in PUBLIC_SETS:
+        raise UserError(f"data fetch {name}: unknown set{nearest(name, PUBLIC_SETS)}")
+    if files is not None and files < 1:
+        raise UserError(f"--files {files} must be at least 1")
+    chosen = PUBLIC_SETS[name]
+    try:
+        from huggingface_hub import HfApi, hf_hub_download
+
+        listed = HfApi().list_repo_files(chosen.repo, repo_type=chosen.kind)
+        wanted = sorted(file for file in listed if fnmatch(file, chosen.pattern))[:files]
+        paths: list[Path] = []
+        for number, file in enumerate(wanted, start=1):
+            logger.info("%s: %d of %d, %s", chosen.repo, number, len(wanted), file)
+            paths.append(
+                Path(hf_hub_download(chosen.repo, file, repo_type=chosen.kind, local_dir=output))
+            )
+    except Exception as error:  # the client raises many kinds
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"data fetch {name}: {chosen.repo} cannot be had ({reason}); check the network and "
+            "give the same command again, or download it elsewhere and copy its files"
+        ) from error
+    if not paths:
+        raise UserError(
+            f"data fetch {name}: {chosen.repo} has no {chosen.pattern} any more; give its files to "
+            "data tokenize by hand"
+        )
+    return paths
