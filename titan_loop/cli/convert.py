@@ -42,6 +42,7 @@ def export(
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
     ema: bool = False,
+    push: str | None = None,
 ) -> None:
     """Write a checkpoint as a folder of the Ouro format, with its own code for transformers.
 
@@ -57,6 +58,8 @@ def export(
         eos_token: Token that ends every document; by default that of the run's data.
         max_shard_gigabytes: Most weights in one safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
+        push: Upload the folder to this repository of the Hugging Face Hub, OWNER/NAME; a new one
+            is private.
     """
     if not 0 < max_shard_gigabytes < float("inf"):
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
@@ -89,6 +92,7 @@ def export(
         ),
         dtype=getattr(torch, dtype),
         max_shard_bytes=int(max_shard_gigabytes * 1e9),
+        trained_tokens=run.trained_tokens(),
     )
     if not (chatml or no_chatml or known.is_known):
         logger.warning(
@@ -97,6 +101,10 @@ def export(
             output,
         )
     print(output)
+    if push is not None:
+        from titan_loop.checkpoint.hugging_face.pushing import push_folder
+
+        print(push_folder(output, push))
 
 
 run = group("convert", {"import": import_, "export": export})

@@ -7,6 +7,7 @@
 that the keys of its `config.json`, and what older versions wrote there, are known here alone.
 """
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -355,6 +356,17 @@ class SavedRun:
                 f"{self.directory.checkpoints} has no committed checkpoint; train first"
             )
         return newest
+
+    def trained_tokens(self) -> int:
+        """Return the tokens behind the checkpoint, those of the stages before it included."""
+        chain = self.lineage()
+        before = sum(
+            parent.manifest["trainer"]["tokens"]
+            for parent, child in itertools.pairwise(chain)
+            # A copy with more layers counts on from its parent; a stage begins at 0.
+            if parent.manifest is not None and SavedRun(child.run).parent is not None
+        )
+        return before + self.checkpoint().tokens
 
     def lineage(self) -> list[Ancestor]:
         """Return the runs that this one descends from, oldest first, and itself as the last.

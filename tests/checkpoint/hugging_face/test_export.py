@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tests.checkpoint.hugging_face.conftest import (
     LINEAGE,
     STEP,
+    TOKENS,
     VOCABULARY,
     WINDOW,
     Exported,
@@ -28,9 +29,10 @@ from tests.checkpoint.hugging_face.reference import run_reference
 from tests.checkpoint.hugging_face.strict_reader import read_strictly
 from titan_loop.checkpoint.hugging_face import exporting
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
-from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.checkpoint.manifest import reference, write_manifest
 from titan_loop.cli import main as cli
 from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
 # fp32 against float64 through 2 layers and 3 steps, at states of size 1.
@@ -147,6 +149,29 @@ def test_generation_stops_where_training_ends_a_document_or_a_turn(plain, groupe
     assert (plain.folder / "tokenizer.json").read_bytes() == (
         grouped.folder / "tokenizer.json"
     ).read_bytes()
+
+
+def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(
+    tokenizer_file: Path, tmp_path: Path
+):
+    options = OuroOptions(vocab_size=VOCABULARY)
+    model = random_model(options)
+    first = write_run(tmp_path / "secret" / "1a", options, model)
+    second = write_run(tmp_path / "secret" / "1b", options, model)
+    config = RunDirectory(tmp_path / "secret" / "1b").read_config()
+    config["checkpoint"]["carry"] = {"parent": str(first.parent.parent)}
+    write_json(RunDirectory(tmp_path / "secret" / "1b").config_json, config)
+    manifest = json.loads((second / "manifest.json").read_text())
+    manifest["lineage"]["origin"] = reference(first)
+    manifest["lineage"]["imported_from"] = "/home/somebody/Ouro-1.4B"
+    write_manifest(second, {k: v for k, v in manifest.items() if k != "sha256"})
+    convert("export", second, "--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{2 * TOKENS:,} tokens in all stages, {STEP} steps in the last" in card
+    lineage = json.loads(card.split("## Lineage\n")[1])["lineage"]
+    assert lineage["origin"]["path"] == f"1a/checkpoints/step-{STEP}"
+    assert lineage["imported_from"] == "Ouro-1.4B"
+    assert "secret" not in card
 
 
 def test_the_card_tells_where_the_model_comes_from(plain: Exported, grouped: Exported):
@@ -311,3 +336,35 @@ def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, small_files, 
         message = error_of(capsys, "import", plain.folder, *output)
     assert "could not be finished, and nothing is left of it" in message
     assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_pushed_or_says_how_to(
+    plain: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    class Hub:
+        def create_repo(self, repo: str, **options: object) -> None:
+            calls.append((repo, options))
+            if repo == "me/refused":
+                raise ConnectionError("no route to host\nmore")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path) -> str:
+            assert (folder_path / "config.json").is_file()
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    words = [
+        "convert",
+        "export",
+        str(plain.run),
+        "--tokenizer",
+        str(plain.folder / "tokenizer.json"),
+    ]
+    assert cli.main([*words, "--output", str(tmp_path / "a"), "--push", "me/mine"]) == 0
+    assert capsys.readouterr().out.endswith("https://hub/me/mine/commit/1\n")
+    assert calls == [("me/mine", {"private": True, "exist_ok": True})]
+    assert cli.main([*words, "--output", str(tmp_path / "b"), "--push", "me/refused"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not pushed (no route to host); the export is whole in" in line
+    assert f"hf upload me/refused {tmp_path / 'b'}" in line

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Mapping
 from importlib import resources
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 import titan_loop
 from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape, parameter_name
 from titan_loop.checkpoint.hugging_face.tokenizer_files import TokenizerExport
+from titan_loop.checkpoint.retention import CHECKPOINTS
 from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
@@ -47,7 +48,7 @@ exit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741). Exported by titan_loop {v
 | recurrent steps | {recurrent_steps} |
 | weights | {dtype} |
 | window of the last stage | {max_positions} |
-| trained for | {tokens:,} tokens, {step:,} steps in this stage |
+| trained for | {tokens:,} tokens in all stages, {step:,} steps in the last |
 
 ## Use
 
@@ -108,6 +109,7 @@ def export_folder(
     tokenizer: TokenizerExport,
     dtype: torch.dtype,
     max_shard_bytes: int,
+    trained_tokens: int,
 ) -> None:
     """Write a folder of the Ouro format; it appears under its name when all of it is there.
 
@@ -120,6 +122,7 @@ def export_folder(
         tokenizer: Result of `open_tokenizer`.
         dtype: float32, which loses nothing, or bfloat16, as released models have it.
         max_shard_bytes: Most tensor bytes in one safetensors file.
+        trained_tokens: Tokens that the weights were trained on, in all stages.
 
     Raises:
         UserError: The output is not empty, or cannot be written to its end.
@@ -136,7 +139,12 @@ def export_folder(
             with resources.as_file(resources.files(_REMOTE_CODE) / file) as source:
                 shutil.copyfile(source, folder / file)
         card = model_card(
-            output.name, shape, reader.manifest, dtype=dtype_name, has_chat=tokenizer.has_chat
+            output.name,
+            shape,
+            reader.manifest,
+            dtype=dtype_name,
+            has_chat=tokenizer.has_chat,
+            trained_tokens=trained_tokens,
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         # Last: without it neither transformers nor our own import takes this folder for a model.
@@ -147,7 +155,13 @@ def export_folder(
 
 
 def model_card(
-    name: str, shape: OuroShape, manifest: Mapping[str, Any], *, dtype: str, has_chat: bool
+    name: str,
+    shape: OuroShape,
+    manifest: Mapping[str, Any],
+    *,
+    dtype: str,
+    has_chat: bool,
+    trained_tokens: int,
 ) -> str:
     """Return the card's text.
 
@@ -157,8 +171,11 @@ def model_card(
         manifest: Manifest of the exported checkpoint.
         dtype: Type of the exported weights.
         has_chat: Whether there is a chat template.
+        trained_tokens: Tokens that the weights were trained on, in all stages.
     """
-    lineage = {name: manifest.get(name) for name in ("step", "created", "lineage")}
+    lineage = {
+        name: _without_folders(manifest.get(name)) for name in ("step", "created", "lineage")
+    }
     return _TEMPLATE.format(
         name=name,
         version=titan_loop.__version__,
@@ -171,8 +188,20 @@ def model_card(
         recurrent_steps=shape.recurrent_steps,
         max_positions=shape.max_positions,
         dtype=dtype,
-        tokens=manifest["trainer"]["tokens"],
+        tokens=trained_tokens,
         step=manifest["step"],
         prompt=_CHAT_PROMPT if has_chat else _PROMPT,
         lineage=json.dumps(lineage, indent=2).replace("\n", "\n    "),
     )
+
+
+def _without_folders(value: Any) -> Any:
+    """Return JSON without the folders of this machine: of a checkpoint its run's name is left."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    path = PurePath(value)
+    return "/".join(path.parts[-3:] if path.parent.name == CHECKPOINTS else path.parts[-1:])

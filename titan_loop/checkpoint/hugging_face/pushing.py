@@ -1,0 +1,32 @@
+"""An exported folder goes to the Hugging Face Hub."""
+
+from pathlib import Path
+
+from titan_loop.errors import UserError
+
+
+def push_folder(folder: Path, repo: str) -> str:
+    """Upload a folder to a model repository, which is created private if there is none.
+
+    Args:
+        folder: What `export_folder` wrote; it stays.
+        repo: OWNER/NAME.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        UserError: huggingface_hub is missing, or the Hub cannot be reached or refuses.
+    """
+    try:
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(repo, private=True, exist_ok=True)
+        return str(api.upload_folder(repo_id=repo, folder_path=folder))
+    except Exception as error:  # the client raises many kinds
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"--push {repo}: not pushed ({reason}); the export is whole in {folder}: check the "
+            f"network and hf auth login, then run hf upload {repo} {folder}"
+        ) from error
