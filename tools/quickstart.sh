@@ -35,22 +35,32 @@ case "${1:-}" in
 esac
 
 SECONDS=0
-stage "1/5 corpus: code, prose and mathematics from this Python installation"
+stage "1/6 corpus: code, prose and mathematics from this Python installation"
 local_text "$corpus" "${text_flags[@]}"
 
-stage "2/5 tokenizer ($VOCABULARY tokens) and token shards"
+stage "2/6 tokenizer ($VOCABULARY tokens) and token shards"
 local_tokenizer "$corpus"
 for domain in code prose math; do
     local_source "$corpus" $domain
 done
 
-stage "3/5 training, four recurrent steps"
+stage "3/6 training one layer, applied four times"
 titan_loop train quickstart "${train_flags[@]}"
 
-stage "4/5 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
+stage "4/6 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
 titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}"
 
-stage "5/5 plots"
+stage "5/6 plots"
 titan_loop plot "$run"
+
+stage "6/6 completions after one recurrent step and after four"
+completions() { # completions R
+    echo "R = $1"
+    titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \
+        --prompt 'def ' --prompt 'The function ' --prompt 'x = ' 2>/dev/null
+}
+completions 1 >"$run/completions-1.txt"
+completions 4 >"$run/completions-4.txt"
+pr -m -t -w 150 "$run"/completions-{1,4}.txt
 
 printf '\nquick start: %d s. Data: %s, run: %s\n' $SECONDS "$corpus" "$run"

@@ -14,6 +14,7 @@ from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
+from train_configs.quickstart import quickstart
 
 README = Path(titan_loop.checkpoint.__path__[0]) / "UPCYCLING.md"
 
@@ -28,20 +29,22 @@ def test_the_commands_run(
     """On a tiny model of as many layers as the quick start's, in whose stead it trains."""
     upcycle, train, evaluate = (
         shlex.split(line)[1:]
-        for line in README.read_text(encoding="utf-8").splitlines()
+        for line in README.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
         if line.startswith("    titan-loop ")
     )
     monkeypatch.chdir(tmp_path)
-    parent = tiny_config(source, Path("runs/quickstart"), steps=4)
-    parent.model = OuroOptions(size="debugmodel", n_layers=4)
-    parent.training.steps = 2
+    parent = tiny_config(source, Path("runs/quickstart"), steps=2)
+    parent.model = OuroOptions(size="debugmodel", n_layers=1)
     run_training(parent, command=["test"])
     assert main(upcycle) == EXIT_OK
     assert "held-out nats per token" in capfd.readouterr().out
-    assert "--dump-folder runs/deeper --model.n-layers 8" in shlex.join(train)
+    assert "--dump-folder runs/deeper --model.n-layers 2" in shlex.join(train)
 
-    base = tiny_config(source, Path("runs/quickstart"), steps=4)
+    base = tiny_config(source, Path("runs/quickstart"), steps=2)
     base.model = OuroOptions(size="debugmodel")
+    at = train.index("--total-tokens") + 1
+    assert int(train[at]) == 2 * quickstart().total_tokens
+    train[at] = str(2 * base.total_tokens)
     run_training(apply_overrides(base, train[2:], "titan-loop train quickstart"), command=["test"])
     assert main(evaluate) == EXIT_OK
     first, last = (read_manifest(RunDirectory("runs/deeper").checkpoint(step)) for step in (2, 4))
