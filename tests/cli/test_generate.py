@@ -174,3 +174,23 @@ def test_mistakes_are_one_line(capsys, trained_run, flags, message):
 def test_a_folder_without_manifest_is_one_line(capsys, tmp_path):
     assert main(["generate", str(tmp_path)]) == EXIT_USER_ERROR
     assert "has no manifest.json" in capsys.readouterr().err
+
+
+def test_what_ended_a_completion_and_what_chats_are_worth_is_said(capsys, trained_run):
+    _, err = generate(capsys, trained_run, "--prompt", "a", "--max-new-tokens", "40")
+    assert "[ended at the context of" not in err
+    _, err = generate(
+        capsys, trained_run, "--prompt", "a", "--max-new-tokens", "40", "--context", "9"
+    )
+    assert "[ended at the context of 9 tokens, by default the trained window; --context" in err
+    _, err = generate(capsys, trained_run, "--prompt", "Hello", "--chat", *NEW)
+    assert "[this model was not trained on conversations" in err
+
+
+def test_an_empty_prompt_begins_a_text(capsys, trained_run):
+    loaded = load_checkpoint(trained_run)
+    tokenizer = load_matching_tokenizer(loaded)
+    begin = text_ends(loaded, tokenizer).end_of_text
+    assert begin is not None
+    out, _ = generate(capsys, trained_run, "--prompt", "", *NEW)
+    assert out == expected_text(trained_run, [begin]) + "\n"

@@ -224,3 +224,27 @@ def test_wandb_continues_the_trainings_run_on_an_axis_of_its_own(run: Path, monk
     assert [(point["eval/step"], point["eval/tokens"]) for point in points] == [(3, 300), (6, 600)]
     expected = read_jsonl(directory.evals_jsonl)[1]["results"]
     assert {name: points[1][f"eval/{name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_what_failed_is_asked_again_when_told_to(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    write_checkpoint_of(run, 3)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the disk of that node")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titan_loop.evaluation.evaluate_tasks.score_windows", fail)
+        watcher = Watcher(run, OPTIONS)
+        assert watcher.run(once=True) == 1
+        assert watcher.incomplete == [3]
+        assert Watcher(run, OPTIONS, retry=True).run(once=True) == 1  # once, not for ever
+    assert Watcher(run, OPTIONS).run(once=True) == 0
+    with caplog.at_level("INFO", logger="titan_loop"):
+        assert Watcher(run, OPTIONS, retry=True).run(once=True) == 1
+    last = read_jsonl(RunDirectory(run).evals_jsonl)[-1]
+    assert last["failures"] == {}
+    value = last["results"]["held_out/source/bits_per_byte/static:1"]
+    assert f"held_out/source bits_per_byte R=1 {value:.3f} R=2 " in caplog.text
+    assert Watcher(run, OPTIONS, retry=True).run(once=True) == 0

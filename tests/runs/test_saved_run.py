@@ -31,7 +31,7 @@ def edit_config(run: Path, **changes: object) -> None:
 
 def test_what_an_old_run_says_of_itself(old_run: Path):
     run = SavedRun(old_run)
-    assert run.model_options == OuroOptions(size="quickstart", vocab_size=1024)
+    assert run.model_options == OuroOptions(size="quickstart", vocab_size=1024, rope_theta=10_000.0)
     assert (run.seq_len, run.total_tokens, run.trainable) == (256, 80_000, "all")
     assert (run.keep_every, run.parent) == (0, None)
     assert [source.name for source in run.sources] == ["code", "prose", "math"]

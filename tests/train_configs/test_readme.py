@@ -1,8 +1,10 @@
 """train_configs/README.md: its recipe trains, and its commands run one after the other."""
 
+import json
 import re
 import shlex
 import sys
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,27 @@ import train_configs
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK
+from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.recipes.registry import recipe_summaries
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import standard_library_texts
 
 README = Path(train_configs.__path__[0]) / "README.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+FIRST_RUN, REST = README.read_text(encoding="utf-8").split("## A recipe is a function")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands_of(text: str) -> list[list[str]]:
+    return [
+        shlex.split(line, comments=True)[1:]
+        for block in blocks(text, "sh")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
 
 
 def test_every_recipe_is_in_the_table():
@@ -33,18 +49,14 @@ def test_the_recipe_and_the_commands_run(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    (module,) = blocks("python")
+    (module,) = blocks(REST, "python")
     (tmp_path / "my_recipe.py").write_text(module)
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources" / "my").symlink_to(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_recipe", raising=False)
-    commands = [
-        shlex.split(line, comments=True)[1:]
-        for block in blocks("sh")
-        for line in block.replace("\\\n", " ").splitlines()
-    ]
+    commands = commands_of(REST)
     assert len(commands) == 7
     for command in commands:
         assert main(command) == EXIT_OK, command
@@ -58,3 +70,40 @@ def test_the_recipe_and_the_commands_run(
     assert not (runs / "other" / "pretraining" / "checkpoints" / "step-8").exists()
     forked = read_manifest(runs / "fork" / "annealing" / "checkpoints" / "step-4")["lineage"]
     assert forked["origin"]["path"].endswith("my_recipe/pretraining/checkpoints/step-4")
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_first_own_run_shows_what_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    (module,) = blocks(FIRST_RUN, "python")
+    (tmp_path / "first.py").write_text(module)
+    (tmp_path / "my").mkdir()
+    for number in range(2):
+        texts = standard_library_texts(60)[number::2]
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (tmp_path / "my" / f"{number}.jsonl").write_text("".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "first", raising=False)
+    printed: dict[str, str] = {}
+    for command in commands_of(FIRST_RUN):
+        words = [name for word in command for name in (sorted(glob(word)) or [word])]
+        assert main(words) == EXIT_OK, command
+        printed[" ".join(command[: 2 if command[0] == "data" else 1])] = "".join(capfd.readouterr())
+    assert len(printed) == 10
+    assert "holds out" not in printed["data tokenize"]  # enough to score
+    assert "first: 30,208 tokens in 472 windows of 64" in printed["data plan"]
+    trained = printed["train"]
+    assert "model.vocab_size=512, the vocabulary of the data" in trained
+    assert "n_layers=1 instead of 2, vocab_size=512 instead of 128" in trained
+    assert trained.count("evaluated, step ") == 2
+    assert "WARNING" not in trained
+    report = DepthReport.latest(RunDirectory("runs/first"))
+    source = report.sources["my"]
+    assert source.depths[4].value < source.baselines["unigram"]
+    charts = {Path(line).name for line in printed["plot"].split()}
+    assert {"loss_per_step.png", "held_out.png", "bits_per_byte.png"} <= charts
+    assert Path("runs/first/report.html").is_file()
+    assert "[40 tokens in" in printed["generate"]
+    assert printed["status"].endswith("everything is trained\n")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import run_training
+from titan_loop.training.run import run_training, shutdown
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
@@ -24,7 +25,11 @@ def begun(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped by a limit of steps."""
     config = started(source, tmp_path_factory.mktemp("begun") / "run")
     config.training.steps = 2
+    environment = dict(os.environ)
     run_training(config, command=["test"])
+    shutdown()
+    os.environ.clear()
+    os.environ.update(environment)
     return Path(config.dump_folder)
 
 

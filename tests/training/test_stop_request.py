@@ -263,6 +263,7 @@ def recipe():
     return config
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a terminal
     sys.exit(main(["train", "interrupted:recipe"]))
 """
 
@@ -291,7 +292,9 @@ def test_a_second_ctrl_c_leaves_at_once(source: Path, tmp_path: Path):
 
 
 def test_ctrl_c_before_training_is_an_interrupt():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with StopListener() as listener:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         assert listener.requested_by is None
+    assert signal.signal(signal.SIGINT, before) == signal.default_int_handler

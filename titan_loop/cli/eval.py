@@ -114,9 +114,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def evaluate(
-    run: str,
+    run: Path,
     scoring: Scoring,
     *,
+    stage: str | None = None,
     frontier: bool = False,
     ema: bool = False,
     beats_unigram: float | None = None,
@@ -128,8 +129,10 @@ def evaluate(
     the tokens it has read. `eval watch RUN` evaluates every new checkpoint of a run.
 
     Args:
-        run: Run directory; with --tasks also a checkpoint's folder.
+        run: Run directory, or a recipe's folder for its newest stage; with --tasks also a
+            checkpoint's.
         scoring: Depths, tasks and settings.
+        stage: Stage of that recipe.
         frontier: Score every depth, and every exit policy at many settings.
         ema: Score the average of the weights that --ema.decay kept in training; its reports stand
             beside those of the weights and appear in no plot.
@@ -148,7 +151,7 @@ def evaluate(
             )
         if frontier and ema:
             raise UserError("eval: --frontier draws the weights of training; leave out --ema")
-        _tasks(run, scoring.options(frontier=frontier, ema=ema))
+        _tasks(run, stage, scoring.options(frontier=frontier, ema=ema))
         return
     scoring.refuse_flags_of_tasks()
 
@@ -156,10 +159,11 @@ def evaluate(
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
     from titan_loop.evaluation.ranks import join_ranks
+    from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.run_directory import RunDirectory
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run_directory = RunDirectory(run)
+    run_directory = RunDirectory(chosen_run(run, stage))
     report = evaluate_run(
         run_directory,
         depths=scoring.depths or DEPTHS,
@@ -175,15 +179,17 @@ def evaluate(
         require_gain(report, share, baseline=baseline)
 
 
-def _tasks(run: str, options: "TaskOptions") -> None:
+def _tasks(run: Path, stage: str | None, options: "TaskOptions") -> None:
     """Evaluate tasks of one checkpoint."""
     from titan_loop.analysis.frontier import frontier_table, write_frontier
     from titan_loop.analysis.tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.ranks import join_ranks
+    from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.saved_run import SavedRun
 
     _quiet_logs()
+    run = chosen_run(run, stage)
     rank, _ = join_ranks()
     report = evaluate_tasks(run, options)
     if rank == 0:
@@ -208,6 +214,7 @@ def watch(
     once: bool = False,
     interval: float = 60.0,
     wandb: bool = False,
+    retry: bool = False,
 ) -> None:
     """Evaluate every checkpoint of a run once, as it appears, until the run is complete.
 
@@ -219,13 +226,14 @@ def watch(
         once: Stop when nothing is left to evaluate.
         interval: Seconds between two looks.
         wandb: Log to the training run's W&B, too.
+        retry: Ask checkpoints again of which a task failed before.
     """
     options = scoring.options()
 
     from titan_loop.evaluation.watch import Watcher
 
     _quiet_logs()
-    watcher = Watcher(run, options, wandb=wandb)
+    watcher = Watcher(run, options, wandb=wandb, retry=retry)
     watcher.run(once=once, interval_seconds=interval)
     if watcher.incomplete:
         steps = ", ".join(str(step) for step in watcher.incomplete)

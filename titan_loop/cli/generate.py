@@ -1,9 +1,11 @@
 """`titan-loop generate CHECKPOINT`: complete prompts or chat in the terminal, token by token."""
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import UseAppendAction
@@ -26,7 +28,7 @@ class Generation:
     """Prompts and settings of the generation.
 
     Attributes:
-        prompt: Text to complete; repeat the flag for a batch.
+        prompt: Text to complete; repeat the flag for a batch. An empty one begins a text.
         chat: Treat lines as turns of a ChatML chat.
         max_new_tokens: Most tokens per completion.
         temperature: Sampling temperature; 0 is greedy.
@@ -84,16 +86,19 @@ class Generation:
                 raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
 
 
-def generate(checkpoint: str, given: Generation) -> None:
+def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -> None:
     """Complete prompts, or chat, with a checkpoint.
 
     Without --prompt, every line of standard input is a prompt.
 
     Args:
-        checkpoint: Folder of a checkpoint, or of a run for its newest one.
+        checkpoint: Folder of a checkpoint, of a run for its newest one, or of a recipe for its
+            newest stage.
         given: Prompts and settings.
+        stage: Stage of that recipe.
     """
     given.check()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
     import torch
@@ -105,12 +110,13 @@ def generate(checkpoint: str, given: Generation) -> None:
     from titan_loop.inference.rows import text_requests
     from titan_loop.inference.sampling import Sampling
     from titan_loop.inference.speculative import SelfSpeculation
+    from titan_loop.runs.recipe_folder import chosen_run
 
     policy = parse_exit_policy(given.exit)
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
     cache_strategy(given.kv_cache)
     loaded = load_checkpoint(
-        checkpoint,
+        chosen_run(checkpoint, stage),
         context_tokens=given.context,
         device=compat.device_type(),
         dtype=getattr(torch, given.dtype),
@@ -129,11 +135,19 @@ def generate(checkpoint: str, given: Generation) -> None:
     tokenizer = load_matching_tokenizer(loaded, given.tokenizer)
     generator = torch.Generator().manual_seed(given.seed)
 
+    ends = text_ends(loaded, tokenizer)
+    if given.chat and loaded.run.text_format(tokenizer).turn_end is None:
+        print(
+            "[this model was not trained on conversations: it continues the text of the chat]",
+            file=sys.stderr,
+        )
+
     def stream(prompts: list[str] | list[list[int]]) -> "Iterator[GeneratedToken]":
+        beginning = [] if ends.end_of_text is None else [ends.end_of_text]
         requests = text_requests(
             tokenizer,
-            prompts,
-            stop_tokens=text_ends(loaded, tokenizer).stop_tokens,
+            [prompt or beginning for prompt in prompts],  # a text of its own begins after the last
+            stop_tokens=ends.stop_tokens,
             max_new_tokens=given.max_new_tokens,
             stop=given.stop,
         )
@@ -213,6 +227,12 @@ class _Session:
         if engine.speculation is not None:
             parts.append(f"accepted {engine.speculation.acceptance:.0%} of the drafts")
         print(f"[{', '.join(parts)}]", file=sys.stderr)
+        if any(completion.finish == "context" for completion in completions):
+            print(
+                f"[ended at the context of {engine.stack.context_tokens} tokens, by default the "
+                "trained window; --context gives it another]",
+                file=sys.stderr,
+            )
 
 
 def _lines() -> Iterator[str]:

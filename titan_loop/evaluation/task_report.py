@@ -134,6 +134,19 @@ class TaskReport:
         paths = run_directory.evaluations.glob("tasks-step-*.json")
         return sorted(map(cls.load, paths), key=lambda report: report.step)
 
+    def summary(self) -> str:
+        """Return one metric of every task at every reading, in one line."""
+        parts = []
+        for name, readings in self.tasks.items():
+            metric = headline(next(iter(readings.values())).metrics, "acc,none")
+            values = " ".join(
+                f"{reading.replace('static:', 'R=')} {result.metrics[metric]:.3f}"
+                for reading, result in readings.items()
+                if metric in result.metrics
+            )
+            parts.append(f"{name} {metric.removesuffix(',none')} {values}")
+        return "; ".join(parts)
+
     def flat(self) -> dict[str, float]:
         """Return `task/metric/reading` → value, and `task/mean_steps/reading`."""
         numbers: dict[str, float] = {}

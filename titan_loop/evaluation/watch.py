@@ -53,6 +53,7 @@ class Watcher:
         run: The run directory.
         options: Tasks to ask of each checkpoint, and settings.
         wandb: Whether to log to the training's W&B run, too.
+        retry: Whether to ask a checkpoint again, once, of which a task has no result.
 
     Attributes:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
@@ -61,8 +62,11 @@ class Watcher:
         UserError: Options that cannot work.
     """
 
-    def __init__(self, run: Path, options: TaskOptions, *, wandb: bool = False) -> None:
+    def __init__(
+        self, run: Path, options: TaskOptions, *, wandb: bool = False, retry: bool = False
+    ) -> None:
         options.check()
+        self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
         asked = {name: str(value) for name, value in asdict(options).items()}
@@ -137,6 +141,7 @@ class Watcher:
                 self._record(report, time.perf_counter() - began)
             if report.failures:
                 self.incomplete.append(waiting.step)
+                self._given_up.add(waiting)
             return True
         except (UserError, OSError) as error:
             if self._agreed(lambda: self._is_still(waiting)):
@@ -151,7 +156,8 @@ class Watcher:
 
     def _record(self, report: TaskReport, seconds: float) -> None:
         append_evaluation(self._run, report, asked=self._asked, seconds=seconds)
-        logger.info("step %d: evaluated in %.1f s", report.step, seconds)
+        results = report.summary() or "no results"
+        logger.info("step %d: evaluated in %.1f s: %s", report.step, seconds, results)
         if self._wandb is not None:
             self._wandb.log(report.step, report.tokens, report.flat())
 
@@ -169,7 +175,7 @@ class Watcher:
         return {
             str(record.get("manifest_sha256"))
             for record in read_jsonl(self._run.evals_jsonl, EVALS_FIELDS)
-            if record["asked"] == self._asked
+            if record["asked"] == self._asked and not (self._retry and record.get("failures"))
         }
 
     def _is_still(self, waiting: _Waiting) -> bool:

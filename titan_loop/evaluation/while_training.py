@@ -20,7 +20,7 @@ from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.suites import suite_refusals, task_names
-from titan_loop.evaluation.task_report import TaskReport, headline
+from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import HeldOutText, Questions, TaskExam, TrainingTask
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
@@ -110,7 +110,7 @@ class WhileTraining:
             run = RunDirectory(trainer.config.dump_folder)
             seconds = time.perf_counter() - began
             append_evaluation(run, report, asked=WHILE_TRAINING, seconds=seconds)
-            logger.info("evaluated, step %d: %s", trainer.step, _summary(report))
+            logger.info("evaluated, step %d: %s", trainer.step, report.summary())
         trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
 
     def on_train_end(self, trainer: TrainingState) -> None:
@@ -142,15 +142,3 @@ class WhileTraining:
             for metric, value in result.metrics.items()
             if not metric.endswith(("_low", "_high"))
         }
-
-
-def _summary(report: TaskReport) -> str:
-    parts = []
-    for name, readings in report.tasks.items():
-        metric = headline(next(iter(readings.values())).metrics, "acc,none")
-        values = " ".join(
-            f"R={reading.removeprefix('static:')} {result.metrics[metric]:.3f}"
-            for reading, result in readings.items()
-        )
-        parts.append(f"{name} {metric.removesuffix(',none')} {values}")
-    return "; ".join(parts)

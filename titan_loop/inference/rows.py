@@ -44,7 +44,7 @@ class Request:
 
 def text_requests(
     tokenizer: "Tokenizer",
-    prompts: Sequence[str] | Sequence[list[int]],
+    prompts: Sequence[str | list[int]],
     *,
     stop_tokens: frozenset[int],
     max_new_tokens: int = 64,

@@ -1,5 +1,6 @@
 """`log.txt` of a run: what rank 0 logs, of all starts one after another."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,4 +35,5 @@ def kept_log(path: Path) -> Iterator[None]:
         raise
     finally:
         root.removeHandler(file)
-        file.close()
+        with contextlib.suppress(OSError):
+            file.close()

@@ -8,7 +8,6 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.model import architecture
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, ModelSize, decoder_config
@@ -38,7 +37,7 @@ def model_options(config: RunConfig) -> ModelOptions:
     if options.vocab_size is None:
         options = replace(options, vocab_size=config.dataloader.vocabulary().size)
     shaping = {field.name for field in fields(ModelSize)}
-    known = architecture(decoder_config(options, max_seq_len=config.training.seq_len))
+    known = decoder_config(options, max_seq_len=config.training.seq_len).architecture()
     saved = {**known, **_saved_architecture(config)}
     left_open = (f.name for f in fields(options) if getattr(options, f.name) is None)
     return replace(
@@ -50,11 +49,12 @@ def model_options(config: RunConfig) -> ModelOptions:
 def _saved_architecture(config: RunConfig) -> Mapping[str, Any]:
     """Return the architecture of the weights that a run goes on with or starts from, if any."""
     folder, carry = RunDirectory(config.dump_folder).checkpoints, config.checkpoint.carry
-    newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
-    if newest is not None:
-        return newest[1]["trainer"]["architecture"]
     try:
-        parent = carry.find_parent() if carry.parent else None
-    except UserError:  # said by whoever needs it; of a recipe's stage, it is not trained yet
-        parent = None
-    return {} if parent is None else read_manifest(parent)["trainer"]["architecture"]
+        newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
+        if newest is not None:
+            return newest[1]["trainer"]["architecture"]
+        if carry.parent:
+            return read_manifest(carry.find_parent())["trainer"]["architecture"]
+    except (UserError, OSError):
+        pass  # the checks of checkpoints and folders say it; a recipe's parent may be to come
+    return {}

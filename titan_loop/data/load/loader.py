@@ -102,8 +102,7 @@ class WindowLoader(GlobalWindowLoader):
         """What to read; the window length and batch sizes come from `training`."""
 
         mixture: list[str] = field(default_factory=list)
-        """Sources as PATH=WEIGHT[:packed][:max_epochs=N], separated by commas on the command line;
-        weights have any positive sum."""
+        """Sources as PATH=WEIGHT[:packed][:max_epochs=N]; weights have any positive sum."""
 
         seed: int = 0
         """Seed of the windows' order and cuts; which source comes when does not depend on it."""

@@ -1,0 +1,48 @@
+"""A recipe's folder stands for its newest stage wherever a run is looked at."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.errors import UserError
+from titan_loop.runs.recipe_folder import chosen_run
+from titan_loop.runs.status import PlannedStage, write_plan
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    write_plan(tmp_path, "mine", [PlannedStage(name, None, 10) for name in ("1a", "1b", "gate")])
+    for age, name in enumerate(("1b", "1a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+        os.utime(tmp_path / name / "metrics.jsonl", (1e9 - age, 1e9 - age))
+    return tmp_path
+
+
+def test_the_stage_trained_last_or_the_one_named(recipe: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO):
+        assert chosen_run(recipe, None) == recipe / "1b"
+    assert f"{recipe} has the stages 1a, 1b: taking 1b; --stage takes another" in caplog.text
+    assert chosen_run(recipe, "1a") == recipe / "1a"
+    assert chosen_run(recipe / "1a", None) == recipe / "1a"
+
+
+def test_stages_that_are_not_there(recipe: Path, tmp_path: Path):
+    with pytest.raises(
+        UserError, match=r"--stage gate is none of those begun in .*; known: 1a, 1b"
+    ):
+        chosen_run(recipe, "gate")
+    with pytest.raises(UserError, match=r"--stage 1a: .* is not the folder of a recipe; leave it"):
+        chosen_run(recipe / "1a", "1a")
+
+
+@pytest.mark.parametrize(
+    "verb", [["eval"], ["eval", "--frontier"], ["report"], ["generate"]], ids=str
+)
+def test_the_verbs_that_take_one(recipe: Path, verb: list[str], capfd: pytest.CaptureFixture[str]):
+    """They look for the run in the stage, which has only an empty log here."""
+    assert main([verb[0], str(recipe), *verb[1:], "--stage", "1a"]) == 2
+    assert str(recipe / "1a") in capfd.readouterr().err

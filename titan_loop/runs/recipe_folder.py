@@ -1,0 +1,43 @@
+"""Which run of a recipe's folder is meant, where a run is asked for."""
+
+import logging
+from pathlib import Path
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import RECIPE_JSON
+
+logger = logging.getLogger(__name__)
+
+
+def chosen_run(folder: Path, stage: str | None) -> Path:
+    """Return the run to look at; of a recipe's folder that of a stage, and the log lists them.
+
+    Args:
+        folder: A run, a checkpoint, or a recipe's folder.
+        stage: Name of a stage or fork; None for the one trained last.
+
+    Raises:
+        UserError: There is no such stage, or none has begun.
+    """
+    if not (folder / RECIPE_JSON).exists():
+        if stage is not None:
+            raise UserError(
+                f"--stage {stage}: {folder} is not the folder of a recipe; leave it out"
+            )
+        return folder
+    begun = {path.parent.name: path.stat().st_mtime for path in folder.glob("*/metrics.jsonl")}
+    if not begun:
+        raise UserError(f"{folder}: no stage has begun; train it first")
+    if stage is not None and stage not in begun:
+        raise UserError(
+            f"--stage {stage} is none of those begun in {folder}{nearest(stage, begun)}"
+        )
+    chosen = stage or max(begun, key=lambda name: (begun[name], name))
+    logger.info(
+        "%s has the stages %s: taking %s; --stage takes another",
+        folder,
+        ", ".join(sorted(begun)),
+        chosen,
+    )
+    return RunDirectory(folder / chosen).path
