@@ -96,6 +96,7 @@ def submit(
         environment=environment,
     )
     root, jobs = plan_jobs(request)
+    numbers = {} if dry_run else submit_jobs(request, root, jobs)
     for remark in remarks(request):
         print(f"titan-loop: {remark}", file=sys.stderr)
     if dry_run:
@@ -103,7 +104,7 @@ def submit(
             after = "" if job.parent is None else f", after {job.parent}"
             print(f"# stage {job.stage}{after}\n{job.script}")
         return
-    for name, number in submit_jobs(request, root, jobs).items():
+    for name, number in numbers.items():
         print(f"{name}: job {number}")
     print(f"titan-loop slurm status {root}")
 
