@@ -2,7 +2,7 @@
 
 - `step`, `tokens`: how far the model was trained.
 - `manifest_sha256`: which checkpoint it was; null for a model in training, not saved yet.
-- `asked`: a hash of a watcher's questions, or "while training".
+- `asked`: a hash of a watcher's questions, "while training", or "promotion" for a curriculum's.
 - `finished`, `seconds`: when, and how long it took.
 - `failures`: task → why it has no result.
 - `results`: task/metric/reading → value, named as in `TaskReport.flat`.
@@ -19,6 +19,7 @@ from titan_loop.storage.json_files import append_jsonl, read_jsonl
 
 LOCKS = "claims"
 WHILE_TRAINING = "while training"
+PROMOTION = "promotion"
 
 EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
 """Fields of every line that readers rely on, with their types."""

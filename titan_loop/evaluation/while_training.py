@@ -19,6 +19,7 @@ from torchtitan.tools.logging import logger
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import HeldOutText, Questions, TaskExam, TrainingTask
@@ -29,7 +30,7 @@ from titan_loop.training.evaluation_config import SuiteConfig
 
 
 def evaluations(config: RunConfig) -> list[Callback]:
-    """Return the callbacks that follow `held_out` and `suite` of a run; none where both are off.
+    """Return the callbacks that follow `held_out`, `suite` and the curriculum of a run.
 
     Args:
         config: The run, resolved.
@@ -59,6 +60,9 @@ def evaluations(config: RunConfig) -> list[Callback]:
                 prefix="suite/",
             )
         )
+    curriculum, task = config.dataloader.promotion(), config.dataloader.generated_task()
+    if curriculum is not None and task is not None:
+        callbacks.append(Promotion(task, curriculum))
     return callbacks
 
 

@@ -17,6 +17,7 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.training.metrics import LoopMetricsProcessor
+from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.stop_request import StopListener
 
 
@@ -38,6 +39,7 @@ class TrainingState(Protocol):
         parallel_dims: Meshes.
         window_share: The part of every window this rank computes; None for all of it.
         dataloader: Reads the training data.
+        optimizers: Update the model.
         metrics_processor: Writes numbers to TensorBoard and W&B.
         stop_listener: Wants to hear of progress during long work.
     """
@@ -48,6 +50,7 @@ class TrainingState(Protocol):
     parallel_dims: ParallelDims
     window_share: WindowShare | None
     dataloader: GlobalBatchLoader
+    optimizers: LoopOptimizers
     metrics_processor: LoopMetricsProcessor
     stop_listener: StopListener
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 import tyro
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -264,6 +264,14 @@ class LoopOptimizers(OptimizersContainer):
         """Let this start's config decide: a loaded checkpoint brought its own decay and betas."""
         for group, settings in self._groups():
             group.update(settings.optimizer_kwargs)
+
+    def restart(self) -> None:
+        """Set all moments and step counts to zero, as an optimiser begins."""
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set every group's rate: the scheduled one times the group's factor."""

@@ -52,8 +52,8 @@ def run_training(
         config: What the user asked for; not changed.
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
-        evaluations: Builds the callbacks that follow `held_out` and `suite`, called after those of
-            the config; needed where either is on, since training itself knows no evaluation.
+        evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
+            after those of the config; needed where one is on, since training knows no evaluation.
         startup: Measures this start; None begins now.
 
     Returns:
@@ -164,6 +164,11 @@ def _callbacks(
                 "run_recipe, give run_training evaluations="
                 "titan_loop.evaluation.while_training.evaluations, or set it to 0"
             )
+    if config.dataloader.promotion() is not None:
+        raise UserError(
+            "dataloader.curriculum.enabled has no exam without evaluations: train with run_recipe, "
+            "or give run_training evaluations=titan_loop.evaluation.while_training.evaluations"
+        )
     return ()
 
 

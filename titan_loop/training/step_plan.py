@@ -21,6 +21,7 @@ class StepPlan:
     Attributes:
         step: Number of the step, from 1.
         tokens: Global tokens consumed before it.
+        rate_tokens: Those of them that the schedule of the learning rate counts.
         windows: Windows in its global batch.
         recurrent_steps: R.
         learning_rate: Learning rate of every parameter.
@@ -29,13 +30,16 @@ class StepPlan:
 
     step: int
     tokens: int
+    rate_tokens: int
     windows: int
     recurrent_steps: int
     learning_rate: float
     schedules: Mapping[str, float]
 
 
-def plan_step(config: RunConfig, *, step: int, tokens: int, seed: int) -> StepPlan:
+def plan_step(
+    config: RunConfig, *, step: int, tokens: int, seed: int, rate_start_tokens: int = 0
+) -> StepPlan:
     """Read the schedules of `config`.
 
     Args:
@@ -43,14 +47,16 @@ def plan_step(config: RunConfig, *, step: int, tokens: int, seed: int) -> StepPl
         step: Number of the step, from 1.
         tokens: Global tokens consumed before it.
         seed: Seed of the draw, where R is random.
+        rate_start_tokens: Tokens at which the schedule of the learning rate began.
     """
     wanted = config.loss.schedules
     return StepPlan(
         step=step,
         tokens=tokens,
+        rate_tokens=tokens - rate_start_tokens,
         windows=global_batch_windows(config.batch, tokens, config.training.seq_len),
         recurrent_steps=recurrent_steps_at(config.recurrence, tokens=tokens, step=step, seed=seed),
-        learning_rate=config.learning_rate(tokens),
+        learning_rate=config.learning_rate(tokens - rate_start_tokens),
         schedules={
             name: getattr(config, name)(tokens) if name in wanted else 0.0
             for name in OBJECTIVE_SCHEDULES

@@ -130,7 +130,13 @@ class LoopTrainer(Trainer):
         return self.plan.recurrent_steps
 
     def _plan(self, step: int) -> StepPlan:
-        return plan_step(self.run.config, step=step, tokens=self.tokens, seed=self.seed)
+        return plan_step(
+            self.run.config,
+            step=step,
+            tokens=self.tokens,
+            seed=self.seed,
+            rate_start_tokens=self.dataloader.rate_start_tokens,
+        )
 
     def _plan_to_the_end(self) -> None:
         """Set `training.steps`, which upstream's loop obeys, from where the run stands now."""
@@ -196,7 +202,7 @@ class LoopTrainer(Trainer):
         self.stop_listener.progress()
         self.plan = plan = self._plan(self.step)
         self.loss_fn.set_schedules(plan.schedules)
-        self.lr_schedulers.set_tokens(plan.tokens)
+        self.lr_schedulers.set_tokens(plan.rate_tokens)
         # A CUDA graph adds to the gradients it was captured with.
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
         first_window = self.dataloader.windows_consumed

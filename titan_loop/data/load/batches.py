@@ -22,6 +22,7 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_loop.data.columns import Column
+from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 
@@ -127,6 +128,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the columns that batches have besides tokens, positions and labels."""
             return ()
 
+        def promotion(self) -> Curriculum | None:
+            """Return the curriculum that decides on the level of the task; None without."""
+            return None
+
     def __init__(
         self,
         config: "GlobalBatchLoader.Config",
@@ -141,6 +146,7 @@ class GlobalBatchLoader(BaseDataLoader):
     ) -> None:
         self._accept_change = config.accept_change
         self.columns = config.columns()
+        self._promotion = config.promotion()
         self._description = dict(description)
         if self.columns:
             self._description["columns"] = [column.description() for column in self.columns]
@@ -182,6 +188,27 @@ class GlobalBatchLoader(BaseDataLoader):
         Raises:
             UserError: The data ends before; the message says what to change.
         """
+
+    @property
+    def level(self) -> int:
+        """Level of the curriculum that the next window is of."""
+        return 0
+
+    @property
+    def level_start(self) -> int:
+        """First window of that level."""
+        return 0
+
+    def promote(self) -> None:
+        """Go on to the next level of the curriculum with the next window; equal on all ranks."""
+        raise NotImplementedError
+
+    @property
+    def rate_start_tokens(self) -> int:
+        """Tokens at which the schedule of the learning rate began; 0 unless a level restarts it."""
+        curriculum = self._promotion
+        restarts = curriculum is not None and curriculum.restart_learning_rate
+        return self.level_start * self._seq_len if restarts else 0
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.

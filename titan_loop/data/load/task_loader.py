@@ -1,16 +1,19 @@
 """Examples of a generated task in windows, read through the same interface as prepared sources."""
 
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
+from titan_loop.data.columns import Column
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import DataVocabulary
 from titan_loop.data.load.global_windows import GlobalWindowLoader
 from titan_loop.data.load.windows import Window
+from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.registry import TASK
 from titan_loop.data.tasks.task import Task
@@ -45,6 +48,8 @@ class TaskLoader(GlobalWindowLoader):
         window: Literal["packed", "example"] = "packed"
         """Fill a window with examples, the last one cut off, or with one example and padding."""
 
+        curriculum: Curriculum = field(default_factory=Curriculum)
+
         def vocabulary(self) -> DataVocabulary:
             """Return the task's vocabulary."""
             return DataVocabulary(self.task.vocab_size, self.task.vocab_size - 1)
@@ -57,8 +62,22 @@ class TaskLoader(GlobalWindowLoader):
             """Return the task."""
             return self.task
 
+        def columns(self) -> tuple[Column, ...]:
+            """Return the columns that the task declares."""
+            return self.task.columns
+
+        def promotion(self) -> Curriculum | None:
+            """Return the curriculum, if it is on."""
+            return self.curriculum if self.curriculum.enabled else None
+
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         task = config.task
+        whole = [column.name for column in task.columns if not column.per_token]
+        if whole and config.window == "packed":
+            raise UserError(
+                f"dataloader.window=packed: {task.name} has one {' and one '.join(whole)} for a "
+                "whole example; set dataloader.window to example"
+            )
         if config.dataset or config.dataset_path:
             raise UserError(
                 f"dataloader.dataset and dataset_path have no effect on {task.name}: leave them out"
@@ -68,7 +87,9 @@ class TaskLoader(GlobalWindowLoader):
                 f"training.seq_len {seq_len} is too short for {task}: set it to at least "
                 f"{task.longest_example - 1}"
             )
+        config.curriculum.check(task)
         self._config = config
+        self._promotions: list[int] = []
         description = {
             TASK: task.name,
             "seed": config.seed,
@@ -78,18 +99,58 @@ class TaskLoader(GlobalWindowLoader):
         }
         if config.window != "packed":
             description["window"] = config.window
+        if config.curriculum.enabled:
+            description["curriculum"] = True
         super().__init__(config, description, seq_len=seq_len, **split)
 
     def locate(self, window: np.ndarray) -> np.ndarray:
         """Return (0, level, window number) of each global window (see the base class)."""
         identity = np.zeros((len(window), 3), dtype=np.uint64)
         identity[:, 1], identity[:, 2] = self._config.task.levels - 1, window
+        if self._config.curriculum.enabled:
+            identity[:, 1] = [bisect_right(self._promotions, number) for number in window.tolist()]
         return identity
+
+    @property
+    def level(self) -> int:
+        """Level of the next window (see the base class)."""
+        return int(self.locate(np.array([self.windows_consumed]))[0, 1])
+
+    @property
+    def level_start(self) -> int:
+        """First window of the level; 0 for the level the job began with."""
+        return self._promotions[-1] if self._promotions else 0
+
+    def promote(self) -> None:
+        """Go on to the next level with the next window; what was read ahead is read again."""
+        assert self._config.curriculum.enabled
+        assert self.level + 1 < self._config.task.levels
+        self._take_ahead()
+        self._promotions.append(self.windows_consumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the base class, with the windows at which a level of the curriculum began."""
+        state = super().state_dict()
+        return (
+            {**state, "promotions": self._promotions} if self._config.curriculum.enabled else state
+        )
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        self._promotions = list(state_dict.get("promotions", []))
+
+    def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Keep the level, as far as there is one."""
+        if self._config.curriculum.enabled:
+            self._restore(state_dict)
+            del self._promotions[self._config.task.levels - 1 :]
+        return {}
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """Draw the examples of the window with this identity."""
         config, task = self._config, self._config.task
         window.input[:], window.positions[:], window.labels[:] = 0, 0, IGNORED
+        for values in window.columns.values():
+            values[...] = 0
         filled = 0
         _, level, number = identity.tolist()
         key = keyed_integer(f"{task.name} window", config.seed, number)
@@ -101,6 +162,12 @@ class TaskLoader(GlobalWindowLoader):
             window.input[here] = example.tokens[:length]
             window.positions[here] = np.arange(length)
             window.labels[here] = labels[:length]
+            for column in self.columns:
+                values = example.columns[column.name]
+                if column.per_token:
+                    window.columns[column.name][here] = values[:length]
+                else:
+                    window.columns[column.name][...] = values
             filled += length
             if filled == self._seq_len or config.window == "example":
                 break

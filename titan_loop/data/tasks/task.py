@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from titan_loop.data.columns import Column
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
@@ -26,14 +27,15 @@ _MOST_DRAWS = 20  # times as many as expected
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One example of T positions: int64 columns and a mask, (T,) each.
+    """One example of T positions: tokens and labels (int64) and a mask, (T,) each.
 
     Attributes:
         tokens: What the model reads.
         labels: What every position should say; IGNORED where nothing.
         answer: Whether a label belongs to the answer: what an exam grades, and what training is
             restricted to unless it takes all targets.
-        columns: Further columns of the batch by name, as the task declares them.
+        columns: Values of the columns that the task declares, by name: (T, …) or, for a column that
+            is not per token, one value.
     """
 
     tokens: np.ndarray
@@ -44,7 +46,6 @@ class Example:
     def __post_init__(self) -> None:
         lengths = {len(part) for part in (self.tokens, self.labels, self.answer)}
         assert len(lengths) == 1, lengths
-        assert all(len(column) == len(self.tokens) for column in self.columns.values())
 
     @classmethod
     def of_sequence(cls, prompt: Sequence[int], answer: Sequence[int]) -> "Example":
@@ -69,10 +70,12 @@ class Task(ABC):
 
     Attributes:
         name: What recipes, suites and reports call the task.
+        columns: Columns of an example beside tokens and labels, for the model or for the loss.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
     """
 
     name: ClassVar[str]
+    columns: ClassVar[tuple[Column, ...]] = ()
     held_out_one_in: ClassVar[int] = 64
 
     @property

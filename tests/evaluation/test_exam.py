@@ -1,0 +1,133 @@
+"""The exam of a generated task: what answering token by token gives, on one process and on several."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.components.loss import IGNORE_INDEX
+
+from tests.data.tasks.toy_run import TASK, toy_config
+from tests.inference.reference import make_model
+from titan_loop.cli.main import main
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
+from titan_loop.evaluation.held_out import sum_windows
+from titan_loop.evaluation.readings import depth_readings, policy_reading
+from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.while_training import WhileTraining, evaluations
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.testing.tiny import act_as_launched
+from titan_loop.training.resolved_run import resolve
+from titan_loop.training.trainer import LoopTrainer
+
+CPU = torch.device("cpu")
+DEPTHS = [1, 3]
+ROOM = 32
+
+
+def decoded_accuracy(model: Any, depth: int) -> dict[str, float]:
+    """Answer every question token by token, each time with a pass over what there is so far."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    for stratum, examples in TASK.exam(40).items():
+        for example in examples:
+            *prompt, _ = example.tokens.tolist()
+            del prompt[int(example.answer.argmax()) + 1 :]
+            expected = example.labels[example.answer].tolist()
+            for _ in expected:
+                with torch.no_grad():
+                    output = model(torch.tensor([prompt]), recurrent_steps=depth)
+                prompt.append(int(model.readout(output.hidden_RBLD[-1])[0, -1].argmax()))
+            right[f"{TASK.name}/{stratum}"].append(prompt[-len(expected) :] == expected)
+    return {name: sum(values) / len(values) for name, values in right.items()}
+
+
+def test_it_equals_greedy_decoding_at_every_depth():
+    """Of the untrained models with seeds below 25 the one that is right most often by chance."""
+    model = make_model(seed=13, vocab_size=TASK.vocab_size)
+    exam = Exam(TASK, 40, vocab_size=TASK.vocab_size, room=ROOM)
+    readings = [*depth_readings(DEPTHS), policy_reading("q:0.5", 3)]
+    names = [reading.name for reading in readings]
+    read = exam.grade(
+        names, lambda w: sum_windows(w, right_at_readings(model, readings), device=CPU)
+    )
+    streamed = exam.grade(
+        names[:2], lambda w: sum_windows(w, right_at_depths(model, DEPTHS), device=CPU)
+    )
+    assert list(read) == [f"backwards/{n}_letters" for n in (1, 2, 3)]
+    for depth in DEPTHS:
+        for name, accuracy in decoded_accuracy(model, depth).items():
+            for results in (read, streamed):
+                assert results[name][f"static:{depth}"].metrics == {"acc,none": accuracy}
+                assert results[name][f"static:{depth}"].mean_steps == depth
+    for name in ("backwards/1_letters", "backwards/3_letters"):
+        assert all(0 < result.metrics["acc,none"] < 1 for result in streamed[name].values())
+    assert 1 <= read["backwards/3_letters"]["q:0.5"].mean_steps <= 3
+
+
+def test_windows_end_with_the_last_label_and_grade_the_answer_alone():
+    exam = Exam(TASK, 5, vocab_size=TASK.vocab_size, room=ROOM, multiple=4, strata=["2_letters"])
+    (windows,) = exam.windows.values()
+    assert windows.input.shape == (5, 4)
+    assert ((windows.labels != IGNORE_INDEX).sum(dim=1) == 2).all()
+    assert windows.positions.tolist() == [[0, 1, 2, 3]] * 5
+
+
+def test_a_model_without_its_vocabulary_or_room_is_refused():
+    with pytest.raises(UserError, match="backwards has 8 tokens, the model's vocabulary has 7"):
+        Exam(TASK, 5, vocab_size=7, room=ROOM)
+    with pytest.raises(UserError, match=r"backwards/3_letters.*6 positions does not fit.*5"):
+        Exam(TASK, 5, vocab_size=8, room=5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_is_asked_while_training_from_its_checkpoint_and_in_the_report(tmp_path: Path):
+    config = toy_config(tmp_path / "run", steps=2)
+    config.suite.interval = 2
+    run_recipe(
+        Recipe(name="one", stages=[Stage(name="one", config=config)]), folder=config.dump_folder
+    )
+    run = RunDirectory(config.dump_folder)
+    (record,) = read_jsonl(run.evals_jsonl)
+    options = TaskOptions(tasks=expand_tasks([TASK.name]), depths=DEPTHS, limit=12)
+    found = evaluate_tasks(run.path, options)
+    assert found.failures == {}
+    assert record["results"] == found.flat()
+    assert main(["eval", str(run.path), "--tasks", TASK.name, "--frontier", "--limit", "8"]) == 0
+    assert main(["report", str(run.path)]) == 0
+    rows = (run.path / "report.html").read_text(encoding="utf-8")
+    assert [rows.count(f"<td>backwards/{n}_letters</td>") for n in (1, 2, 3)] == [1, 1, 1]
+
+
+def ask(run: Path, world: int, layout: dict[str, Any]) -> dict[str, float]:
+    act_as_launched(world)
+    config = toy_config(run)
+    config.suite.interval = 1
+    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
+    config.parallelism.context_parallel_degree = layout.get("cp", 1)
+    trainer = LoopTrainer(resolve(config, world))
+    (asked,) = evaluations(config)
+    assert isinstance(asked, WhileTraining)
+    asked.on_train_start(trainer)
+    report = asked.ask(trainer)
+    trainer.close()
+    return report.flat()
+
+
+@pytest.fixture(scope="module")
+def one_rank(gloo_pool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    (report,) = gloo_pool(1).run(ask, tmp_path_factory.mktemp("one") / "run", 1, {})
+    assert any(0 < value < 1 for name, value in report.items() if "/acc" in name)
+    return report
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=["fsdp", "tp", "cp"])
+def test_two_ranks_grade_as_one(gloo_pool, tmp_path: Path, layout: dict, one_rank):
+    for report in gloo_pool(2).run(ask, tmp_path / "run", 2, layout):
+        assert report == one_rank

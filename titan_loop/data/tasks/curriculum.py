@@ -1,0 +1,62 @@
+"""A curriculum: training begins with a task's first level; an exam decides when the next follows.
+
+    exam of the level, every `interval` steps ─┬─ every stratum right enough ─► next level
+                                               └─ else, after `limit_tokens` ─► the run stops
+
+The exam is asked of the model in training and is equal on all ranks (`evaluation/promotion.py`).
+The loader keeps the windows at which a level began in its state; every window's level is hashed.
+"""
+
+from dataclasses import dataclass
+
+from titan_loop.data.tasks.task import Task
+from titan_loop.errors import UserError
+
+
+@dataclass(kw_only=True, slots=True)
+class Curriculum:
+    """When a run goes on to the next level of its task."""
+
+    enabled: bool = False
+    """Begin with the task's first level, instead of training on the last one from the start."""
+
+    interval: int = 0
+    """Steps between two exams."""
+
+    accuracy: float = 0.95
+    """Share of right answers that every stratum of a level needs."""
+
+    questions: int = 128
+    """Examples of a stratum in the exam."""
+
+    recurrent_steps: int = 0
+    """Recurrent steps of the exam; 0 takes those of the newest training step."""
+
+    limit_tokens: int = 0
+    """Tokens after which a level that has not passed stops the run; 0 is no limit."""
+
+    restart_optimizer: bool = False
+    """Forget the optimiser's moments when a level begins."""
+
+    restart_learning_rate: bool = False
+    """Start the schedule of the learning rate again when a level begins, with its warm-up."""
+
+    def check(self, task: Task) -> None:
+        """Raise `UserError` for a curriculum that cannot work with the task."""
+        if not self.enabled:
+            return
+        field = "dataloader.curriculum"
+        if task.levels < 2:
+            raise UserError(f"{field}.enabled: task {task.name} has one level: leave it out")
+        if self.interval < 1:
+            raise UserError(
+                f"{field}.interval={self.interval}: a curriculum needs an exam to promote it: give "
+                "the number of steps between two"
+            )
+        if not 0 <= self.accuracy <= 1:
+            raise UserError(f"{field}.accuracy={self.accuracy} must lie between 0 and 1")
+        for name, least in (("questions", 1), ("recurrent_steps", 0), ("limit_tokens", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{field}.{name}={getattr(self, name)} must be at least {least}")
+        for level in range(task.levels - 1):  # refuses an exam that cannot be drawn
+            task.exam(self.questions, strata=task.level_strata(level))

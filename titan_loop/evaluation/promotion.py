@@ -1,0 +1,115 @@
+"""The exam of a curriculum's level: it promotes the run, or stops it at the level's limit.
+
+Every rank grades the same examples and adds up the same counts, so all ranks decide alike. A run
+that continues from a checkpoint before a promotion asks the same exam at the same step again.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from titan_loop.data.tasks.curriculum import Curriculum
+from titan_loop.data.tasks.task import Task
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evals_log import PROMOTION, append_evaluation
+from titan_loop.evaluation.exam import ACCURACY
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.training_tasks import TaskExam
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.callback import TrainingState
+
+
+class Promotion:
+    """A `Callback` that asks the exam of the level every `interval` steps; collective.
+
+    The last level has no exam: a suite asks what it has taught.
+
+    Args:
+        task: The task.
+        curriculum: When to ask, and what passes.
+    """
+
+    def __init__(self, task: Task, curriculum: Curriculum) -> None:
+        self._task = task
+        self._curriculum = curriculum
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        """Say which level the run is at."""
+        logger.info(
+            "curriculum: level %d of %d of %s",
+            trainer.dataloader.level + 1,
+            self._task.levels,
+            self._task.name,
+        )
+
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
+        """Ask if it is time; go on to the next level, or stop at the limit."""
+        level = trainer.dataloader.level
+        if level + 1 == self._task.levels or trainer.step % self._curriculum.interval:
+            return
+        began = time.perf_counter()
+        report, worst = self._ask(trainer, level)
+        name, accuracy = worst
+        said = f"level {level + 1} of {self._task.levels}: {name} {accuracy:.1%}"
+        passed = accuracy >= self._curriculum.accuracy
+        missed = "" if passed else self._missed(trainer, said)
+        if missed:
+            report.failures[self._task.name] = missed
+        if dist.get_rank() == 0:
+            run, seconds = RunDirectory(trainer.config.dump_folder), time.perf_counter() - began
+            append_evaluation(run, report, asked=PROMOTION, seconds=seconds)
+        if missed:
+            raise UserError(missed)
+        logger.info("curriculum, step %d: %s%s", trainer.step, said, ", passed" if passed else "")
+        if passed:
+            trainer.dataloader.promote()
+            if self._curriculum.restart_optimizer:
+                trainer.optimizers.restart()
+        level = trainer.dataloader.level + 1
+        trainer.metrics_processor.log_numbers({"curriculum/level": float(level)}, trainer.step)
+
+    def on_train_end(self, trainer: TrainingState) -> None:
+        """Do nothing."""
+
+    @torch.no_grad()
+    def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
+        """Return the report, and the worst stratum with its accuracy; equal on all ranks."""
+        strata = self._task.level_strata(level)
+        exam = TaskExam(trainer, self._task, self._curriculum.questions, strata)
+        steps = self._curriculum.recurrent_steps or trainer.recurrent_steps
+        trainer.model.eval()
+        results = exam.ask(trainer, [steps])
+        trainer.model.train()
+        report = TaskReport(
+            step=trainer.step,
+            tokens=trainer.tokens,
+            trained_recurrent_steps=trainer.recurrent_steps,
+            manifest_sha256="",
+            tasks=results,
+        )
+        accuracies = [
+            (reading.metrics[ACCURACY], name)
+            for name, readings in results.items()
+            for reading in readings.values()
+        ]
+        accuracy, name = min(accuracies)
+        return report, (name, accuracy)
+
+    def _missed(self, trainer: TrainingState, said: str) -> str:
+        """Return why the run stops here; empty if the level has time left."""
+        loader, limit = trainer.dataloader, self._curriculum.limit_tokens
+        windows = loader.windows_consumed - loader.level_start
+        used = windows * trainer.config.training.seq_len
+        if not limit or used < limit:
+            return ""
+        return (
+            f"the curriculum stops at step {trainer.step}: {said} after {used:,} tokens of the "
+            f"level, {self._curriculum.accuracy:.1%} is asked for within {limit:,}; raise "
+            "dataloader.curriculum.limit_tokens to go on from the newest checkpoint, or change the "
+            "training"
+        )
