@@ -1,4 +1,4 @@
-"""The exam of a generated task: what answering token by token gives, on one process and on several."""
+"""The exam of a generated task: what answering token by token gives, on one process and on two."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -76,6 +76,7 @@ def test_windows_end_with_the_last_label_and_grade_the_answer_alone():
     assert windows.input.shape == (5, 4)
     assert ((windows.labels != IGNORE_INDEX).sum(dim=1) == 2).all()
     assert windows.positions.tolist() == [[0, 1, 2, 3]] * 5
+    assert windows.columns["left"].tolist() == [[4, 3, 2, 1]] * 5
 
 
 def test_a_model_without_its_vocabulary_or_room_is_refused():

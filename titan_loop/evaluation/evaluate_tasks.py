@@ -304,12 +304,11 @@ class _Evaluation:
             sample, count = [*self._exam.windows.values()][-1], _SAMPLE_QUESTIONS
         else:
             sample, count = next(iter(self._windows.values())), _SAMPLE_WINDOWS
-        input_BL, positions_BL, labels_BL = (
-            part_BL[:count].to(self._device)
-            for part_BL in (sample.input, sample.positions, sample.labels)
+        sample = sample.rows(range(min(count, len(sample.labels))), self._device)
+        chosen_BL = sample.labels != IGNORE_INDEX
+        states = states_at(
+            self._model, sample.input, chosen_BL, steps, sample.positions, sample.columns
         )
-        chosen_BL = labels_BL != IGNORE_INDEX
-        states = states_at(self._model, input_BL, chosen_BL, steps, positions_BL)
         return frontier_readings(self._model, states, steps)
 
 

@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.data.columns import Column
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.task_loader import clear, place
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out import Forward, at_readings, depth_states
@@ -72,7 +76,7 @@ class Exam:
         self.windows: dict[str, HeldOutWindows] = {}
         for stratum, examples in task.exam(count, strata=strata).items():
             name = task.name if alone else f"{task.name}/{stratum}"
-            self.windows[name] = _as_windows(name, examples, room, multiple)
+            self.windows[name] = _as_windows(name, examples, room, multiple, task.columns)
 
     def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
         """Return name → reading → accuracy and mean steps.
@@ -100,8 +104,8 @@ def right_at_depths(
     """Count right labels at several depths of one pass; arguments as of `held_out.at_depths`."""
 
     @torch.no_grad()
-    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
-        states, labels_BL = depth_states(model, depths, share, input_BL, positions_BL, labels_BL)
+    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        states, labels_BL = depth_states(model, depths, share, windows)
         right = []
         for state_BLD in states:
             logits_BLV = model.lm_head(state_BLD)
@@ -120,25 +124,28 @@ def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forwar
     return at_readings(model, readings, value=lambda scores: scores.right_PT)
 
 
-def _as_windows(name: str, examples: Sequence[Example], room: int, multiple: int) -> HeldOutWindows:
+def _as_windows(
+    name: str, examples: Sequence[Example], room: int, multiple: int, declared: Sequence[Column]
+) -> HeldOutWindows:
     """Return a window an example; behind its last label it is padding, each a document."""
-    labels = [torch.from_numpy(example.answer_labels()) for example in examples]
-    lengths = [int((part != IGNORE_INDEX).nonzero().max()) + 1 for part in labels]
-    length = -(-max(lengths) // multiple) * multiple
-    if max(lengths) > room:
+    answers = [example.answer_labels() for example in examples]
+    ends = [int(np.flatnonzero(labels != IGNORED)[-1]) + 1 for labels in answers]
+    if max(ends) > room:
         raise UserError(
-            f"{name}: an exam of {max(lengths)} positions does not fit into a window of {room}: "
+            f"{name}: an exam of {max(ends)} positions does not fit into a window of {room}: "
             "lengthen the window (training.seq_len, --max-length)"
         )
-    shape = (len(examples), min(length, room))
-    windows = HeldOutWindows(
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-        torch.full(shape, IGNORE_INDEX),
-        torch.zeros(shape, dtype=torch.int64),
+    length = min(room, -(-max(ends) // multiple) * multiple)
+    wanted = [column for column in declared if column.reader != "loss"]
+    (inputs, labels), rows = empty_batch(len(examples), length, wanted)
+    for example, answer, window in zip(examples, answers, rows, strict=True):
+        clear(window)
+        place(window, example, answer, wanted)
+    return HeldOutWindows(
+        inputs.pop("input"),
+        inputs.pop("positions"),
+        labels,
+        torch.zeros_like(labels),
+        inputs,
+        [column.name for column in wanted if not column.per_token],
     )
-    for row, (example, answers, end) in enumerate(zip(examples, labels, lengths, strict=True)):
-        windows.input[row, :end] = torch.from_numpy(example.tokens[:end])
-        windows.positions[row, :end] = torch.arange(end)
-        windows.labels[row, :end] = answers[:end]
-    return windows

@@ -25,6 +25,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.load.held_out import HeldOutWindows, held_out_windows
 from titan_loop.data.load.loader import named_sources
+from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.ranks import share_work
@@ -42,9 +43,9 @@ ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
 
 Sums = tuple[list[float], list[float]]  # of one window: a value and recurrent steps at each reading
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Takes inputs, positions and labels, (B, L) each; returns nats and recurrent steps, (P, B) each,
-summed over the labels of a window."""
+Forward = Callable[[HeldOutWindows], tuple[Tensor, Tensor]]
+"""Takes B windows; returns nats (or another value) and recurrent steps, (P, B) each, summed over
+the labels of a window."""
 Divide = Callable[[Sequence[int], Callable[[Sequence[int]], list[Sums]]], list[Sums]]
 """Calls its second argument with the windows of this rank; returns the sums of all windows."""
 
@@ -148,8 +149,8 @@ def at_depths(
     """
 
     @torch.no_grad()
-    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
-        states, labels_BL = depth_states(model, depths, share, input_BL, positions_BL, labels_BL)
+    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        states, labels_BL = depth_states(model, depths, share, windows)
         weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
         _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
         tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
@@ -162,18 +163,25 @@ def depth_states(
     model: LoopDecoder,
     depths: Sequence[int],
     share: WindowShare | None,
-    input_BL: Tensor,
-    positions_BL: Tensor,
-    labels_BL: Tensor,
+    windows: HeldOutWindows,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the states at several depths of one pass, and this rank's part of the labels."""
+    input_BL, positions_BL, labels_BL, _, columns, whole = windows
     masks = None
     if share is not None:
         masks = model.get_attention_masks(positions_BL, share)
         input_BL, positions_BL, labels_BL = (
             part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
         )
-    output = model(input_BL, positions_BL, masks, recurrent_steps=max(depths), collect="all")
+        columns = cut_columns(columns, share, whole=whole)
+    output = model(
+        input_BL,
+        positions_BL,
+        masks,
+        recurrent_steps=max(depths),
+        collect="all",
+        columns=columns or None,
+    )
     return tuple(output.hidden_RBLD[depth - 1] for depth in depths), labels_BL
 
 
@@ -192,10 +200,12 @@ def at_readings(
     deepest = max(reading.deepest_step for reading in readings)
 
     @torch.no_grad()
-    def forward(input_BL: Tensor, positions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
-        valid_BL = labels_BL != IGNORE_INDEX
-        states = states_at(model, input_BL, valid_BL, deepest, positions_BL)
-        scores = score_states(model, states, labels_BL[valid_BL], readings)
+    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        valid_BL = windows.labels != IGNORE_INDEX
+        states = states_at(
+            model, windows.input, valid_BL, deepest, windows.positions, windows.columns
+        )
+        scores = score_states(model, states, windows.labels[valid_BL], readings)
         lengths = valid_BL.sum(1).tolist()
         value_PB, steps_PB = (
             torch.stack([part_PT.double().sum(1) for part_PT in values.split(lengths, 1)], dim=1)
@@ -237,9 +247,8 @@ def sum_windows(
     def work(rows: Sequence[int]) -> list[Sums]:
         sums: list[Sums] = []
         for start in range(0, len(rows), batch_windows):
-            chosen = [*rows[start : start + batch_windows]]
-            columns = (windows.input, windows.positions, windows.labels)
-            value_PB, steps_PB = forward(*(column[chosen].to(device) for column in columns))
+            chosen = rows[start : start + batch_windows]
+            value_PB, steps_PB = forward(windows.rows(chosen, device))
             sums += zip(value_PB.T.tolist(), steps_PB.T.tolist(), strict=True)
         return sums
 

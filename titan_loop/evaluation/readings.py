@@ -11,7 +11,7 @@ Shapes: P readings, R steps, T scored positions, C of one chunk.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -103,6 +103,7 @@ def states_at(
     chosen_BL: Tensor,
     steps: int,
     positions_BL: Tensor | None = None,
+    columns: Mapping[str, Tensor] | None = None,
 ) -> list[Tensor]:
     """Return the states of T chosen positions after each of R recurrent steps, (T, D) each.
 
@@ -112,6 +113,7 @@ def states_at(
         chosen_BL: Which positions to return; T of them are True.
         steps: R.
         positions_BL: Positions that restart with every document; None for one document per row.
+        columns: Further columns for the model, by name.
 
     Raises:
         UserError: The model's context is shorter than L.
@@ -122,7 +124,9 @@ def states_at(
             f"max_length={context} is shorter than the {length} tokens of a window of this task; "
             "raise it, or leave it out"
         )
-    output = model(input_BL, positions_BL, recurrent_steps=steps, collect="all")
+    output = model(
+        input_BL, positions_BL, recurrent_steps=steps, collect="all", columns=columns or None
+    )
     return [hidden_BLD[chosen_BL] for hidden_BLD in output.hidden_RBLD]
 
 

@@ -62,9 +62,9 @@ def sums_in_training(
         As `held_out.sum_windows`.
     """
 
-    def in_context(*columns: Tensor) -> tuple[Tensor, Tensor]:
+    def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
         with trainer.train_context():
-            return forward(*columns)
+            return forward(batch)
 
     return sum_windows(
         windows,

@@ -6,12 +6,17 @@ import pytest
 import torch
 
 from tests.data.tasks.toy_task import Backwards
+from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
 
 TASK, L = Backwards(), 16
 END = TASK.letters
+
+
+class OneDepth(Backwards):
+    columns = (Column(name="depth", reader="loss", per_token=False),)
 
 
 def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options: Any) -> TaskLoader:
@@ -21,12 +26,12 @@ def build(ranks: int = 1, rank: int = 0, local_batch: int = 1, **options: Any) -
 
 def columns(loader: TaskLoader, count: int) -> list[np.ndarray]:
     ((inputs, labels),) = loader.read_step(count)
-    return [part.numpy() for part in (inputs["input"], inputs["positions"], labels)]
+    return [part.numpy() for part in (inputs["input"], inputs["positions"], labels, inputs["left"])]
 
 
 @pytest.mark.parametrize("all_targets", [False, True])
 def test_packed_windows_are_examples_without_a_gap(all_targets: bool):
-    for tokens, positions, labels in zip(
+    for tokens, positions, labels, left in zip(
         *columns(build(local_batch=8, all_targets=all_targets), 8), strict=True
     ):
         starts = [*np.flatnonzero(positions == 0), L]
@@ -39,10 +44,11 @@ def test_packed_windows_are_examples_without_a_gap(all_targets: bool):
                 assert tokens[start:end].tolist() == whole.tokens.tolist()
                 expected = whole.labels if all_targets else whole.answer_labels()
                 assert labels[start:end].tolist() == expected.tolist()
+                assert left[start:end].tolist() == list(range(end - start))[::-1]
 
 
 def test_a_window_of_one_example_is_padded_with_documents_of_their_own():
-    for tokens, positions, labels in zip(
+    for tokens, positions, labels, left in zip(
         *columns(build(local_batch=8, window="example"), 8), strict=True
     ):
         example = TASK.encode(tuple(tokens[: tokens.tolist().index(END)].tolist()))
@@ -50,6 +56,8 @@ def test_a_window_of_one_example_is_padded_with_documents_of_their_own():
         assert tokens[:length].tolist() == example.tokens.tolist()
         assert labels[:length].tolist() == example.answer_labels().tolist()
         assert positions[:length].tolist() == list(range(length))
+        assert left[:length].tolist() == list(range(length))[::-1]
+        assert not left[length:].any()
         assert not tokens[length:].any()
         assert not positions[length:].any()
         assert (labels[length:] == IGNORED).all()
@@ -67,7 +75,7 @@ def test_windows_do_not_depend_on_the_split():
 def test_the_state_names_task_and_parameters():
     assert build().state_dict()["data"] == {
         "task": "backwards", "seed": 0, "letters": 4, "longest": 3, "all_targets": False,
-        "seq_len": L,
+        "seq_len": L, "columns": [column.description() for column in TASK.columns],
     }  # fmt: skip
     state = build().state_dict()
     for other in ({"seed": 1}, {"all_targets": True}, {"window": "example"}):
@@ -83,6 +91,7 @@ def test_the_state_names_task_and_parameters():
             r"seq_len 16 is too short for Backwards\(letters=4, longest=40\): set it to at least",
         ),
         ({"dataset": "c4"}, "have no effect on backwards"),
+        ({"task": OneDepth()}, "window=packed: backwards has one depth for a whole example"),
     ],
 )
 def test_mistakes(options: dict, message: str):

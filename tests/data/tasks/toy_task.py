@@ -5,9 +5,12 @@ b a c <end> c a b
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
+from titan_loop.data.columns import Column
 from titan_loop.data.tasks.registry import register
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
@@ -19,6 +22,8 @@ class Backwards(Task):
 
     name: ClassVar[str] = "backwards"
     held_out_one_in: ClassVar[int] = 4
+    columns: ClassVar[tuple[Column, ...]] = (Column(name="left", reader="model"),)
+    """Number of positions that follow in the example."""
 
     letters: int = 4
     """Letters of the alphabet."""
@@ -59,7 +64,9 @@ class Backwards(Task):
         return question
 
     def encode(self, question: tuple[int, ...]) -> Example:
-        return Example.of_sequence([*question, self.letters], question[::-1])
+        example = Example.of_sequence([*question, self.letters], question[::-1])
+        left = np.arange(len(example.tokens))[::-1]
+        return replace(example, columns={"left": left})
 
 
 register(Backwards)

@@ -1,6 +1,7 @@
 """The fixed held-out windows that evaluation reads."""
 
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,13 +25,28 @@ class HeldOutWindows(NamedTuple):
 
     `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
     bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
-    the total cross entropy to give nats per byte.
+    the total cross entropy to give nats per byte. `columns` are further ones for the model, by
+    name; those in `whole` have one value a window instead of one a token.
     """
 
     input: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     label_bytes: torch.Tensor
+    columns: Mapping[str, torch.Tensor] = {}
+    whole: Collection[str] = ()
+
+    def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
+        """Return some of the windows, on a device."""
+        rows = [*chosen]
+        return HeldOutWindows(
+            self.input[rows].to(device),
+            self.positions[rows].to(device),
+            self.labels[rows].to(device),
+            self.label_bytes[rows].to(device),
+            {name: values[rows].to(device) for name, values in self.columns.items()},
+            self.whole,
+        )
 
 
 def why_not_scored(source_path: str | Path, seq_len: int) -> str:

@@ -1,6 +1,7 @@
 """Examples of a generated task in windows, read through the same interface as prepared sources."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.registry import TASK
-from titan_loop.data.tasks.task import Task
+from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 
 
@@ -90,13 +91,15 @@ class TaskLoader(GlobalWindowLoader):
         config.curriculum.check(task)
         self._config = config
         self._promotions: list[int] = []
-        description = {
+        parameters = asdict(task)
+        description: dict[str, Any] = {
             TASK: task.name,
             "seed": config.seed,
-            **asdict(task),
+            **parameters,
             "all_targets": config.all_targets,
             "seq_len": seq_len,
         }
+        assert len(description) == len(parameters) + 4, "a parameter has a name of the loader's"
         if config.window != "packed":
             description["window"] = config.window
         if config.curriculum.enabled:
@@ -148,26 +151,51 @@ class TaskLoader(GlobalWindowLoader):
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """Draw the examples of the window with this identity."""
         config, task = self._config, self._config.task
-        window.input[:], window.positions[:], window.labels[:] = 0, 0, IGNORED
-        for values in window.columns.values():
-            values[...] = 0
+        clear(window)
         filled = 0
         _, level, number = identity.tolist()
         key = keyed_integer(f"{task.name} window", config.seed, number)
         for question in task.questions(key, level):
             example = task.encode(question)
-            length = min(len(example.tokens), self._seq_len - filled)
-            here = slice(filled, filled + length)
             labels = example.labels if config.all_targets else example.answer_labels()
-            window.input[here] = example.tokens[:length]
-            window.positions[here] = np.arange(length)
-            window.labels[here] = labels[:length]
-            for column in self.columns:
-                values = example.columns[column.name]
-                if column.per_token:
-                    window.columns[column.name][here] = values[:length]
-                else:
-                    window.columns[column.name][...] = values
-            filled += length
+            filled += place(window, example, labels, self.columns, start=filled)
             if filled == self._seq_len or config.window == "example":
                 break
+
+
+def clear(window: Window) -> None:
+    """Make a window all padding: every position a document of its own, without a label."""
+    window.input[:], window.positions[:], window.labels[:] = 0, 0, IGNORED
+    for values in window.columns.values():
+        values[...] = 0
+
+
+def place(
+    window: Window,
+    example: Example,
+    labels: np.ndarray,
+    columns: Sequence[Column],
+    *,
+    start: int = 0,
+) -> int:
+    """Write an example into a window, cut off at its end; return the positions written.
+
+    Args:
+        window: Overwritten from `start` on.
+        example: Gives tokens and columns.
+        labels: Its labels to train on, or to grade.
+        columns: Those of the window.
+        start: First position.
+    """
+    length = min(len(example.tokens), len(window.input) - start)
+    here = slice(start, start + length)
+    window.input[here] = example.tokens[:length]
+    window.positions[here] = np.arange(length)
+    window.labels[here] = labels[:length]
+    for column in columns:
+        values = example.columns[column.name]
+        if column.per_token:
+            window.columns[column.name][here] = values[:length]
+        else:
+            window.columns[column.name][...] = values
+    return length
