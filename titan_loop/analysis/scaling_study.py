@@ -92,6 +92,14 @@ class ScalingStudy:
                     "name": law.name,
                     "formula": law.fit.law.formula,
                     "points": len(law.points),
+                    "range": {
+                        name: [float(values.min()), float(values.max())]
+                        for name, values in (
+                            ("parameters", law.points.parameters),
+                            ("tokens", law.points.tokens),
+                            ("recurrent_steps", law.points.steps),
+                        )
+                    },
                     "coefficients": dict(law.fit.values),
                     "intervals": {name: list(v) for name, v in law.fit.intervals.items()},
                     "rmse": law.fit.rmse,

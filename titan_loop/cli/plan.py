@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -29,6 +30,7 @@ def plan(
     gpu: Annotated[str, tyro.conf.arg(help_behavior_hint=_known_gpus)] = "h100-80gb",
     mfu: float = 0.4,
     stage: str | None = None,
+    scaling_fit: Path | None = None,
 ) -> None:
     """Print what every stage of a recipe needs on a cluster, without a GPU and without the data.
 
@@ -48,11 +50,14 @@ def plan(
         gpu: GPU model.
         mfu: Assumed model FLOPs over peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
+        scaling_fit: The scaling.json of titan-loop scaling; adds what the recurrent steps are worth
+            in nats and GPU-days against the same model without loops and against one unrolled.
     """
     resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
     from titan_loop.distributed.devices import get_device
     from titan_loop.planning.cluster import Cluster
+    from titan_loop.planning.loop_worth import read_fit, worth_lines
     from titan_loop.planning.plan_table import plan_lines
     from titan_loop.planning.stage_needs import recipe_needs
 
@@ -64,8 +69,11 @@ def plan(
         compute_bytes=4 if _asks_for_fp32(flags) else 2,
     )
     cluster.check()
+    worth = None if scaling_fit is None else read_fit(scaling_fit)
     needs = recipe_needs(resolved, cluster, only=stage)
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
+    if worth is not None:
+        print("\n".join(worth_lines(worth, needs, cluster)))
     refused = [f"{need.name}: {refusal}" for need in needs for refusal in need.refusals]
     for line in refused:
         print(f"refused: {line}")

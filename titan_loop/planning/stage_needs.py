@@ -55,6 +55,7 @@ class StageNeeds:
         name: Name of the stage.
         units: FSDP units and their parameters.
         flops_per_token: Forward and backward FLOPs at the mean R.
+        flops_at_one: The same at R = 1.
         mean_recurrent_steps: Mean R over the stage's tokens.
         shape: Work of one rank in one micro-batch, at the largest R.
         tokens: Tokens of the whole stage.
@@ -74,6 +75,7 @@ class StageNeeds:
     name: str
     units: list[UnitSize]
     flops_per_token: Flops
+    flops_at_one: Flops
     mean_recurrent_steps: float
     shape: StepShape
     tokens: int
@@ -189,6 +191,7 @@ def stage_needs(
         name=name,
         units=unit_sizes(model),
         flops_per_token=flops,
+        flops_at_one=model.training_flops(shape.seq_len, 1, config.trainable),
         mean_recurrent_steps=mean_steps,
         shape=shape,
         tokens=tokens,

@@ -1,0 +1,68 @@
+"""What loops are worth by a fitted law: the law written out, and files that are no fit."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from titan_loop.analysis.scaling_law import JOINT
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+
+LAW = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28, "phi": 0.5}
+TOTAL, LOOPED = 1_434_652_673, 1_434_652_673 - 2 * 2048 * 49_152
+TOKENS = -(-3 * 10**12 // 2**23) * 2**23
+
+
+def write_fit(path: Path, formula: str = JOINT.formula) -> Path:
+    law = {
+        "name": "worth of a step", "formula": formula, "coefficients": LAW, "rmse": 0.01,
+        "range": {
+            "parameters": [1e8, 2e9], "tokens": [1e9, 4e12], "recurrent_steps": [1, 4],
+        },
+    }  # fmt: skip
+    path.write_text(json.dumps({"format_version": 1, "laws": [law]}))
+    return path
+
+
+def predicted(parameters: float, looped: float, steps: float) -> float:
+    effective = parameters - looped + looped * steps ** LAW["phi"]
+    return LAW["E"] + LAW["A"] / effective ** LAW["alpha"] + LAW["B"] / TOKENS ** LAW["beta"]
+
+
+def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
+    fit = write_fit(tmp_path / "scaling.json")
+    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", "--scaling-fit", str(fit)]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("worth of the recurrent steps") :]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()[2:5]]
+    planned, without, unrolled = (row[-4:] for row in rows)
+    assert planned[:2] == [f"{TOTAL:,}", "4"]
+    assert float(planned[2]) == pytest.approx(predicted(TOTAL, LOOPED, 4), abs=1e-4)
+    assert float(without[2]) == pytest.approx(predicted(TOTAL, LOOPED, 1), abs=1e-4)
+    deep = TOTAL + 3 * LOOPED
+    assert unrolled[:2] == [f"{deep:,}", "1"]
+    assert float(unrolled[2]) == pytest.approx(predicted(deep, 4 * LOOPED, 1), abs=1e-4)
+    days = [float(row[3].replace(",", "")) for row in (planned, without, unrolled)]
+    assert days[0] == pytest.approx(4 * days[1], rel=1e-3)  # the readouts are visited R times, too
+    assert days[1] < days[2] < days[0]
+    assert "extrapolated" not in table
+
+
+def test_a_prediction_outside_of_the_fitted_range_says_so(tmp_path: Path, capsys):
+    fit = write_fit(tmp_path / "scaling.json")
+    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1a", "--scaling-fit", str(fit)]
+    assert main(words) == 0
+    assert "extrapolated: the law was fitted to recurrent_steps 1 to 4" in capsys.readouterr().out
+
+
+def test_what_is_no_fit_is_refused(tmp_path: Path, capsys):
+    other = write_fit(tmp_path / "other.json", formula="L = E")
+    for path, message in (
+        (other, "has no joint law; write it with titan-loop scaling"),
+        (tmp_path / "gone.json", "does not exist; write it with titan-loop scaling"),
+    ):
+        assert main(["plan", "quickstart", "--scaling-fit", str(path)]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err
