@@ -162,7 +162,7 @@ def test_a_fault_of_the_machine_leaves_its_traceback_in_a_ranks_log(
     def fail(_: object) -> int:
         raise OSError(fault, "as told", "/shared/file")
 
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("titan_loop.cli.recipes.run", fail)
     cli.main(["recipes"])
     said = capsys.readouterr().err

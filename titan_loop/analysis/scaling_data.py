@@ -161,7 +161,8 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.models.family import build_decoder  # imports torchtitan, which takes seconds
+    from titan_loop.distributed.memory import unit_sizes  # imports torchtitan, which takes seconds
+    from titan_loop.models.family import decoder_config
 
     run = SavedRun(folder)
     records = RunDirectory(folder).read_metrics()
@@ -177,11 +178,11 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
             f"{folder} has {len(records)} records in metrics.jsonl; the fit averages them over "
             f"{STRETCHES} stretches of tokens, so log at least {2 * STRETCHES} times"
         )
-    model = build_decoder(run.model_options, max_seq_len=run.seq_len, device="meta")
+    units = unit_sizes(decoder_config(run.model_options, max_seq_len=run.seq_len))
     size: dict[str, Any] = {
         "run": str(folder),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "looped": sum(p.numel() for p in model.layers.parameters()),
+        "parameters": sum(unit.parameters() for unit in units),
+        "looped": sum(unit.parameters() for unit in units if unit.unit.place == "step"),
         "steps": steps,
     }
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)

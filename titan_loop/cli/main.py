@@ -121,7 +121,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _trace_fault_of_the_machine(error: Exception) -> None:
     """Leave in a job's log where a rank was when a disk failed, before the one line."""
-    if "RANK" in os.environ and exit_code(error) == EXIT_CRASH:
+    several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
+    if (several or "SLURM_JOB_ID" in os.environ) and exit_code(error) == EXIT_CRASH:
         traceback.print_exception(error)
 
 
