@@ -9,7 +9,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
-from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_offloading
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_recomputation
 from titan_loop.distributed.memory import estimate_memory
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError
@@ -113,4 +113,4 @@ def test_it_is_refused_without_a_gpu_and_with_tensor_parallelism(source, tmp_pat
     with pytest.raises(UserError, match=r"full-offload moves states .* there is no GPU; use"):
         resolve(config, 1)
     with pytest.raises(UserError, match=r"full-offload does not work with .*_degree=2, which"):
-        check_offloading(FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2))
+        check_recomputation(FullOffloadAC.Config(), ParallelismConfig(tensor_parallel_degree=2))

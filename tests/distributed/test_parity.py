@@ -67,6 +67,7 @@ class Case:
     exit_gate: bool = True
     fsdp: FSDPConfig = field(default_factory=lambda: FSDPConfig(policy="per_visit"))
     backward_steps: int | None = None
+    options: tuple[tuple[str, str | float], ...] = ()
 
 
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
@@ -82,7 +83,12 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
     )
     dist_utils.set_spmd_backend(backend)
     dims = _meshes(world, layout.tp, layout.cp, layout.replicate, backend)
-    options = OuroOptions(size="debugmodel", tie_weights=case.tie_weights, exit_gate=case.exit_gate)
+    options = OuroOptions(
+        size="debugmodel",
+        tie_weights=case.tie_weights,
+        exit_gate=case.exit_gate,
+        **dict(case.options),
+    )
     config = decoder_config(options, max_seq_len=SEQ_LEN)
     config.set_sharding(enable_sp=layout.sequence_parallel)
     config.recurrence.backward_steps = case.backward_steps
@@ -170,6 +176,7 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
                 part[:, share.queries_L] for part in (tokens, positions, labels)
             )
         with context():
+            torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
             output = model(tokens, positions, masks, recurrent_steps=steps)
             loss, _ = loss_fn(output, labels, valid)
             loss.backward()
@@ -212,6 +219,7 @@ CASES = {
     "held-selective": Case(fsdp=HELD, checkpointing="selective"),
     "held-full": Case(fsdp=HELD, checkpointing="full"),
     "held-tied": Case(fsdp=HELD, tie_weights=True),
+    "dropout-by-step": Case(checkpointing="recurrent-step", options=(("dropout", 0.2),)),
 }
 # What is tried on some layouts only.
 MORE_LAYOUTS = {
@@ -231,6 +239,14 @@ MORE_CASES = {
     "held-offloaded": Case(fsdp=HELD, checkpointing="full-offload"),
     "truncated": Case(backward_steps=2),
     "held-truncated": Case(fsdp=HELD, backward_steps=2),
+    "varied": Case(
+        options=(
+            ("positions", "learned"),
+            ("learned_positions", SEQ_LEN),
+            ("norm_placement", "readout"),
+            ("injection", "diagonal"),
+        )
+    ),
 }
 # The main layouts with and without checkpointing, at every kind of R; the others, and what takes
 # another way through the code, once or where that way differs.
@@ -247,6 +263,8 @@ PAIRS = [
     *((layout, "R-changes-full") for layout in ("tp2-no-sp", "dp4", "tp4")),
     ("tp2", "tied"),
     ("dp2-tp2", "held-selective"),
+    *((layout, "dropout-by-step") for layout in ("tp2", "tp2-no-sp")),
+    *((layout, "varied") for layout in ("dp2-tp2", "tp2-no-sp", "cp2")),
     *(("dp2", case) for case in MORE_CASES),
     *(("cp2", case) for case in ("R-changes", "R-changes-full", "held")),
     *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),

@@ -115,7 +115,7 @@ class Reference:
         return x / (x.square().mean() + 1e-6).sqrt() * self.weights[f"{name}.weight"]
 
     def _rotate(self, x: Tensor, position: int) -> Tensor:
-        cos, sin = self.model.rope_table.cache[position].double().chunk(2)
+        cos, sin = self.model.positions.table.cache[position].double().chunk(2)
         first, second = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-second, first), -1) * sin
 

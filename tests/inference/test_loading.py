@@ -40,7 +40,7 @@ def test_gate_and_rotations_stay_wide_in_half_precision(trained_run):
     dtypes = {name: value.dtype for name, value in loaded.model.named_parameters()}
     assert {dtypes.pop(name) for name in [*dtypes] if "exit_gate" in name} == {torch.float32}
     assert {*dtypes.values()} == {torch.bfloat16}
-    assert loaded.model.rope_table.cache.dtype == torch.float32
+    assert loaded.model.positions.table.cache.dtype == torch.float32
     assert loaded.model.config.max_seq_len == 16
     engine = Engine(loaded.model, recurrent_steps=4, kv_cache="averaged")
     assert len(engine.complete([Request(prompt=prompts(4)[0], max_new_tokens=5)])[0].tokens) == 5

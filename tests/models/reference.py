@@ -21,6 +21,7 @@ def reference_forward(
     ),
     *,
     norm_at_readout: bool = False,
+    kind: str = "rope",
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what is read of the state after every step, and its exit logits.
 
@@ -35,6 +36,8 @@ def reference_forward(
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights[f"{name}.weight"]
 
     def rotate(x: Tensor) -> Tensor:
+        if kind != "rope":
+            return x
         frequency = 10_000.0 ** (-torch.arange(0, HEAD_DIM, 2).double() / HEAD_DIM)
         angle = positions.double()[..., None] * frequency
         cos, sin = angle.cos(), angle.sin()
@@ -48,6 +51,11 @@ def reference_forward(
         for head in range(HEADS):
             span = slice(head * HEAD_DIM, (head + 1) * HEAD_DIM)
             scores = rotate(q[..., span]) @ rotate(k[..., span]).mT / HEAD_DIM**0.5
+            if kind == "relative":
+                vectors = weights[f"{name}.attention.distance_scores.weight"]
+                for b, i, j in allowed.nonzero().tolist():
+                    distance = min(int(positions[b, i] - positions[b, j]), len(vectors) - 1)
+                    scores[b, i, j] += q[b, i, span] @ vectors[distance] / HEAD_DIM**0.5
             heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
         out = torch.cat(heads, -1) @ weights[f"{name}.attention.wo.weight"].T
         h = h + norm(out, f"{name}.attention_post_norm")
@@ -57,6 +65,8 @@ def reference_forward(
         return h + norm(out, f"{name}.ffn_post_norm")
 
     h = embedding = weights["tok_embeddings.weight"][tokens]
+    if kind == "learned":
+        h = embedding = embedding + weights["positions.table.weight"][positions]
     states: list[Tensor] = []
     for step in range(steps):
         if step:

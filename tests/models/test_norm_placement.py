@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT, prompts
 from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, HiddenDifference, QExit, exit_steps
 from titan_loop.inference.rows import Request
-from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 
@@ -60,6 +60,10 @@ def test_the_norm_has_the_gradient_of_all_readouts_also_of_constant_steps(model)
     torch.testing.assert_close(got, want)
 
 
+def test_generation_equals_the_full_forward(model):
+    check_generation(model, steps=STEPS)
+
+
 class Normed(ExitPolicy):
     """Never fires, and looks whether what it sees went through the norm."""
 
@@ -74,18 +78,8 @@ class Normed(ExitPolicy):
 
 
 @torch.no_grad()
-def test_engine_speculation_and_policies_read_normed_states(model):
+def test_exit_policies_read_normed_states(model):
     requests = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(5, 2, 7)]
-    plain = Engine(model, recurrent_steps=STEPS).complete(requests)
-    for request, completion in zip(requests, plain, strict=True):
-        tokens = list(request.prompt)
-        for token in completion.tokens:
-            states = model(torch.tensor([tokens]), recurrent_steps=STEPS).hidden_RBLD
-            assert token == int(model.readout(states[-1])[0, -1].argmax())
-            tokens.append(token)
-    speculation = SelfSpeculation(2, 3)
-    drafted = Engine(model, recurrent_steps=STEPS, speculation=speculation).complete(requests)
-    assert drafted == plain
     for policy in (HiddenDifference(2.5), QExit(0.7)):
         got = Engine(model, recurrent_steps=STEPS, exit_policy=policy).complete(requests)
         for request, completion in zip(requests, got, strict=True):
@@ -94,5 +88,6 @@ def test_engine_speculation_and_policies_read_normed_states(model):
             assert completion.steps[0] == int(steps[0, -1])
         assert len({step for completion in got for step in completion.steps}) > 1
     policy = Normed(model.norm.weight)
-    assert Engine(model, recurrent_steps=STEPS, exit_policy=policy).complete(requests) == plain
+    got = Engine(model, recurrent_steps=STEPS, exit_policy=policy).complete(requests)
+    assert got == Engine(model, recurrent_steps=STEPS).complete(requests)
     assert policy.seen == 2 * STEPS * 8

@@ -14,6 +14,7 @@ of them on the GPU, for a copy of each state to the host and back.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -34,6 +35,7 @@ from torchtitan.tools.logging import logger
 from titan_loop.errors import UserError
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dropout import draws
 from titan_loop.models.recurrence import Carry, Step
 
 Checkpointing = Literal[
@@ -58,13 +60,15 @@ class RecurrentStepAC(ActivationCheckpointing):
     def apply(self, model: nn.Module) -> None:
         """Wrap the recurrent steps of a `LoopDecoder`."""
         assert isinstance(model, LoopDecoder)
-        model.recurrence.wrap_steps(_recompute)
+        random = draws(model)
+        model.recurrence.wrap_steps(partial(_recompute, random=random))
         if self.config.layers == "full":
-            FullAC.Config(preserve_rng_state=False).build(dump_folder=self.dump_folder).apply(model)
+            layers = FullAC.Config(preserve_rng_state=random)
+            layers.build(dump_folder=self.dump_folder).apply(model)
         logger.info("Applied activation checkpointing by recurrent step")
 
 
-def _recompute(step: Step) -> Step:
+def _recompute(step: Step, *, random: bool) -> Step:
     def run(carry: Carry, number: int, context: LoopContext) -> Tensor:
         if not torch.is_grad_enabled():
             return step(carry, number, context)
@@ -75,7 +79,7 @@ def _recompute(step: Step) -> Step:
             number,
             context,
             use_reentrant=False,
-            preserve_rng_state=False,  # nothing in a step is random
+            preserve_rng_state=random,
             early_stop=False,
         )
         assert isinstance(state, Tensor)
@@ -112,18 +116,28 @@ class _OffloadedLayer(OffloadWrapper):
         checkpointed.get_submodule("_checkpoint_wrapped_module").compile(*args, **kwargs)
 
 
-def check_offloading(
-    config: ActivationCheckpointing.Config | None, parallelism: ParallelismConfig
+def check_recomputation(
+    config: ActivationCheckpointing.Config | None,
+    parallelism: ParallelismConfig,
+    *,
+    draws: bool = False,
 ) -> None:
-    """Refuse `full-offload` where it cannot work; nothing to check for other policies.
+    """Refuse a policy where it cannot work.
 
     Args:
         config: The policy.
         parallelism: Degrees asked for.
+        draws: Whether the layers draw random numbers.
 
     Raises:
-        UserError: States are split by tensor parallelism.
+        UserError: States to be offloaded are split by tensor parallelism, or random numbers would
+            be others when they are drawn again.
     """
+    if draws and config is not None and not config.preserve_rng_state:
+        raise UserError(
+            "activation_checkpoint.preserve_rng_state=False recomputes with other masks of "
+            "model.dropout; leave it True"
+        )
     degree = parallelism.tensor_parallel_degree
     if isinstance(config, FullOffloadAC.Config) and degree > 1:
         raise UserError(

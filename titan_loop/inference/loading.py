@@ -66,7 +66,7 @@ def load_checkpoint(
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
     model = load_model(checkpoint.path, run.model_options, max_seq_len=context, ema=ema)
     for name, child in model.named_children():
-        child.to(device=device, dtype=None if name in ("exit_gate", "rope_table") else dtype)
+        child.to(device=device, dtype=None if name in ("exit_gate", "positions") else dtype)
     return Loaded(
         model=model,
         checkpoint=checkpoint.path,

@@ -86,7 +86,7 @@ class Stack:
 
     @property
     def context_tokens(self) -> int:
-        """Number of positions the rotary table covers."""
+        """Longest sequence of the model as it was built."""
         return self.model.config.max_seq_len
 
     def make_cache(
@@ -121,7 +121,9 @@ class Stack:
         key_S = torch.arange(seen, device=self.device)
         mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
         visit = cache.tokens(positions_BL, seen)
-        return self.model.make_context(positions_BL, positions_BL, mask_B1LS, visit)
+        return self.model.make_context(
+            positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
+        )
 
     def step(
         self,

@@ -41,6 +41,7 @@ def spread_over_ranks(model: LoopDecoder, parallel_dims: ParallelDims) -> LoopDe
         raise UserError(f"tensor_parallel={ranks} must divide the {heads} key-value heads")
     config = copy.deepcopy(model.config)
     assert isinstance(config, LoopDecoder.Config)
+    config.check_spreading(tensor_parallel=ranks, context_parallel=1)
     config.set_sharding(enable_sp=False)
     whole = dict(model.named_parameters())
     reference = model.tok_embeddings.weight

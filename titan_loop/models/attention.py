@@ -6,6 +6,7 @@ without
 FlexAttention: scaled dot products with an explicit causal-and-same-document mask.
 """
 
+import math
 from dataclasses import dataclass
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -19,6 +20,7 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
+from titan_loop.models.positions import DistanceScores
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 
@@ -96,6 +98,7 @@ class DocumentAttention(Module):
         attention_masks: Tensor | None = None,
         scale: float | None = None,
         enable_gqa: bool = False,
+        scores_BNLS: Tensor | None = None,
     ) -> Tensor:
         """Attend; returns (B, L, N, H).
 
@@ -107,6 +110,7 @@ class DocumentAttention(Module):
                 lengths.
             scale: Factor on the scores; None means 1/sqrt(H).
             enable_gqa: Whether there are fewer key-value heads than query heads.
+            scores_BNLS: What is added to the products of queries and keys, before they are scaled.
 
         Raises:
             ValueError: Lengths differ and no mask says which keys a query may see.
@@ -115,6 +119,11 @@ class DocumentAttention(Module):
             raise ValueError(
                 f"{q_BLNH.shape[1]} queries and {k_BLNH.shape[1]} keys need an explicit mask"
             )
+        if scores_BNLS is not None:
+            if attention_masks is None:
+                attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril()
+            factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+            attention_masks = (scores_BNLS * factor).masked_fill(~attention_masks, -math.inf)
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
@@ -166,7 +175,14 @@ class LoopAttention(GQAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """Heads, projections and kernel, as upstream."""
+        """Heads, projections and kernel, as upstream, and scores by distance if there are any."""
+
+        distance_scores: DistanceScores.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        scores = config.distance_scores
+        self.distance_scores = None if scores is None else scores.build()
 
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
@@ -180,10 +196,13 @@ class LoopAttention(GQAttention):
                 without, so that a compiled block is not specialised on the step.
         """
         q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
-        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.rope_BLH)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
         if context.cache is not None:
             assert cache_slot is not None
             k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
+        added = {}
+        if self.distance_scores is not None:
+            added["scores_BNLS"] = self.distance_scores(q_BLNH, context.shared_positions)
         out_BLNH = self.inner_attention(
             q_BLNH,
             k_BLNH,
@@ -191,5 +210,6 @@ class LoopAttention(GQAttention):
             attention_masks=context.attention_mask,
             scale=self.scaling,
             enable_gqa=self.enable_gqa,
+            **added,
         )
         return self.wo(out_BLNH.contiguous().flatten(2))

@@ -17,6 +17,7 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.dropout import Dropout
 
 
 class SandwichBlock(TransformerBlock):
@@ -28,6 +29,7 @@ class SandwichBlock(TransformerBlock):
 
         attention_post_norm: RMSNorm.Config
         ffn_post_norm: RMSNorm.Config
+        dropout: Dropout.Config | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -38,11 +40,15 @@ class SandwichBlock(TransformerBlock):
         self.ffn_norm = config.ffn_norm.build()
         self.feed_forward = config.feed_forward.build()
         self.ffn_post_norm = config.ffn_post_norm.build()
+        self.dropout = None if config.dropout is None else config.dropout.build()
 
     def forward(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
     ) -> Tensor:
         """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
         attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
-        x_BLD = x_BLD + self.attention_post_norm(attended_BLD)
-        return x_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+        x_BLD = x_BLD + self._kept(self.attention_post_norm(attended_BLD))
+        return x_BLD + self._kept(self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD))))
+
+    def _kept(self, branch_BLD: Tensor) -> Tensor:
+        return branch_BLD if self.dropout is None else self.dropout(branch_BLD)

@@ -46,8 +46,9 @@ class LoopContext(NamedTuple):
     """A pytree handed unchanged to every layer visit.
 
     Attributes:
-        rope_BLH: (B, L, 1, 2·H) cosines and sines at the positions of the current tokens, gathered
-            once per forward pass; nothing else in a layer reads positions.
+        positions_BL: (B or 1, L) positions of the current tokens.
+        shared_positions: What the layers read of positions, made once per forward pass by
+            `Positions.shared`, such as cosines and sines.
         attention_mask: The mask of the attention backend; None means causal attention without
             documents.
         cache: Where earlier keys and values are kept; None in training.
@@ -55,7 +56,8 @@ class LoopContext(NamedTuple):
             nothing.
     """
 
-    rope_BLH: Tensor
+    positions_BL: Tensor
+    shared_positions: Tensor | None
     attention_mask: AttentionMask | None = None
     cache: KeyValueCache | None = None
     columns: Mapping[str, Tensor] | None = None

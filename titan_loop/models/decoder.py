@@ -25,6 +25,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import norm_config, set_decoder_sharding_config
 from torchtitan.models.common.nn_modules import Identity, RMSNorm
 
+from titan_loop.errors import UserError
 from titan_loop.models.attention import document_block_mask, document_mask
 from titan_loop.models.context import (
     AttentionMask,
@@ -35,11 +36,23 @@ from titan_loop.models.context import (
 )
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.flops import Flops, training_flops_per_token
+from titan_loop.models.injection import AdditiveInjection, Injected
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
+from titan_loop.models.positions import (
+    LearnedPositions,
+    Positions,
+    RelativePositions,
+    RotaryPositions,
+)
 from titan_loop.models.recurrence import Carry, Recurrence
-from titan_loop.models.rope import RopeTable
-from titan_loop.models.sharding import gathered_state, replicated_gate, set_block_sharding
+from titan_loop.models.sharding import (
+    gathered_state,
+    injected_state,
+    replicated_gate,
+    replicated_table,
+    set_block_sharding,
+)
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, TABLES, Unit
 
 NormPlacement: TypeAlias = Literal["every_step", "readout"]
@@ -81,6 +94,8 @@ class LoopDecoder(Decoder):
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         norm_placement: NormPlacement = "every_step"
+        positions: Positions.Config = field(default_factory=RotaryPositions.Config)
+        injection: AdditiveInjection.Config | None = None
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
@@ -99,8 +114,27 @@ class LoopDecoder(Decoder):
             self.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)
             if self.exit_gate is not None:
                 self.exit_gate.sharding_config = replicated_gate()
+            if isinstance(self.positions, LearnedPositions.Config):
+                self.positions.table.sharding_config = replicated_table(enable_sp=enable_sp)
+            if self.injection is not None:
+                self.injection.sharding_config = injected_state(enable_sp=enable_sp)
             for layer in self.layers:
                 set_block_sharding(layer, enable_sp=enable_sp)
+
+        @property
+        def draws(self) -> bool:
+            """Whether the layers draw random numbers in training."""
+            return any(layer.dropout is not None for layer in self.layers)
+
+        def check_spreading(self, *, tensor_parallel: int, context_parallel: int) -> None:
+            """Raise `UserError` for a degree that this architecture cannot be spread by."""
+            degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+            for name, degree in degrees.items():
+                if degree > 1 and isinstance(self.positions, RelativePositions.Config):
+                    raise UserError(
+                        f"parallelism.{name}_degree={degree} does not work with "
+                        "model.positions=relative; leave it at 1"
+                    )
 
         def architecture(self) -> dict[str, Any]:
             """Return the family's name and every option that changes what the model computes.
@@ -122,6 +156,8 @@ class LoopDecoder(Decoder):
                 "tie_weights": self.enable_weight_tying,
                 "rope_theta": attention.rope.theta,
                 "norm_placement": self.norm_placement,
+                **self.positions.options(),
+                "injection": "none" if self.injection is None else self.injection.kind,
             }
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
@@ -170,9 +206,8 @@ class LoopDecoder(Decoder):
         # while readout and gate see this module's gathered copy.
         self.state_gather = config.state_gather.build()
         rope = config.layers[0].attention.rope
-        self.rope_table = RopeTable.Config(
-            dim=rope.dim, max_seq_len=rope.max_seq_len, theta=rope.theta
-        ).build()
+        self.positions: Positions = config.positions.build(rope=rope)
+        self.injection = None if config.injection is None else config.injection.build()
 
     def forward(  # type: ignore[override]
         self,
@@ -222,6 +257,7 @@ class LoopDecoder(Decoder):
         attention_masks: AttentionMask | None = None,
         cache: KeyValueCache | None = None,
         columns: Mapping[str, Tensor] | None = None,
+        key_positions: Tensor | None = None,
     ) -> LoopContext:
         """Gather what all layer visits of one pass share.
 
@@ -232,6 +268,8 @@ class LoopDecoder(Decoder):
                 if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
             cache: Keys and values of earlier tokens.
             columns: What else the batch holds for the model.
+            key_positions: (B or 1, S) positions of the keys in the cache; None if the keys are
+                those of the current tokens alone.
         """
         mask_wanted = positions is not None or self._needs_mask()
         if attention_masks is None and cache is None and mask_wanted:
@@ -240,15 +278,24 @@ class LoopDecoder(Decoder):
             )
         if positions is None:
             positions = _count_positions(tokens)
-        return LoopContext(self.rope_table.rows(positions), attention_masks, cache, columns)
+        return LoopContext(
+            positions_BL=positions,
+            shared_positions=self.positions.shared(
+                positions, positions if key_positions is None else key_positions
+            ),
+            attention_mask=attention_masks,
+            cache=cache,
+            columns=columns,
+        )
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1; here the embedding, under sequence parallelism sharded."""
-        return self.tok_embeddings(tokens)
+        """Return the carry of step 1: the embedding, or it and a state with input injection."""
+        embedding_BLD = self.positions.embedded(self.tok_embeddings(tokens), context.positions_BL)
+        return embedding_BLD if self.injection is None else self.injection.start(embedding_BLD)
 
     def input(self, carry: Carry) -> Tensor:
         """Return what the first layer of a step sees, (B, L, D); recomputed with the step."""
-        return carry
+        return carry if self.injection is None else self.injection(*carry)
 
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
@@ -262,7 +309,9 @@ class LoopDecoder(Decoder):
                 engine's rows: what this returns for them is dropped.
             context: From `make_context`.
         """
-        return hidden_BLD
+        if self.injection is None:
+            return hidden_BLD
+        return Injected(hidden_BLD, carry.embedding_BLD)
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
         """Apply every layer once, and the final norm if it is there: return h_step, (B, L, D).
@@ -303,20 +352,26 @@ class LoopDecoder(Decoder):
 
         Every parameter belongs to one: what a family adds stands in a module, and that in a unit.
         """
-        small: tuple[nn.Module, ...] = (self.norm,)
-        if self.exit_gate is not None:
-            small = (self.norm, self.exit_gate)
+        small = [m for m in (self.injection, self.norm, self.exit_gate) if m is not None]
+        reads_all_states = self.exit_gate is not None or self.norm_placement == "readout"
         steps = [
             *(Unit(LAYERS, (layer,)) for layer in self.layers.values()),
             # Gate arithmetic is never rounded to bf16.
-            Unit(NORM_AND_GATE, small, fp32=True, kept=True, reads_all_states=len(small) > 1),
+            Unit(
+                NORM_AND_GATE,
+                tuple(small),
+                fp32=True,
+                kept=True,
+                reads_all_states=reads_all_states,
+            ),
         ]
+        embedding: tuple[nn.Module, ...] = (self.tok_embeddings, *self.positions.tables())
         if self.config.enable_weight_tying:
-            both = (self.tok_embeddings, self.lm_head)
+            both = (*embedding, self.lm_head)
             return [Unit(TABLES, both, place="after", backward_visits=2, kept=True), *steps]
         return [
             # The gradient of a table lookup needs indices, not the table.
-            Unit(TABLES, (self.tok_embeddings,), place="before", backward_visits=0),
+            Unit(TABLES, embedding, place="before", backward_visits=0),
             *steps,
             # The head's backward pass follows its forward pass at once.
             Unit(TABLES, (self.lm_head,), place="after", kept=True),

@@ -36,9 +36,11 @@ USES: frozenset[Use] = frozenset(get_args(Use))
 EXIT_POLICIES = frozenset(("full", "static", "hidden", "q", "kl"))
 """Names of all exit policies."""
 
-RUNTIME_OPTIONS = frozenset(("size", "recurrent_steps", "attention", "readout_chunk_tokens"))
-"""Options in which two models of one checkpoint may differ: they resolve to others, or change only
-how the same is computed."""
+RUNTIME_OPTIONS = frozenset(
+    ("size", "recurrent_steps", "attention", "readout_chunk_tokens", "dropout")
+)
+"""Options in which two models of one checkpoint may differ: they resolve to others, change only how
+the same is computed, or act in training alone."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,36 @@ def replicated_gate() -> ShardingConfig:
     )
 
 
+def replicated_table(*, enable_sp: bool) -> ShardingConfig:
+    """Replicate a table whose rows are added to the embedding, and count its gradient once.
+
+    Args:
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.I)},
+        in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
+        in_dst_shardings={"input": dense_activation_placement(tp=spmd.R)},
+        out_src_shardings=dense_activation_placement(tp=spmd.I),
+        out_dst_shardings=_state_placement(enable_sp),
+        local_map=LocalMapConfig(in_grad_placements=None),
+    )
+
+
+def injected_state(*, enable_sp: bool) -> ShardingConfig:
+    """Mix states and embeddings where they are; the rates are placed like a norm's gain.
+
+    Args:
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
+    state = _state_placement(enable_sp)
+    return ShardingConfig(
+        state_shardings=norm_config(enable_sp=enable_sp).state_shardings,
+        in_src_shardings={"hidden_BLD": state, "embedding_BLD": state},
+        out_src_shardings=state,
+    )
+
+
 def _state_placement(enable_sp: bool) -> SpmdLayout:
     if enable_sp:
         return dense_sequence_parallel_placement()

@@ -23,7 +23,7 @@ from typing import Any, get_args
 import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_offloading
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_recomputation
 from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -287,10 +287,25 @@ def layout_refusals(
             attention=config.model.attention,
         ),
     )
+    yield from caught(
+        "parallelism",
+        lambda: model.check_spreading(
+            tensor_parallel=config.parallelism.tensor_parallel_degree,
+            context_parallel=config.parallelism.context_parallel_degree,
+        ),
+    )
+    if model.draws and not config.training.disable_cuda_graphs:
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            "training.disable_cuda_graphs=False replays one mask of model.dropout",
+            "leave it True",
+        )
     yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
     yield from caught(
         "activation_checkpoint",
-        lambda: check_offloading(config.activation_checkpoint, config.parallelism),
+        lambda: check_recomputation(
+            config.activation_checkpoint, config.parallelism, draws=model.draws
+        ),
     )
 
 

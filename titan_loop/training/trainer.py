@@ -38,6 +38,7 @@ from titan_loop.distributed.context_parallel import cut_columns, share_of_rank
 from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dropout import seed_dropout
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, meeting, on_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
@@ -248,7 +249,8 @@ class LoopTrainer(Trainer):
             valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
         losses: list[Tensor] = []
         parts: list[dict[str, Tensor]] = []
-        for input_dict, labels in microbatches:
+        for number, (input_dict, labels) in enumerate(microbatches):
+            seed_dropout(self.model, self.seed, plan.step, number, self._token_rank)
             loss = self.forward_backward_step(
                 input_dict={name: self._to_device(value) for name, value in input_dict.items()},
                 labels=self._to_device(labels),
@@ -262,6 +264,13 @@ class LoopTrainer(Trainer):
             name: torch.stack([values[name] for values in parts]).sum(dim=0) for name in parts[0]
         }
         return torch.stack(losses).sum(), metrics
+
+    @property
+    def _token_rank(self) -> int:
+        """Number of this rank among those with other tokens than its own."""
+        if not self.parallel_dims.dp_cp_enabled:
+            return 0
+        return self.parallel_dims.get_mesh("loss").get_local_rank()
 
     def _to_device(self, value: Tensor) -> Tensor:
         """Copy without waiting; from memory that is not pinned it would wait for all kernels."""

@@ -75,7 +75,7 @@ class PlainDecoder:
         """Run new tokens from position `start`; return the next token, (B, 1)."""
         model = self.model
         positions_BL = torch.arange(start, start + tokens_BL.shape[1], device=tokens_BL.device)
-        rope_BLH = model.rope_table.rows(positions_BL.expand(tokens_BL.shape))
+        rope_BLH = model.positions.table.rows(positions_BL.expand(tokens_BL.shape))
         x = model.tok_embeddings(tokens_BL)
         for step in range(RECURRENT_STEPS):
             for index, layer in enumerate(model.layers.values()):

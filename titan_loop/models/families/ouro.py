@@ -21,6 +21,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
 from torch import nn
 from torchtitan.models.common.attention import QKVLinear
@@ -29,14 +30,31 @@ from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 
-from titan_loop.models.attention import LoopAttention, inner_attention_config
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.attention import (
+    DocumentAttention,
+    LoopAttention,
+    inner_attention_config,
+)
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import FinalNorm, LoopDecoder, NormPlacement
+from titan_loop.models.dropout import Dropout
 from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
 from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
+from titan_loop.models.positions import (
+    DistanceScores,
+    LearnedPositions,
+    NoRotation,
+    PositionKind,
+    Positions,
+    PositionTable,
+    RelativePositions,
+    RotaryPositions,
+    RotateHalf,
+)
 from titan_loop.models.readout import LMHead
-from titan_loop.models.rope import RotateHalf
 
 NORM_EPS = 1e-6
 _MATRIX = {"weight": partial(normal_matrix, std=0.02)}
@@ -71,14 +89,78 @@ class OuroOptions(ModelOptions):
     """Where the final norm stands: after every recurrent step, as in Ouro, or at the readout only,
     so that a step starts from what the layers returned."""
 
+    positions: PositionKind = "rope"
+    """What positions do: rope rotates queries and keys, as in Ouro; learned adds a vector to the
+    embedding; relative adds to the scores by distance; none leaves order to the causal mask."""
+
+    learned_positions: int | None = None
+    """Rows of the table of learned positions, at least the tokens of a window."""
+
+    relative_window: int | None = None
+    """Largest distance that relative positions tell from larger ones."""
+
+    injection: InjectionKind = "none"
+    """How every recurrent step reads the embedding again: not at all, as in Ouro; additive; or
+    diagonal, a learned contraction."""
+
+    dropout: float = 0.0
+    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
+    training."""
+
 
 def _linear(in_features: int, out_features: int) -> Linear.Config:
     return Linear.Config(in_features=in_features, out_features=out_features, param_init=_MATRIX)
 
 
+def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
+    kind = options.positions
+    if kind not in get_args(PositionKind):
+        raise UserError(f"model.positions={kind} is unknown{nearest(kind, get_args(PositionKind))}")
+    needs = {"learned": "learned_positions", "relative": "relative_window"}.get(kind)
+    for name in ("learned_positions", "relative_window"):
+        value = getattr(options, name)
+        if name == needs and (value is None or value < 1):
+            raise UserError(f"model.positions={kind} needs model.{name} of at least 1")
+        if name != needs and value is not None:
+            raise UserError(
+                f"model.{name}={value} has no effect with model.positions={kind}; leave it out"
+            )
+    if kind == "learned":
+        assert options.learned_positions is not None
+        table = PositionTable.Config(
+            num_embeddings=options.learned_positions, embedding_dim=shape.dim, param_init=_MATRIX
+        )
+        return LearnedPositions.Config(table=table)
+    if kind == "relative":
+        assert options.relative_window is not None
+        if not isinstance(inner_attention_config(options.attention), DocumentAttention.Config):
+            raise UserError("model.positions=relative needs model.attention=sdpa")
+        return RelativePositions.Config(window=options.relative_window)
+    return RotaryPositions.Config() if kind == "rope" else Positions.Config()
+
+
+def _injection(options: OuroOptions, shape: ModelSize) -> AdditiveInjection.Config | None:
+    match options.injection:
+        case "none":
+            return None
+        case "additive":
+            return AdditiveInjection.Config()
+        case "diagonal":
+            return DiagonalInjection.Config(dim=shape.dim, param_init={"weight": nn.init.zeros_})
+    kinds = get_args(InjectionKind)
+    raise UserError(
+        f"model.injection={options.injection} is unknown{nearest(options.injection, kinds)}"
+    )
+
+
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> LoopDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
     theta = 10_000.0 if options.rope_theta is None else options.rope_theta
+    if not 0.0 <= options.dropout < 1.0:
+        raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
+    positions = _positions(options, shape)
+    positions.check_window(max_seq_len)
+    rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
     branch_gain = {"weight": partial(nn.init.constant_, val=(2 * shape.n_layers) ** -0.5)}
 
     def norm(gain: dict[str, Callable] = _NORM) -> RMSNorm.Config:
@@ -97,8 +179,12 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             ),
             wo=_linear(shape.dim, shape.dim),
             inner_attention=inner_attention_config(options.attention),
-            rope=RotateHalf.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
+            rope=rotation.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
         )
+        if isinstance(positions, RelativePositions.Config):
+            attention.distance_scores = DistanceScores.Config(
+                window=positions.window, head_dim=head_dim, param_init=_MATRIX
+            )
         return SandwichBlock.Config(
             attention_norm=norm(),
             attention=attention,
@@ -110,6 +196,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
                 w3=_linear(shape.dim, shape.hidden_dim),
             ),
             ffn_post_norm=norm(branch_gain),
+            dropout=Dropout.Config(rate=options.dropout) if options.dropout else None,
         )
 
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_MATRIX)
@@ -125,6 +212,8 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         ),
         layers=[layer() for _ in range(shape.n_layers)],
         norm_placement=options.norm_placement,
+        positions=positions,
+        injection=_injection(options, shape),
         norm=FinalNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=_NORM),
         lm_head=head,
         enable_weight_tying=options.tie_weights,

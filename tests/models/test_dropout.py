@@ -1,0 +1,118 @@
+"""Dropout: what it computes, and that recomputation repeats its masks."""
+
+import pytest
+import torch
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.errors import UserError
+from titan_loop.models.block import SandwichBlock
+from titan_loop.models.dropout import Dropout, seed_dropout
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.preflight import layout_refusals
+
+SEQ_LEN = 16
+
+
+def make_model(rate: float = 0.3):
+    torch.manual_seed(0)
+    model = build_decoder(OuroOptions(dropout=rate), max_seq_len=SEQ_LEN)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.double()
+
+
+def tokens():
+    return torch.randint(128, (2, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_branch_keeps_its_mean_and_loses_the_share():
+    """2^20 elements: the share is within 5 standard deviations but once in a million runs."""
+    torch.manual_seed(0)
+    dropout, ones = Dropout.Config(rate=0.25).build(), torch.ones(1024, 1024).double()
+    got = dropout(ones)
+    assert set(got.unique().tolist()) == {0.0, 1 / 0.75}
+    deviation = (0.25 * 0.75 / ones.numel()) ** 0.5
+    assert abs(float((got == 0).double().mean()) - 0.25) < 5 * deviation
+    assert dropout.eval()(ones) is ones
+
+
+def test_every_branch_of_every_visit_has_its_own_mask_written_out():
+    model = make_model()
+    layer = model.layers["0"]
+    assert isinstance(layer, SandwichBlock)
+    context = model.make_context(tokens())
+    x = start = torch.randn(2, SEQ_LEN, 64).double()
+    torch.manual_seed(3)
+    got = layer(start, context)
+    torch.manual_seed(3)
+    masks = [(torch.rand(x.shape) >= 0.3).double() / 0.7 for _ in range(2)]
+    x = x + masks[0] * layer.attention_post_norm(layer.attention(layer.attention_norm(x), context))
+    x = x + masks[1] * layer.ffn_post_norm(layer.feed_forward(layer.ffn_norm(x)))
+    torch.testing.assert_close(got, x, rtol=1e-13, atol=1e-13)
+    assert torch.equal(*(model.eval()(tokens()).hidden_RBLD[1] for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        FullAC.Config(),
+        SelectiveAC.Config(),
+        RecurrentStepAC.Config(),
+        RecurrentStepAC.Config(layers="full"),
+    ],
+)
+@pytest.mark.parametrize("backward_steps", [None, 2])
+def test_recomputed_gradients_equal_those_without_recomputation(policy, backward_steps):
+    gradients = []
+    for recomputed in (None, policy):
+        model = make_model()
+        model.recurrence.backward_steps = backward_steps
+        if recomputed is not None:
+            recomputed.build().apply(model)
+        seed_dropout(model, 5, 1)
+        states = model(tokens(), recurrent_steps=4).hidden_RBLD
+        torch.rand(7)  # the generator has moved on when the backward pass begins
+        sum((state**3).sum() for state in states).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert (plain is again is None) or torch.equal(plain, again)
+
+
+def test_the_key_alone_decides_the_masks():
+    model = make_model()
+
+    def state(*key):
+        seed_dropout(model, *key)
+        return model(tokens()).hidden_RBLD[-1]
+
+    assert torch.equal(state(1, 2, 0, 0), state(1, 2, 0, 0))
+    for other in ((2, 2, 0, 0), (1, 3, 0, 0), (1, 2, 1, 0), (1, 2, 0, 1)):
+        assert not torch.equal(state(1, 2, 0, 0), state(*other))
+    plain = make_model(0.0)
+    before = torch.get_rng_state()
+    seed_dropout(plain, 1)
+    plain(tokens())
+    assert torch.equal(before, torch.get_rng_state())  # a model without dropout draws nothing
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
+def test_a_rate_out_of_range_is_refused(rate):
+    with pytest.raises(UserError, match=f"model.dropout={rate} must be at least 0 and below 1"):
+        decoder_config(OuroOptions(dropout=rate), max_seq_len=8)
+
+
+def test_settings_that_would_give_wrong_masks_are_refused(tmp_path):
+    config = tiny_config(tmp_path / "source", tmp_path / "run")
+    model = decoder_config(OuroOptions(dropout=0.1), max_seq_len=SEQ_LEN)
+    assert not list(layout_refusals(config, model, 1))
+    config.activation_checkpoint = FullAC.Config(preserve_rng_state=False)
+    config.training.disable_cuda_graphs = False
+    graphs, masks = (str(refusal) for refusal in layout_refusals(config, model, 1))
+    assert "training.disable_cuda_graphs=False replays one mask of model.dropout" in graphs
+    assert "preserve_rng_state=False recomputes with other masks of model.dropout" in masks
+    without = decoder_config(OuroOptions(), max_seq_len=SEQ_LEN)
+    assert not list(layout_refusals(config, without, 1))

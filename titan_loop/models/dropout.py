@@ -1,0 +1,58 @@
+"""Dropout of what a layer's branches add to the state, right under recomputation and in parallel.
+
+A mask comes from the default generator, drawn for the whole tensor: tensor-parallel ranks, whose
+generators are in one state, draw the same one and keep their part, so that the ranks of a state
+that is replicated agree, and one that is sharded over the sequence has the mask of one process.
+Activation checkpointing restores the generator's state before it recomputes. The trainer seeds the
+generator before every micro-batch (`seed_dropout`), so a resumed run draws what an uninterrupted
+one would have drawn, and ranks with other tokens draw other masks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torchtitan.protocols.module import Module
+
+
+class Dropout(Module):
+    """Zeroes a share of the elements in training, and scales the rest so that the mean stays."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Share of the elements, in [0, 1)."""
+
+        rate: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.rate = config.rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a tensor of the same shape, dtype and placements."""
+        if not self.training:
+            return x
+        kept = (torch.rand(x.shape, device=x.device) >= self.rate).to(x.dtype)
+        if isinstance(x, DTensor):
+            mesh = x.device_mesh
+            whole = DTensor.from_local(kept, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            kept = whole.redistribute(placements=x.placements)
+        return x * kept / (1 - self.rate)
+
+
+def draws(model: nn.Module) -> bool:
+    """Return whether a model draws random numbers in training."""
+    return any(isinstance(module, Dropout) for module in model.modules())
+
+
+def seed_dropout(model: nn.Module, *key: int) -> None:
+    """Seed the default generator, if the model draws from it.
+
+    Args:
+        model: Not touched.
+        key: Seed of the run, step, micro-batch, and rank among those with other tokens.
+    """
+    if draws(model):
+        torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))

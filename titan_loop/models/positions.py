@@ -1,0 +1,256 @@
+"""What a token's position does: at the embedding, to queries and keys, or to the scores.
+
+| kind | where it acts | parameters |
+|---|---|---|
+| `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
+| `LearnedPositions` | is added to the embedding | a row a position |
+| `RelativePositions` | adds to scores, by distances that all visits share | rows in every layer |
+| `Positions` | nowhere: order is seen through the causal mask alone | none |
+
+A looped model visits each layer R times with the same positions. What depends on them alone
+therefore belongs to the decoder, is made once a forward pass and travels in the `LoopContext`
+(upstream keeps one rotary table a layer and gathers at every visit).
+
+Source: rotation: Su et al. 2021, arXiv 2104.09864, in the split-half pairing of the released Ouro
+checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only).
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.rope import CosSinRoPE, RoPE
+from torchtitan.protocols.module import Module
+
+from titan_loop.errors import UserError
+
+PositionKind: TypeAlias = Literal["rope", "learned", "relative", "none"]
+"""What positions are: rotations, a learned table, scores by distance, or nothing."""
+
+
+class Positions(Module):
+    """Positions that act nowhere; the base of those that do.
+
+    Args:
+        config: Settings of the kind.
+        rope: The layers' rotation, which holds the longest window, too.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Nothing to configure."""
+
+        kind: ClassVar[PositionKind] = "none"
+
+        def options(self) -> dict[str, Any]:
+            """Return the model options that this kind stands for, for the architecture record."""
+            return {"positions": self.kind, "learned_positions": None, "relative_window": None}
+
+        def check_window(self, tokens: int) -> None:
+            """Raise `UserError` if windows of so many tokens have positions beyond a table."""
+
+    def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
+        super().__init__()
+
+    def tables(self) -> tuple[nn.Module, ...]:
+        """Return the modules with parameters that `embedded` looks up."""
+        return ()
+
+    def embedded(self, embedding_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the embedding with what positions do to it."""
+        return embedding_BLD
+
+    def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor | None:
+        """Return what every layer visit reads of positions.
+
+        Args:
+            positions_BL: (B or 1, L) positions of the current tokens, restarting per document.
+            key_positions_BS: (B or 1, S) those of the keys that they may attend to.
+        """
+        return None
+
+
+class RopeTable(CosSinRoPE):
+    """Cosines and sines of all positions, fp32; rebuilt from the config, never saved."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """Table length, width and base."""
+
+    def rows(self, positions_BL: Tensor) -> Tensor:
+        """Gather the rows of `positions_BL`.
+
+        Args:
+            positions_BL: (B or 1, L) integers in [0, max_seq_len).
+
+        Returns:
+            (B or 1, L, 1, 2·H) fp32: cosines, then sines.
+        """
+        return self.cache[positions_BL].unsqueeze(2)
+
+
+class RotaryPositions(Positions):
+    """Rotations of queries and keys."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Positions.Config):
+        """Nothing to configure: width, length and base are the layers'."""
+
+        kind: ClassVar[PositionKind] = "rope"
+
+    def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
+        super().__init__(config, rope=rope)
+        self.table = RopeTable.Config(
+            dim=rope.dim, max_seq_len=rope.max_seq_len, theta=rope.theta
+        ).build()
+
+    def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
+        """Return (B or 1, L, 1, 2·H) cosines and sines, fp32."""
+        return self.table.rows(positions_BL)
+
+
+class PositionTable(Embedding):
+    """Learned vectors; under tensor parallelism replicated, unlike those of tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        """Rows and width."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, L, D) rows of (B, L) positions."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return F.embedding(input, weight)
+
+
+class LearnedPositions(Positions):
+    """A learned vector a position, added to the embedding."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Positions.Config):
+        """The table."""
+
+        kind: ClassVar[PositionKind] = "learned"
+
+        table: PositionTable.Config
+
+        def options(self) -> dict[str, Any]:
+            """As of every kind."""
+            return Positions.Config.options(self) | {"learned_positions": self.table.num_embeddings}
+
+        def check_window(self, tokens: int) -> None:
+            """Refuse a window that is longer than the table."""
+            if tokens > self.table.num_embeddings:
+                raise UserError(
+                    f"model.learned_positions={self.table.num_embeddings} positions are fewer "
+                    f"than the {tokens} tokens of a window; shorten the window, or train a model "
+                    "with more"
+                )
+
+    def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
+        super().__init__(config, rope=rope)
+        self.table = config.table.build()
+
+    def tables(self) -> tuple[nn.Module, ...]:
+        """Return the table."""
+        return (self.table,)
+
+    def embedded(self, embedding_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the sum of both vectors."""
+        return embedding_BLD + self.table(positions_BL).to(embedding_BLD.dtype)
+
+
+class RelativePositions(Positions):
+    """Distances between query and key, clipped to a window, which `DistanceScores` reads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Positions.Config):
+        """The largest distance that is told from larger ones."""
+
+        kind: ClassVar[PositionKind] = "relative"
+
+        window: int
+
+        def options(self) -> dict[str, Any]:
+            """As of every kind."""
+            return Positions.Config.options(self) | {"relative_window": self.window}
+
+    def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
+        super().__init__(config, rope=rope)
+        self.window = config.window
+
+    def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor:
+        """Return (B or 1, L, S) distances from 0 to the window; those the mask hides are any."""
+        return (positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)).clamp(0, self.window)
+
+
+class DistanceScores(Module):
+    """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
+
+    The vectors a are shared by the heads of a layer.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Largest distance and head width."""
+
+        window: int
+        head_dim: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.window + 1, config.head_dim))
+
+    def forward(self, q_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
+        """Return (B, N, L, S) scores before they are scaled."""
+        by_distance_BNLW = (q_BLNH @ self.weight.to(q_BLNH.dtype).T).transpose(1, 2)
+        shape = (*by_distance_BNLW.shape[:3], distance_BLS.shape[-1])
+        return by_distance_BNLW.gather(-1, distance_BLS.unsqueeze(1).expand(shape))
+
+
+class RotateHalf(RoPE):
+    """Applies gathered rows to queries and keys; has no state of its own.
+
+    Deviations: computes in at least fp32 and keeps float64, which upstream rounds to fp32.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoPE.Config):
+        """Width, length and base of the decoder's table, kept where upstream looks for them."""
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        self.config = config
+
+    def forward(  # type: ignore[override]  rows instead of positions
+        self, query: Tensor, key: Tensor, *, rope_BLH: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate `query` and `key`, both (B, L, N, H); shapes and dtypes are kept."""
+        cos, sin = rope_BLH.chunk(2, dim=-1)
+        return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        """Nothing to initialise: the table is the decoder's."""
+
+
+class NoRotation(RotateHalf):
+    """Leaves queries and keys as they are."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RotateHalf.Config):
+        """As of `RotateHalf`: the length is that of the longest window."""
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, key: Tensor, *, rope_BLH: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return both."""
+        return query, key
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    first, second = wide.chunk(2, dim=-1)
+    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
