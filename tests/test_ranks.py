@@ -1,6 +1,9 @@
 """Every rank leaves an agreement in the same way: with the answer, or with what one rank raised."""
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +113,49 @@ def test_a_port_in_use_is_one_line(monkeypatch):
         with pytest.raises(RunFailedError, match=message) as caught, meeting():
             dist.init_process_group("gloo", rank=0, world_size=2)
     assert "\n" not in str(caught.value)
+
+
+DECIDE = """
+import os
+import torch
+import torch.distributed as dist
+from titan_loop.errors import UserError
+from titan_loop.ranks import decided_by_rank_zero
+
+def refuse():
+    raise UserError("x=1 is wrong")
+
+view = os.environ["VIEW"]
+found = [decided_by_rank_zero(lambda: view)]
+try:
+    decided_by_rank_zero(refuse if view == "old" else lambda: None)
+except UserError as error:
+    found.append(str(error))
+assert not dist.is_initialized()
+dist.init_process_group("gloo")  # at the same address
+found.append(decided_by_rank_zero(lambda: view))
+print(found)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multiprocess
+def test_before_they_have_a_group_ranks_take_rank_zeros_view():
+    """With a stale listing of its own, one would leave while the others wait for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", DECIDE],
+            env={
+                **os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "VIEW": view,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, view in enumerate(("old", "new"))
+    ]  # fmt: skip
+    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert answers == ["['old', 'x=1 is wrong', 'old']\n"] * 2

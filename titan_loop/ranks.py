@@ -6,15 +6,22 @@ answer, or with the exception of the rank that failed. A group of None is this p
 """
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from titan_loop.errors import RunFailedError, UserError
 
 T = TypeVar("T")
+
+_LONGEST_LOOK = timedelta(hours=2)  # rank 0 may have to fetch a checkpoint
+_store: Any = None
+_decisions = 0
 
 
 class Failure(NamedTuple):
@@ -72,6 +79,34 @@ def from_rank_zero(group: dist.ProcessGroup | None, look: Callable[[], T]) -> T:
     if found[1] is not None:
         raise own or found[1]
     return found[0]
+
+
+def decided_by_rank_zero(look: Callable[[], T]) -> T:
+    """Return what rank 0 sees, as `from_rank_zero` over all ranks; also before they have a group.
+
+    Then the launcher's store carries the answer: ranks that each looked for themselves might decide
+    differently, and some would leave while the others wait for them.
+    """
+    global _store, _decisions
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return from_rank_zero(all_ranks(), look)
+    if _store is None:  # kept: it may be this process that serves it
+        _store = next(iter(rendezvous("env://")))[0]
+        _store.set_timeout(_LONGEST_LOOK)
+    _decisions += 1
+    key = f"titan_loop/decision-{_decisions}"
+    if int(os.environ["RANK"]) != 0:
+        found, error = pickle.loads(_store.get(key))  # from this run's own rank 0
+        if error is not None:
+            raise error
+        return found
+    try:
+        found = look()
+    except Exception as error:
+        _store.set(key, pickle.dumps((None, _portable(error, 0))))
+        raise
+    _store.set(key, pickle.dumps((found, None)))
+    return found
 
 
 def on_rank_zero(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T | None:

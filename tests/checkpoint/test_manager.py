@@ -15,7 +15,7 @@ import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
-from titan_loop.checkpoint import manager, saving
+from titan_loop.checkpoint import keep_policy, saving
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.retention import add_tag, committed_steps
 from titan_loop.errors import UserError
@@ -239,14 +239,14 @@ def test_trouble_after_the_commit_does_not_undo_it(source, tmp_path, monkeypatch
     def fail(folder):
         raise OSError(116, "Stale file handle")
 
-    monkeypatch.setattr(manager, "unfinished_steps", fail)
+    monkeypatch.setattr(keep_policy, "unfinished_steps", fail)
     checkpoints = train(source, tmp_path / "run", async_mode=mode)
     assert committed_steps(checkpoints) == [2, 4, 6]
     assert "is saved, but what should follow failed" in capfd.readouterr().out
 
 
 def test_a_tag_keeps_a_checkpoint(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "read_tags", lambda path: ["best"] * (path.name == "step-2"))
+    monkeypatch.setattr(keep_policy, "read_tags", lambda path: ["best"] * (path.name == "step-2"))
     checkpoints = train(source, tmp_path / "run", interval=1, keep_latest_k=2)
     assert committed_steps(checkpoints) == [2, 5, 6]
 

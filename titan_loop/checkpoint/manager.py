@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -34,21 +34,22 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
+from titan_loop.checkpoint.keep_policy import delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
+from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
     committed_steps,
     discard,
-    read_tags,
-    stale_steps,
     step_folder,
-    unfinished_steps,
 )
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
+from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
-from titan_loop.errors import RunFailedError, UserError
+from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
+from titan_loop.storage.remote_folder import check_address
 
 INHERITED = ("origin", "upcycled")
 """Lineage that every checkpoint of a run repeats: only the first one names the run's origin as its
@@ -57,35 +58,6 @@ parent, and the keep policy may delete it."""
 
 _LONGEST_END = timedelta(minutes=30)
 """Time that ranks wait for the slowest one to close what it wrote."""
-
-
-class TrainState(Protocol):
-    """A trainer, as the manager sees it."""
-
-    @property
-    def at_stage_end(self) -> bool:
-        """Whether all tokens of the stage have been trained on."""
-        ...
-
-    def before_save(self) -> None:
-        """Raise an error if the state is unfit to be resumed from."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON that continues the run on any number of ranks."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from such a state; raise `UserError` if it is another model's."""
-        ...
-
-    def check_parent(self, state_dict: dict[str, Any]) -> None:
-        """Raise `UserError` if weights from such a state cannot be carried over."""
-        ...
-
-    def lineage(self) -> dict[str, Any]:
-        """Return what is recorded of the run besides its state: recipe hash, stage, versions."""
-        ...
 
 
 class LoopCheckpointManager(BaseCheckpointManager):
@@ -112,6 +84,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
         save_attempts: int = 3
         """Number of attempts to save before training goes on without the checkpoint."""
+
+        remote: str = ""
+        """Folder in an object store that every checkpoint is copied to, s3://…, gs://… or file://…;
+        a start without a whole local one fetches the newest. Empty for none."""
 
         retry_seconds: float = 10.0
         """Wait before the second attempt; it doubles each time."""
@@ -159,6 +135,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
                         f"checkpoint.{name}={getattr(self, name)} must be at least {smallest}"
                     )
             self.carry.check()
+            if self.remote:
+                check_address(self.remote, "checkpoint.remote")
             modes = ("disabled", "async", "async_with_pinned_mem")
             if self.async_mode not in modes:
                 raise UserError(
@@ -194,6 +172,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.ends_together = False
+        self.uploader: Uploader | None = None
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
         self._stager = None if config.async_mode == "disabled" else _stager(config.async_mode)
@@ -202,6 +181,19 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self._writer = ThreadPoolExecutor(
             1, "checkpoint", initializer=device.set_device, initargs=(device.current_device(),)
         )
+
+    def copy_to(self, remote: RemoteCheckpoints) -> None:
+        """From now on copy what is committed; on rank 0, once the run directory is locked."""
+        self.uploader = Uploader(
+            remote,
+            attempts=self.retry.attempts,
+            wait_seconds=self.retry.wait_seconds,
+            latest=self.config.keep_latest_k,
+            every=self.config.keep_every,
+        )
+        newest = max(committed_steps(self.path), default=None)
+        if newest is not None and newest not in remote.steps():
+            self.uploader.submit(step_folder(self.path, newest))  # of a start that was interrupted
 
     # Saving
 
@@ -266,7 +258,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     content,
                     group=self.group,
                     retry=self.retry,
-                    on_commit=lambda: self._delete_stale(content["step"]),
+                    on_commit=lambda: self._committed(content["step"]),
                 )
         except SaveFailedError as error:
             if must_succeed:
@@ -279,39 +271,18 @@ class LoopCheckpointManager(BaseCheckpointManager):
             logger.info("Saved %s", target)
         return True
 
-    def _delete_stale(self, newest: int) -> None:
-        """Apply the keep policy up to the checkpoint just committed; on rank 0."""
-        steps, kept = [], []
-        for step in committed_steps(self.path):
-            if step > newest:
-                continue  # another attempt's, or found damaged: not ours to count
-            checkpoint = step_folder(self.path, step)
-            try:
-                manifest, reason = inspect(checkpoint, "manifest")
-                if manifest is not None and (manifest.get("stage_end") or read_tags(checkpoint)):
-                    kept.append(step)
-            except (UserError, RunFailedError) as error:
-                manifest, reason = None, str(error)
-            if manifest is None:
-                logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)
-            else:
-                steps.append(step)
-        stale = stale_steps(
-            steps, kept=kept, latest=self.config.keep_latest_k, every=self.config.keep_every
+    def _committed(self, step: int) -> None:
+        """Copy a checkpoint just committed, and apply the keep policy; on rank 0."""
+        uploader = self.uploader
+        if uploader is not None:
+            uploader.submit(step_folder(self.path, step))
+        delete_stale(
+            self.path,
+            newest=step,
+            latest=self.config.keep_latest_k,
+            every=self.config.keep_every,
+            in_use=(lambda path: False) if uploader is None else uploader.is_uploading,
         )
-        for step in stale:
-            self._delete(step, "the keep policy lets it go")
-        for step in unfinished_steps(self.path):
-            if step < newest:
-                self._delete(step, "its save never finished")
-
-    def _delete(self, step: int, reason: str) -> None:
-        path = step_folder(self.path, step)
-        logger.info("Deleting %s: %s", path, reason)
-        try:
-            discard(path)
-        except OSError as error:
-            logger.warning("%s could not be deleted: %s", path, error)
 
     # Loading
 
@@ -319,9 +290,22 @@ class LoopCheckpointManager(BaseCheckpointManager):
     def _look_at(self) -> LookAt:
         return "hashes" if self.config.verify_hashes else "sizes"
 
+    def _find_newest(self) -> tuple[int, dict[str, Any]] | None:
+        """Choose a checkpoint; if bytes of all are damaged, of the one that is fetched."""
+
+        def fetch() -> int | None:
+            return None if self.uploader is None else self.uploader.remote.fetch_newest()
+
+        try:
+            return newest_good(self.path, look_at=self._look_at, group=self.group)
+        except UserError:
+            if from_rank_zero(self.group, fetch) is None:
+                raise
+            return newest_good(self.path, look_at=self._look_at, group=self.group)
+
     def _load(self, step: int = -1) -> bool:
         if step == -1:
-            found = newest_good(self.path, look_at=self._look_at, group=self.group)
+            found = self._find_newest()
         else:
             manifest, reason = inspect(
                 step_folder(self.path, step), self._look_at, group=self.group
@@ -423,6 +407,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _close(self) -> None:
         self._writer.shutdown(wait=True)
+        if self.uploader is not None:
+            self.uploader.close()
         failure = None if self.save_future is None else self.save_future.exception()
         if failure is not None:
             logger.error("The last asynchronous save failed: %s", failure)

@@ -16,6 +16,8 @@ from titan_loop.distributed.compiler import forget_compiled_stage, keep_compiled
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.while_training import evaluations
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.ranks import decided_by_rank_zero
 from titan_loop.recipes.preflight import (
     carry_refusals,
     parent_refusals,
@@ -28,7 +30,12 @@ from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.training.preflight import folder_refusals
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.run import check_resumable, run_training, shutdown
+from titan_loop.training.run import (
+    check_resumable,
+    fetch_checkpoints,
+    run_training,
+    shutdown,
+)
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -60,8 +67,21 @@ def run_recipe(
     startup.mark("imports")
     rank, world_size = compat.start_runtime()
     init_logger()
-    root, stages = check_recipe(recipe, world_size, folder=folder, only=only, warn=rank == 0)
+    recipe.check()
+    root = recipe.place(folder)
     raise_first(folder_refusals(root))
+
+    def look() -> dict[str, tuple[int, Trainable]]:
+        for stage in recipe.stages:
+            fetch_checkpoints(stage.config)
+        check_placed(recipe, world_size, only=only)
+        return {s.name: (s.config.total_tokens, s.config.trainable) for s in recipe.stages}
+
+    # Rank 0 reads the cards and checkpoints of all stages; what it found of the others' is shared.
+    for name, recorded in decided_by_rank_zero(look).items():
+        config = recipe.stage(name).config
+        config.total_tokens, config.trainable = recorded
+    stages = recipe.stages if only is None else [recipe.stage(only)]
     keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
         planned = [PlannedStage(s.name, s.parent, s.config.total_tokens) for s in recipe.stages]
@@ -70,7 +90,7 @@ def run_recipe(
         for number, stage in enumerate(stages, start=1):
             if len(recipe.stages) > 1:
                 logger.info("Stage %s (%d of %d)", stage.name, number, len(stages))
-            raise_first(parent_refusals(recipe, stage))
+            decided_by_rank_zero(lambda stage=stage: raise_first(parent_refusals(recipe, stage)))
             run_training(
                 stage.config,
                 stop_listener=stop_listener,
@@ -110,6 +130,13 @@ def check_recipe(
     """
     recipe.check()
     root = recipe.place(folder)
+    return root, check_placed(recipe, world_size, only=only, warn=warn)
+
+
+def check_placed(
+    recipe: Recipe, world_size: int, *, only: str | None = None, warn: bool = True
+) -> list[Stage]:
+    """Do `check_recipe`'s work on a recipe that has its folders; return the stages to train."""
     stages = recipe.stages if only is None else [recipe.stage(only)]
     for stage in recipe.stages:
         if only not in (None, stage.name):
@@ -120,7 +147,7 @@ def check_recipe(
         _check(recipe, stage, world_size)
         if warn:
             _warn_of_same_windows(recipe, stage)
-    return root, stages
+    return stages
 
 
 def is_complete(config: LoopTrainer.Config) -> bool:

@@ -6,6 +6,7 @@ Everything a user can get wrong is checked before a process group or a device is
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
@@ -16,10 +17,11 @@ from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
+from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
 from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.errors import EXIT_OK, NonFiniteError, StoppedError, UserError, raise_first
 from titan_loop.models.family import size_notes
-from titan_loop.ranks import all_ranks, from_rank_zero
+from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, on_rank_zero
 from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
@@ -74,8 +76,13 @@ def run_training(
     callbacks = _callbacks(config, evaluations)
     run_directory = RunDirectory(config.dump_folder)
     raise_first(folder_refusals(run_directory.path))
-    _require_readable(run_directory)
-    if not from_rank_zero(all_ranks(), lambda: check_resumable(run)):
+
+    def look() -> bool:
+        _require_readable(run_directory)
+        fetch_checkpoints(run.config)
+        return check_resumable(run)
+
+    if not decided_by_rank_zero(look):
         logger.info("Nothing left to train in %s", config.dump_folder)
         return EXIT_OK
     structured_logger.init_structured_logger(
@@ -111,6 +118,9 @@ def run_training(
                 if changes:
                     kept = run_directory.newest_kept_config
                     logger.warning("the last start's config is kept as %s", kept)
+            remote = config.checkpoint.remote
+            if remote and config.checkpoint.enable:
+                on_rank_zero(all_ranks(), lambda: trainer.checkpointer.copy_to(_remote(config)))
             startup.mark("build")
             trainer.train()
             _say_how_it_ended(trainer)
@@ -135,6 +145,23 @@ def _say_how_it_ended(trainer: LoopTrainer) -> None:
             f"{done:,}",
             f"{planned:,}",
         )
+
+
+def _remote(config: RunConfig) -> RemoteCheckpoints:
+    return RemoteCheckpoints(
+        config.checkpoint.remote, stage=config.stage, run=Path(config.dump_folder)
+    )
+
+
+def fetch_checkpoints(config: RunConfig) -> None:
+    """Let a run without a whole checkpoint have the newest remote one; on rank 0.
+
+    Raises:
+        UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
+        RunFailedError: None of its checkpoints arrives whole.
+    """
+    if config.checkpoint.remote and config.checkpoint.enable:
+        fetch_if_needed(_remote(config), Path(config.dump_folder))
 
 
 @contextmanager
@@ -179,7 +206,7 @@ def shutdown() -> None:
 
 
 def _require_readable(run_directory: RunDirectory) -> None:
-    """Refuse, on every rank, a run directory of a newer format or with damaged files."""
+    """Refuse a run directory of a newer format or with damaged files."""
     if run_directory.run_json.exists():
         run_directory.read_run()
     if run_directory.config_json.exists():

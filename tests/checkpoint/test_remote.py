@@ -1,0 +1,230 @@
+"""Checkpoints in object storage: copied after the commit, fetched when nothing whole is here."""
+
+import errno
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from tests.checkpoint.test_choosing import committed
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+
+SECRET = "sEcReT-kEy-0123456789"
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    yield file_system
+    file_system.store.clear()
+
+
+def remote(run: Path, url: str = "memory://bucket/runs") -> RemoteCheckpoints:
+    return RemoteCheckpoints(url, stage="base", run=run)
+
+
+def uploader(run: Path, **settings: Any) -> Uploader:
+    return Uploader(
+        remote(run), **{"attempts": 3, "wait_seconds": 0.0, "latest": 2, "every": 0, **settings}
+    )
+
+
+def upload_all(run: Path, steps: list[int], **settings: Any) -> RemoteCheckpoints:
+    copies = uploader(run, **settings)
+    for step in steps:
+        copies.submit(committed(run / "checkpoints", step))
+    copies.close()
+    return copies.remote
+
+
+def test_what_is_uploaded_is_fetched_bit_for_bit_and_old_ones_go(memory, tmp_path):
+    there = upload_all(tmp_path / "one", [2, 4, 6])
+    assert there.steps() == [4, 6]
+    other = tmp_path / "two"
+    fetch_if_needed(remote(other), other)
+    assert committed_steps(other / "checkpoints") == [6]
+    for file in (tmp_path / "one" / "checkpoints" / "step-6").iterdir():
+        assert (other / "checkpoints" / "step-6" / file.name).read_bytes() == file.read_bytes()
+    fetch_if_needed(remote(other), other)  # has one now
+    assert committed_steps(other / "checkpoints") == [6]
+
+
+def test_the_manifest_is_uploaded_last(memory, tmp_path, monkeypatch):
+    names: list[str] = []
+    put = type(memory).put_file
+
+    def noted(self, local, path, *arguments, **keywords):
+        names.append(path.rpartition("/")[2])
+        return put(self, local, path, *arguments, **keywords)
+
+    monkeypatch.setattr(type(memory), "put_file", noted)
+    upload_all(tmp_path, [2])
+    assert names[-1] == MANIFEST
+    assert len(names) == 4
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_an_interrupted_upload_never_counts(memory, tmp_path, monkeypatch, fails_at):
+    upload_all(tmp_path, [2])
+    put, calls = type(memory).put_file, []
+
+    def broken(self, local, path, *arguments, **keywords):
+        calls.append(path)
+        if len(calls) >= fails_at:
+            raise OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return put(self, local, path, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "put_file", broken)
+        there = upload_all(tmp_path, [4], attempts=1)
+    assert there.steps() == [2]
+    other = tmp_path / "other"
+    fetch_if_needed(remote(other), other)
+    assert committed_steps(other / "checkpoints") == [2]
+    assert upload_all(tmp_path, [6]).steps() == [2, 6]  # and what was left of 4 is gone
+    assert not memory.exists("/bucket/runs/base/step-4")
+
+
+def test_an_upload_that_fails_for_a_moment_is_tried_again(memory, tmp_path, monkeypatch, caplog):
+    put, faults = type(memory).put_file, ["reset", "short"]
+
+    def flaky(self, local, path, *arguments, **keywords):
+        fault = faults.pop() if faults else None
+        if fault == "reset":
+            raise OSError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        put(self, local, path, *arguments, **keywords)
+        if fault == "short":
+            self.pipe_file(path, b"half")
+
+    monkeypatch.setattr(type(memory), "put_file", flaky)
+    assert upload_all(tmp_path, [2]).steps() == [2]
+    assert "has 4 bytes instead of" in caplog.text
+    assert "attempt 2 of 3" in caplog.text
+
+
+def test_a_damaged_remote_checkpoint_is_skipped(memory, tmp_path, caplog):
+    upload_all(tmp_path, [2, 4])
+    path = "/bucket/runs/base/step-4/__0_0.distcp"
+    memory.pipe_file(path, memory.cat_file(path)[::-1])
+    other = tmp_path / "other"
+    fetch_if_needed(remote(other), other)
+    assert committed_steps(other / "checkpoints") == [2]
+    assert "step-4: __0_0.distcp has another SHA-256" in caplog.text
+    memory.rm("/bucket/runs/base/step-2/__0_0.distcp")
+    with pytest.raises(RunFailedError, match=r"no checkpoint in .* arrived whole"):
+        remote(tmp_path / "third").fetch_newest()
+    assert not list((tmp_path / "third" / "checkpoints").iterdir())
+
+
+def test_a_damaged_local_checkpoint_is_replaced(memory, tmp_path):
+    upload_all(tmp_path, [2])
+    (tmp_path / "checkpoints" / "step-2" / "__0_0.distcp").unlink()
+    fetch_if_needed(remote(tmp_path), tmp_path)
+    assert newest_good(tmp_path / "checkpoints", look_at="hashes") is not None
+    assert (tmp_path / "checkpoints" / "damaged-step-2").is_dir()
+
+
+def test_the_remote_of_another_run_is_refused(memory, tmp_path):
+    upload_all(tmp_path / "one", [2])
+    committed(tmp_path / "two" / "checkpoints", 2)
+    with pytest.raises(UserError, match=r"checkpoint.remote=.* holds the checkpoints of another"):
+        remote(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        (
+            "s4://bucket/x",
+            "checkpoint.remote=s4://bucket/x is not a remote folder; nearest: s3, gs; write s3://",
+        ),
+        ("/some/folder", "checkpoint.remote=/some/folder is not a remote folder"),
+        (f"s3://me:{SECRET}@bucket/x", "holds credentials, which would end up in logs"),
+    ],
+)
+def test_bad_addresses_are_one_line(tmp_path, url, complaint):
+    with pytest.raises(UserError) as caught:
+        remote(tmp_path, url)
+    assert complaint in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_path):
+    def config(name: str, limit: int = 0, url: str = "") -> Any:
+        made = tiny_config(source, tmp_path / name, steps=6)
+        made.training.steps = limit
+        made.checkpoint.remote = url
+        return made
+
+    run_training(config("whole"))
+    url = f"file://{tmp_path}/remote"
+    run_training(config("run", limit=4, url=url))
+    assert read_manifest(tmp_path / "remote" / "step-4")["step"] == 4
+    shutil.rmtree(tmp_path / "run")
+    run_training(config("run", url=url))
+    whole, run = (RunDirectory(tmp_path / name).read_metrics() for name in ("whole", "run"))
+    assert [r["loss"] for r in run] == [r["loss"] for r in whole[4:]]
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [4, 6]
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that speaks S3's protocol on this machine, with one bucket."""
+    server_module = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = server_module.ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "me")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    file_system = fsspec.filesystem("s3", skip_instance_cache=True)
+    file_system.mkdir("bucket")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield "s3://bucket/runs"
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="titan_loop")
+    copies = Uploader(remote(tmp_path / "one", s3), attempts=2, wait_seconds=0.0, latest=2, every=0)
+    for step in (2, 4, 6):
+        copies.submit(committed(tmp_path / "one" / "checkpoints", step))
+    copies.close()
+    assert copies.remote.steps() == [4, 6]
+    other = tmp_path / "two"
+    fetch_if_needed(remote(other, s3), other)
+    assert committed_steps(other / "checkpoints") == [6]
+    with pytest.raises(UserError, match=r"checkpoint.remote=s3://nowhere.*the bucket is not there"):
+        remote(tmp_path / "three", "s3://nowhere/runs")
+    assert SECRET not in caplog.text
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(UserError, match=r"there are no credentials; set AWS_ACCESS_KEY_ID"):
+        remote(tmp_path / "four", s3)

@@ -1,0 +1,230 @@
+"""Copies of a run's checkpoints in an object store: `checkpoint.remote`.
+
+    REMOTE/STAGE/owner.json            which run writes here
+    REMOTE/STAGE/step-N/…              the files, and manifest.json last: the commit record
+
+A thread of rank 0 copies every checkpoint after its local commit, then applies the keep policy
+there. A start without a whole local checkpoint fetches the newest whole remote one. What an
+interrupted upload left has no manifest and does not count.
+"""
+
+import json
+import logging
+import re
+import secrets
+import shutil
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from titan_loop.checkpoint.retention import CHECKPOINTS, STEP_NAME, stale_steps, step_folder
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.remote_folder import RemoteFolder, check_address
+
+logger = logging.getLogger(__name__)
+
+FIELD = "checkpoint.remote"
+OWNER = "owner.json"
+OWN_RECORD = "remote.json"
+"""File in the run directory with the identity that `OWNER` has."""
+
+
+class RemoteCheckpoints:
+    """The checkpoints of one run in a remote folder; for rank 0.
+
+    Args:
+        url: `checkpoint.remote`.
+        stage: Name of the run's stage: a recipe's stages share the address.
+        run: The run directory.
+
+    Raises:
+        UserError: See `RemoteFolder`; or the folder belongs to another run.
+    """
+
+    def __init__(self, url: str, *, stage: str, run: Path) -> None:
+        check_address(url, FIELD)
+        self._folder = RemoteFolder(f"{url.rstrip('/')}/{stage}" if stage else url, FIELD)
+        self._checkpoints = run / CHECKPOINTS
+        self._claim(run)
+
+    def steps(self) -> list[int]:
+        """Return the steps of all committed remote checkpoints, in increasing order."""
+        return sorted(step for step in self._all_steps() if self._is_committed(step))
+
+    def upload(self, checkpoint: Path) -> None:
+        """Copy a committed checkpoint: its files, then its manifest.
+
+        Raises:
+            OSError: Something did not arrive.
+        """
+        manifest, name = read_manifest(checkpoint), checkpoint.name
+        self._folder.delete(f"{name}/{MANIFEST}")
+        self._folder.delete(name)
+        for file in manifest["files"]:
+            self._folder.upload(checkpoint / file, f"{name}/{file}")
+        self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
+
+    def delete_stale(self, *, latest: int, every: int) -> None:
+        """Apply the keep policy there, and delete what interrupted uploads left."""
+        steps = self.steps()
+        kept = [step for step in steps if self._manifest(step).get("stage_end")]
+        stale = stale_steps(steps, kept=kept, latest=latest, every=every)
+        unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]
+        for step in {*stale, *(set(unfinished) - set(steps))}:
+            self._folder.delete(f"step-{step}/{MANIFEST}")
+            self._folder.delete(f"step-{step}")
+
+    def fetch_newest(self) -> int | None:
+        """Copy the newest whole remote checkpoint here; return its step, None if there is none.
+
+        Raises:
+            RunFailedError: There are some, and none arrives whole.
+        """
+        steps = self.steps()
+        for step in reversed(steps):
+            arriving = self._checkpoints / f".fetching-step-{step}"
+            if arriving.exists():
+                shutil.rmtree(arriving)
+            arriving.mkdir(parents=True)
+            try:
+                reason = self._fetch(step, arriving)
+            except (OSError, UserError) as error:
+                reason = str(error)
+            if not reason:
+                target = step_folder(self._checkpoints, step)
+                if target.exists():
+                    target.rename(_free_name(target))
+                arriving.rename(target)
+                logger.info("Fetched %s from %s", target, self._folder.url)
+                return step
+            shutil.rmtree(arriving)
+            logger.warning("Skipping %s/step-%d: %s", self._folder.url, step, reason)
+        if steps:
+            raise RunFailedError(f"no checkpoint in {self._folder.url} arrived whole; start again")
+        return None
+
+    def _fetch(self, step: int, arriving: Path) -> str:
+        """Copy one checkpoint; return what is wrong with it, nothing if it is whole."""
+        self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
+        files = read_manifest(arriving)["files"]
+        for file in files:
+            self._folder.download(f"step-{step}/{file}", arriving / file)
+        return "; ".join(find_damage(arriving, files).values())
+
+    def _claim(self, run: Path) -> None:
+        """Note whose folder this is; refuse another run's."""
+        try:
+            owner: str | None = json.loads(self._folder.read(OWNER))["run"]
+        except FileNotFoundError:
+            owner = None
+        try:
+            own: str | None = read_json_object(run / OWN_RECORD, fix="delete it")["run"]
+        except FileNotFoundError:
+            own = None
+        fresh = own is None and newest_good(self._checkpoints, look_at="manifest") is None
+        if owner is not None and owner != own and not fresh:
+            raise UserError(
+                f"{FIELD}={self._folder.url} holds the checkpoints of another run; choose another "
+                "folder"
+            )
+        identity = owner or own or secrets.token_hex(8)
+        if owner is None:
+            self._folder.write(OWNER, json.dumps({"run": identity}).encode())
+        if own is None:
+            write_json(run / OWN_RECORD, {"run": identity})
+
+    def _all_steps(self) -> list[int]:
+        matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())
+        return [int(match[1]) for match in matches if match]
+
+    def _is_committed(self, step: int) -> bool:
+        return MANIFEST in self._folder.names(f"step-{step}")
+
+    def _manifest(self, step: int) -> dict[str, Any]:
+        return json.loads(self._folder.read(f"step-{step}/{MANIFEST}"))
+
+
+class Uploader:
+    """Copies checkpoints in a thread; what fails is logged and tried again, training goes on.
+
+    Args:
+        remote: Where to.
+        attempts: Attempts for a checkpoint.
+        wait_seconds: Wait before the second attempt; it doubles each time.
+        latest: As for `stale_steps`.
+        every: As for `stale_steps`.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        *,
+        attempts: int,
+        wait_seconds: float,
+        latest: int,
+        every: int,
+    ) -> None:
+        self.remote = remote
+        self._attempts, self._wait_seconds = attempts, wait_seconds
+        self._latest, self._every = latest, every
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._pending: dict[str, Future[None]] = {}
+
+    def submit(self, checkpoint: Path) -> None:
+        """Copy a committed checkpoint when those before it are there."""
+        self._pending[checkpoint.name] = self._thread.submit(self._upload, checkpoint)
+
+    def is_uploading(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint waits to be copied or is; it must not be deleted yet."""
+        future = self._pending.get(checkpoint.name)
+        return future is not None and not future.done()
+
+    def close(self) -> None:
+        """Wait for what is being copied."""
+        self._thread.shutdown(wait=True)
+
+    def _upload(self, checkpoint: Path) -> None:
+        for attempt in range(1, self._attempts + 1):
+            try:
+                self.remote.upload(checkpoint)
+                logger.info("Copied %s", checkpoint)
+                self.remote.delete_stale(latest=self._latest, every=self._every)
+                return
+            except Exception as error:  # every store has errors of its own
+                logger.error(
+                    "Copying %s failed (attempt %d of %d): %s: %s",
+                    checkpoint,
+                    attempt,
+                    self._attempts,
+                    type(error).__name__,
+                    error,
+                )
+            if attempt < self._attempts:
+                time.sleep(self._wait_seconds * 2 ** (attempt - 1))
+
+
+def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:
+    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0.
+
+    Raises:
+        UserError: All local checkpoints are damaged, and there is no remote one.
+        RunFailedError: There are remote checkpoints, and none arrives whole.
+    """
+    try:
+        if newest_good(run / CHECKPOINTS, look_at="sizes") is None:
+            remote.fetch_newest()
+    except UserError as error:
+        logger.warning("%s", error)
+        if remote.fetch_newest() is None:
+            raise
+
+
+def _free_name(target: Path) -> Path:
+    aside = target.with_name(f"damaged-{target.name}")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-again")
+    return aside

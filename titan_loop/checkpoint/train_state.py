@@ -1,0 +1,32 @@
+"""What the checkpoint manager asks of a trainer."""
+
+from typing import Any, Protocol
+
+
+class TrainState(Protocol):
+    """A trainer, as the manager sees it."""
+
+    @property
+    def at_stage_end(self) -> bool:
+        """Whether all tokens of the stage have been trained on."""
+        ...
+
+    def before_save(self) -> None:
+        """Raise an error if the state is unfit to be resumed from."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON that continues the run on any number of ranks."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from such a state; raise `UserError` if it is another model's."""
+        ...
+
+    def check_parent(self, state_dict: dict[str, Any]) -> None:
+        """Raise `UserError` if weights from such a state cannot be carried over."""
+        ...
+
+    def lineage(self) -> dict[str, Any]:
+        """Return what is recorded of the run besides its state: recipe hash, stage, versions."""
+        ...

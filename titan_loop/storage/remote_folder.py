@@ -1,0 +1,151 @@
+"""A folder in an object store or on another file system, through fsspec: s3://, gs://, file://.
+
+Credentials come from the environment (AWS_…, GOOGLE_…) and never from an address, so no log and no
+`config.json` can hold them. Object stores have no rename: whoever needs a commit record writes it
+last.
+"""
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from titan_loop.errors import UserError, nearest
+
+SCHEMES = {"s3": "s3fs", "gs": "gcsfs", "file": "", "memory": ""}
+"""Scheme → the package that fsspec needs for it. `memory` is fsspec's own, for tests."""
+
+_URL = re.compile(r"(?P<scheme>[A-Za-z][\w.+-]*)://(?P<rest>.+)")
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
+
+
+class RemoteFolder:
+    """One folder; it need not exist, but its bucket must.
+
+    Args:
+        url: Its address.
+        field: The field that names it, for messages.
+
+    Raises:
+        UserError: The scheme is unknown, its package is missing, the address holds credentials,
+            there are none in the environment or they do not suffice, or the bucket is not there.
+    """
+
+    def __init__(self, url: str, field: str) -> None:
+        self._fs, self.path = _file_system(url, field)
+        self.url = url.rstrip("/")
+        self._field = field
+        try:
+            if not self.names() and self._has_buckets:
+                self._fs.ls(self.path.split("/")[0], detail=False)
+        except Exception as error:  # every store has errors of its own
+            raise self._explain(error) from error
+
+    @property
+    def _has_buckets(self) -> bool:
+        return self.url.split(":")[0] in ("s3", "gs")
+
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of files and folders in a sub-folder; none if it is not there."""
+        path = self._full(folder)
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(path, detail=False)
+        except FileNotFoundError:
+            return []
+        own = path.strip("/")
+        return sorted(
+            {entry.rstrip("/").rpartition("/")[2] for entry in found if entry.strip("/") != own}
+        )
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        return self._fs.cat_file(self._full(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file at once."""
+        self._make_parent(name)
+        self._fs.pipe_file(self._full(name), content)
+
+    def upload(self, local: Path, name: str) -> None:
+        """Copy a file there, and compare the sizes.
+
+        Raises:
+            OSError: It did not arrive whole.
+        """
+        self._make_parent(name)
+        self._fs.put_file(str(local), self._full(name))
+        self._fs.invalidate_cache()
+        arrived, size = self._fs.info(self._full(name))["size"], local.stat().st_size
+        if arrived != size:
+            raise OSError(f"{self.url}/{name} has {arrived} bytes instead of {size}")
+
+    def download(self, name: str, local: Path) -> None:
+        """Copy a file from there."""
+        self._fs.get_file(self._full(name), str(local))
+
+    def delete(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; nothing happens if there is none."""
+        self._fs.invalidate_cache()
+        if self._fs.exists(self._full(name)):
+            self._fs.rm(self._full(name), recursive=True)
+
+    def _full(self, name: str) -> str:
+        return f"{self.path}/{name}" if name else self.path
+
+    def _make_parent(self, name: str) -> None:
+        if not self._has_buckets:  # an object store has no folders, and mkdir would make buckets
+            self._fs.makedirs(self._full(name).rpartition("/")[0], exist_ok=True)
+
+    def _explain(self, error: Exception) -> UserError:
+        where, kind = f"{self._field}={self.url}", type(error).__name__
+        if kind in _NO_CREDENTIALS:
+            return UserError(
+                f"{where}: there are no credentials; set AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, or what your store asks for, in the environment"
+            )
+        if isinstance(error, PermissionError):
+            return UserError(f"{where}: the credentials do not allow it; use others")
+        if isinstance(error, FileNotFoundError):
+            return UserError(f"{where}: the bucket is not there; create it, or correct the name")
+        return UserError(f"{where} cannot be reached ({kind}); check address and network")
+
+
+def check_address(url: str, field: str) -> str:
+    """Return the scheme of a remote folder's address, without looking there.
+
+    Raises:
+        UserError: It is none, its scheme is unknown, or it holds credentials.
+    """
+    match = _URL.fullmatch(url)
+    if match is None or match["scheme"] not in SCHEMES:
+        known = {scheme for scheme in SCHEMES if scheme != "memory"}
+        scheme = match["scheme"] if match else url
+        raise UserError(
+            f"{field}={url if '@' not in url else '…'} is not a remote folder"
+            f"{nearest(scheme, known)}; write s3://BUCKET/FOLDER, gs://… or file:///FOLDER"
+        )
+    if "@" in match["rest"]:
+        raise UserError(
+            f"{field} holds credentials, which would end up in logs; set them in the environment"
+        )
+    return match["scheme"]
+
+
+def _file_system(url: str, field: str) -> tuple[Any, str]:
+    """Return fsspec's file system and the path in it."""
+    package = SCHEMES[check_address(url, field)]
+    try:
+        fsspec = importlib.import_module("fsspec")
+        if package:
+            importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{field}={url} needs the package {error.name}; pip install {package or 'fsspec'}"
+        ) from error
+    file_system, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return file_system, str(path).rstrip("/")
