@@ -245,6 +245,8 @@ def test_the_deep_end_of_every_policy_is_full_depth(model, text, kv_cache):
 class _Scripted(ExitPolicy):
     """Row b leaves after the steps of its script, in turn; the first entry is the prompt's."""
 
+    name = "static"
+
     def __init__(self, scripts):
         self.scripts = [list(script) for script in scripts]
         self.at_once = set()

@@ -57,7 +57,7 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
             sizes=OURO.sizes,
             decoder_config=OURO.decoder_config,
             uses=frozenset({"held_out"}),
-            exit_policies=frozenset({"full", "static"}),
+            exit_policies=frozenset({"static"}),
         )
     )
     config = LoopTrainer.Config(model=_DeepOptions())

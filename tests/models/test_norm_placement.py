@@ -67,6 +67,8 @@ def test_generation_equals_the_full_forward(model):
 class Normed(ExitPolicy):
     """Never fires, and looks whether what it sees went through the norm."""
 
+    name = "static"
+
     def __init__(self, weight):
         self.weight, self.seen = weight, 0
 

@@ -157,7 +157,7 @@ def safety(
     from titan_loop.tables import columns
 
     texts = read_prompts(prompts)[:limit]
-    loaded = load_checkpoint(run)
+    loaded = load_checkpoint(run, use="analyse")
     steps = depths or tuple(range(1, 2 * loaded.recurrent_steps + 1))
     tokenizer = load_matching_tokenizer(loaded)
     results = judged(loaded, tokenizer, texts, judge, steps, max_new_tokens=max_new_tokens)
@@ -177,7 +177,7 @@ def _open(run: Path, items: str, limit: int | None) -> tuple["Loaded", list["Ite
     if limit is not None and limit < 1:
         raise UserError(f"limit={limit} must be at least 1")
     chosen = read_items(items, limit)
-    return load_checkpoint(run), chosen
+    return load_checkpoint(run, use="analyse"), chosen
 
 
 def _answers(run: Path, items: str, depths: tuple[int, ...], limit: int | None) -> tuple:

@@ -117,6 +117,7 @@ def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -
     cache_strategy(given.kv_cache)
     loaded = load_checkpoint(
         chosen_run(checkpoint, stage),
+        use="generate",
         context_tokens=given.context,
         device=compat.device_type(),
         dtype=getattr(torch, given.dtype),

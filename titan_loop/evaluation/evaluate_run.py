@@ -63,7 +63,9 @@ def evaluate_run(
     run_directory.read_run()
     rank, _ = join_ranks()
     device = rank_device()
-    loaded = load_checkpoint(run_directory.path, context_tokens=seq_len, device=device, ema=ema)
+    loaded = load_checkpoint(
+        run_directory.path, use="held_out", context_tokens=seq_len, device=device, ema=ema
+    )
     held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
     counts = count_what_was_read(
         loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size

@@ -28,6 +28,7 @@ from titan_loop.inference.exit_policy import (
     parse_exit_policy,
 )
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import get_family
 
 _LOGITS_AT_A_TIME = 1 << 26
 """R · C · V: the logits of one chunk at every step take at most 256 MiB in fp32."""
@@ -158,7 +159,11 @@ def frontier_readings(
         bound = f"{_ENTROPY_BOUND_NATS:g}"
         names += ["kl:0,0", *(f"kl:{x:.4g},{bound}" for x in _quantiles(changes)), "kl:inf,inf"]
     policies = [policy_reading(name, recurrent_steps) for name in dict.fromkeys(names)]
-    return [*depth_readings(range(1, recurrent_steps + 1)), *policies]
+    has = get_family(model.config.family).exit_policies
+    return [
+        *depth_readings(range(1, recurrent_steps + 1)),
+        *(reading for reading in policies if reading.policy.name in has),
+    ]
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from titan_loop.errors import UserError
 from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, score_states
+from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 
 
@@ -61,11 +62,7 @@ class TokenScorer:
         if not readings:
             raise UserError("no reading was given: name a depth or an exit policy")
         for reading in readings:
-            if reading.policy.reads_gate and model.exit_gate is None:
-                raise UserError(
-                    f"exit={reading.name} needs an exit gate, which this model does not have; use "
-                    "static"
-                )
+            require_exit_policy(model, reading.policy)
         self.model = model
         self.readings = list(readings)
         self.deepest_step = max(reading.deepest_step for reading in readings)

@@ -16,7 +16,12 @@ from torch import Tensor
 from titan_loop.errors import UserError
 from titan_loop.inference import stepwise
 from titan_loop.inference.cache import PromptVisit, cache_strategy
-from titan_loop.inference.exit_policy import ExitDecider, ExitPolicy, StaticStep
+from titan_loop.inference.exit_policy import (
+    ExitDecider,
+    ExitPolicy,
+    StaticStep,
+    require_exit_policy,
+)
 from titan_loop.inference.rows import Batch, Completion, GeneratedToken, Request, Row
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
@@ -58,8 +63,7 @@ class Engine:
         self.recurrent_steps = self.exit_policy.deepest_step(steps)
         self.speculation = speculation
         self._strategy = cache_strategy(kv_cache)
-        if self.exit_policy.reads_gate and model.exit_gate is None:
-            raise UserError("exit=q needs an exit gate, which this model does not have; use static")
+        require_exit_policy(model, self.exit_policy)
         if speculation is not None:
             speculation.check(self.recurrent_steps)
             if kv_cache != "full":

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import get_family
 from titan_loop.objectives.exit_distribution import reaches_threshold
 
 
@@ -50,6 +52,7 @@ class Evidence(NamedTuple):
 class ExitPolicy(ABC):
     """Decides which tokens leave the recurrence after the step they just ran."""
 
+    name: ClassVar[str]
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False  # costs a readout after every step
 
@@ -67,6 +70,7 @@ class StaticStep(ExitPolicy):
     """Every token leaves after the same step S; None means R."""
 
     step: int | None = None
+    name: ClassVar[str] = "static"
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 1:
@@ -94,6 +98,7 @@ class HiddenDifference(ExitPolicy):
     """Tokens leave when a step hardly moves the normed state: ‖h_r − h_{r−1}‖₂ < ε."""
 
     epsilon: float
+    name: ClassVar[str] = "hidden"
 
     def __post_init__(self) -> None:
         if not self.epsilon >= 0.0:
@@ -111,6 +116,7 @@ class QExit(ExitPolicy):
     """Tokens leave when the exit gate's CDF reaches the threshold q."""
 
     threshold: float
+    name: ClassVar[str] = "q"
     reads_gate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -129,6 +135,7 @@ class KLAndEntropy(ExitPolicy):
 
     kl_nats: float = 0.01
     entropy_nats: float = 3.0
+    name: ClassVar[str] = "kl"
     reads_logits: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -193,6 +200,15 @@ def parse_exit_policy(text: str) -> ExitPolicy:
         raise
     except ValueError as error:
         raise UserError(wanted) from error
+
+
+def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
+    """Raise `UserError` if a model does not have what a policy needs, or its family the policy."""
+    get_family(model.config.family).require_exit_policy(policy.name)
+    if policy.reads_gate and model.exit_gate is None:
+        raise UserError(
+            f"exit={policy.name} needs an exit gate, which this model does not have; use static"
+        )
 
 
 class ExitDecider:

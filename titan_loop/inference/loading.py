@@ -10,6 +10,7 @@ import torch
 from titan_loop.checkpoint.model import load_model
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import Use, get_family
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import TURN_END, check_vocabulary, load_tokenizer
 
@@ -41,6 +42,7 @@ class Loaded:
 def load_checkpoint(
     path: str | Path,
     *,
+    use: Use | None = None,
     context_tokens: int | None = None,
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -50,21 +52,25 @@ def load_checkpoint(
 
     Args:
         path: A checkpoint's folder, or a run's for its newest whole checkpoint.
+        use: What for, if not every family can be used for it.
         context_tokens: Tokens the rotary table covers; None for the trained window.
         device: Where the model goes.
         dtype: Type of its weights; the exit gate stays in fp32.
         ema: Whether to take the average of the weights instead of the weights.
 
     Raises:
-        UserError: No committed checkpoint there, no run around it, no average, or a context below
-            2.
+        UserError: No committed checkpoint there, no run around it, no average, a context below
+            2, or a family without that use.
     """
     run = SavedRun.open(path)
+    options = run.model_options
+    if use is not None:
+        get_family(options.family).require(use)
     checkpoint = run.checkpoint()
     context = run.seq_len if context_tokens is None else context_tokens
     if context < 2:
         raise UserError(f"context={context} must be at least 2, a prompt and one token")
-    model = load_model(checkpoint.path, run.model_options, max_seq_len=context, ema=ema)
+    model = load_model(checkpoint.path, options, max_seq_len=context, ema=ema)
     for name, child in model.named_children():
         child.to(device=device, dtype=None if name in ("exit_gate", "positions") else dtype)
     return Loaded(

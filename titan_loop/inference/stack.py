@@ -95,8 +95,7 @@ class Stack:
         """Allocate an empty cache; under tensor parallelism for this rank's heads."""
         ranks = 1 if self._mesh is None else self._mesh.size()
         shape = CacheShape(
-            steps,
-            len(self.model.layers),
+            *self.model.cache_slots(steps),
             rows,
             capacity,
             self.attention.n_kv_heads // ranks,

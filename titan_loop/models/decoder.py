@@ -196,6 +196,8 @@ class LoopDecoder(Decoder):
                 backward_steps=backward_steps,
             )
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.recurrent_steps = config.recurrent_steps
@@ -376,6 +378,10 @@ class LoopDecoder(Decoder):
             # The head's backward pass follows its forward pass at once.
             Unit(TABLES, (self.lm_head,), place="after", kept=True),
         ]
+
+    def cache_slots(self, recurrent_steps: int) -> tuple[int, int]:
+        """Return how many steps and layers an engine's cache addresses at this R."""
+        return recurrent_steps, len(self.layers)
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats one of this model's parameters.

@@ -29,12 +29,12 @@ FIRST_FAMILY = "ouro"
 FamilyName = Annotated[str, tyro.conf.Suppress]
 """Type of the field `family` of model options: recorded, but no flag."""
 
-Use = Literal["export", "generate", "held_out", "upcycle"]
-"""What not every family can be used for."""
+Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
+"""What not every family can be used for: the verbs of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
-EXIT_POLICIES = frozenset(("full", "static", "hidden", "q", "kl"))
-"""Names of all exit policies."""
+EXIT_POLICIES = frozenset(("static", "hidden", "q", "kl"))
+"""Names of all exit policies; full depth is a static step."""
 
 RUNTIME_OPTIONS = frozenset(
     ("size", "recurrent_steps", "attention", "readout_chunk_tokens", "dropout")

@@ -51,6 +51,8 @@ SWEEP_SHARE = 0.9
 class DrawnExit(ExitPolicy):
     """Leaves after a step drawn from `EXIT_PMF`, independently for every token."""
 
+    name = "static"
+
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         survival = [sum(EXIT_PMF[step:]) for step in range(len(EXIT_PMF))]

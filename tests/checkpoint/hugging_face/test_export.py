@@ -365,6 +365,6 @@ def test_an_export_is_pushed_or_says_how_to(
     assert capsys.readouterr().out.endswith("https://hub/me/mine/commit/1\n")
     assert calls == [("me/mine", {"private": True, "exist_ok": True})]
     assert cli.main([*words, "--output", str(tmp_path / "b"), "--push", "me/refused"]) == 2
-    *_, line = capsys.readouterr().err.splitlines()
+    (line,) = capsys.readouterr().err.splitlines()
     assert "not pushed (no route to host); the export is whole in" in line
     assert f"hf upload me/refused {tmp_path / 'b'}" in line

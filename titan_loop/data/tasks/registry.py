@@ -11,6 +11,7 @@ from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.data.tasks.task import Task
 from titan_loop.data.tasks.two_graph import TwoGraph
 from titan_loop.errors import UserError
+from titan_loop.plugins import import_plugins
 
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
@@ -37,6 +38,8 @@ def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
     name = data.get(TASK)
     if name is None:
         return None
+    if name not in TASKS:
+        import_plugins()
     if name not in TASKS:
         raise UserError(
             f"the checkpoint was trained on the task {name!r}, which this version does not know: "
