@@ -6,6 +6,7 @@ import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.distributed.sharded_model import (
     LAYERS,
@@ -22,11 +23,13 @@ from tests.distributed.sharded_model import (
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import estimate_memory, unit_sizes
-from titan_loop.distributed.step_shape import StepShape
+from titan_loop.distributed.step_shape import OptimizerStates, StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import SIZES, OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.testing.allocations import AllocationTrace
+from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.weight_average import WeightAverageConfig
 
 # The estimate leaves out temporaries, and gloo's thread frees its buffers when it likes.
 ESTIMATE_TOLERANCE = 0.2
@@ -155,20 +158,21 @@ def test_a_recomputed_step_gathers_all_of_its_layers_under_per_visit_too(gloo_po
         assert (held.gathered == visited.gathered) == all_of_them
 
 
-def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
-    """Return allocated and estimated bytes of parameters, gradients and AdamW's moments."""
+def persistent_bytes(tie: bool, muon: bool) -> tuple[list[int], list[float]]:
+    """Return allocated and estimated bytes of parameters, gradients and optimisers' states."""
     model = build(PER_STEP, options=OuroOptions(size="quickstart", tie_weights=tie))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizers = LoopOptimizers.Config(
+        name="muon" if muon else "adamw", ema=WeightAverageConfig(decay=0.9 * muon)
+    ).build(model_parts=[model])
     forward_backward(model, 2)
     reshard_units(model)
-    optimizer.step()
+    optimizers.step()
     local = [parameter.to_local() for parameter in model.parameters()]  # pyright: ignore
     gradients = [parameter.grad.to_local() for parameter in model.parameters()]  # pyright: ignore
     moments = [
         value.to_local()
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if name != "step"
+        for name, value in optimizers.state_dict().items()
+        if isinstance(value, DTensor) and not name.endswith(".step")
     ]
     config = model.config
     assert isinstance(config, LoopDecoder.Config)
@@ -178,6 +182,7 @@ def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
         recurrent_steps=2,
         compute_bytes=4,
         shard_degree=dist.get_world_size(),
+        states=OptimizerStates(muon=muon, averaged=muon),
     )
     memory = estimate_memory(config, shape, hold_layers=True)
     measured = [
@@ -191,9 +196,9 @@ def persistent_bytes(tie: bool) -> tuple[list[int], list[float]]:
 GATE_ELSEWHERE = 1e-3
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_persistent_bytes_are_those_allocated(gloo_pool, tie):
-    for measured, estimated in gloo_pool(2).run(persistent_bytes, tie):
+@pytest.mark.parametrize(("tie", "muon"), [(False, False), (True, False), (False, True)])
+def test_persistent_bytes_are_those_allocated(gloo_pool, tie, muon):
+    for measured, estimated in gloo_pool(2).run(persistent_bytes, tie, muon):
         assert estimated == pytest.approx(measured, rel=GATE_ELSEWHERE)
 
 

@@ -1,6 +1,7 @@
 """How many bytes one rank needs in a training step, by part: an estimate with its terms stated.
 
-    persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S
+    persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S; Muon's 4·P/S of
+                   the layers' matrices, an average of the weights 4·P/S
     gathered       per_step: all layers; per_visit: the layer at work, the one fetched ahead, and
                    the buffer it arrives in, but all layers where a whole recurrent step is
                    recomputed, since its backward pass follows at once, or where units are not
@@ -16,7 +17,8 @@
 They do not peak together. Activations are complete when the loss is read out; the layers' gradients
 are there when the backward of step R ends, with 1/R of the activations freed; the embedding's come
 last. The peak is the largest of these three moments. Left out: allocator fragmentation, NCCL's and
-the CUDA context's own memory, attention masks, temporaries of single kernels.
+the CUDA context's own memory, attention masks, temporaries of single kernels, and what Muon
+exchanges once activations are gone.
 
 With `training.enable_cpu_offload` parameters, sharded gradients and moments count as `offloaded`.
 
@@ -50,7 +52,7 @@ class StepMemory:
     Attributes:
         parameters: Sharded, fp32.
         gradients: Sharded, fp32.
-        optimizer: AdamW's moments, sharded, fp32.
+        optimizer: Moments and the average of the weights, sharded, fp32.
         gathered: Unsharded weights at the end of the forward pass, without the head.
         gathered_later: The same once the backward pass of step R is over.
         activations: Saved for the backward pass by all visits.
@@ -104,15 +106,25 @@ class StepMemory:
 
 def unit_sizes(config: LoopDecoder.Config) -> list[UnitSize]:
     """Count the parameters of each unit from the architecture alone."""
+    return _measured(config)[0]
+
+
+def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
+    """Return the units' parameters, and how many elements Muon would update."""
     key = f"{type(config).__qualname__} {config.architecture()}"
-    if key not in _unit_sizes:
+    if key not in _measurements:
         with torch.device("meta"):
             model = config.build()
-        _unit_sizes[key] = unit_sizes_of(model, model.units())
-    return _unit_sizes[key]
+        hidden_matrices = sum(
+            parameter.numel()
+            for name, parameter in model.named_parameters()
+            if model.parameter_group(name, parameter).is_hidden_matrix
+        )
+        _measurements[key] = unit_sizes_of(model, model.units()), hidden_matrices
+    return _measurements[key]
 
 
-_unit_sizes: dict[str, list[UnitSize]] = {}
+_measurements: dict[str, tuple[list[UnitSize], int]] = {}
 
 
 def visit_bytes_per_token(
@@ -156,7 +168,7 @@ def visit_bytes_per_token(
 def estimate_memory(
     config: LoopDecoder.Config, shape: StepShape, *, hold_layers: bool
 ) -> StepMemory:
-    """Estimate a rank's memory in a training step with AdamW and the streamed loss.
+    """Estimate a rank's memory in a training step with the streamed loss.
 
     Args:
         config: The architecture.
@@ -164,7 +176,7 @@ def estimate_memory(
         hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
     """
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
-    sizes = unit_sizes(config)
+    sizes, hidden_matrices = _measured(config)
     small = [size for size in sizes if size.unit.fp32]
     tables = [size.parameters() / tp for size in sizes if size.unit.name == TABLES]
     blocks = [
@@ -176,6 +188,9 @@ def estimate_memory(
     if shape.trainable == "exit_gate":
         trained = sum(size.shard(shape.shard_degree, shape.trainable) for size in sizes)
         trained_local = MASTER_BYTES * trained
+    states = (2 + shape.states.averaged) * trained_local
+    if shape.states.muon:
+        states -= MASTER_BYTES * hidden_matrices / (shape.shard_degree * tp)
     on_device = 0 if shape.parameters_on_host else 1
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
     by_step = shape.checkpointing.startswith("recurrent-step") and shape.steps_with_backward > 0
@@ -197,11 +212,12 @@ def estimate_memory(
     return StepMemory(
         parameters=on_device * local,
         gradients=on_device * trained_local,
-        optimizer=on_device * 2 * trained_local,
+        optimizer=on_device * states,
         gathered=c * at_once + others,
         gathered_later=c * later + others,
         activations=_activation_bytes(config, shape),
-        offloaded=_offloaded_bytes(config, shape) + (1 - on_device) * (local + 3 * trained_local),
+        offloaded=_offloaded_bytes(config, shape)
+        + (1 - on_device) * (local + trained_local + states),
         recomputed=_recomputed_bytes(config, shape),
         readout=readout_chunk + _readout_rest_bytes(config, shape),
         readout_chunk=readout_chunk,

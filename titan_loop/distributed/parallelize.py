@@ -29,7 +29,7 @@ from titan_loop.distributed.context_parallel import (
     gather_keys_and_values,
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, shard_units
-from titan_loop.distributed.step_shape import step_shape
+from titan_loop.distributed.step_shape import OptimizerStates, step_shape
 from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -123,6 +123,7 @@ def parallelize_loop_decoder(
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
     recurrent_steps: int | None = None,
+    states: OptimizerStates | None = None,
 ) -> LoopDecoder:
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
@@ -139,6 +140,7 @@ def parallelize_loop_decoder(
         trainable: "exit_gate" freezes everything else, which then keeps no activations to
             checkpoint.
         recurrent_steps: The largest R of the run, for `fsdp.policy=auto`; None takes the model's.
+        states: What the optimisers keep, likewise for `auto`; None for AdamW's moments.
 
     Returns:
         The same model.
@@ -181,6 +183,7 @@ def parallelize_loop_decoder(
             recurrent_steps=recurrent_steps or model.recurrent_steps,
             backward_steps=model.recurrence.backward_steps,
             trainable=trainable,
+            states=states or OptimizerStates(),
         )
         assert isinstance(model.config, LoopDecoder.Config)
         fsdp, reason = fsdp.decided(

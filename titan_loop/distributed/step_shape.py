@@ -4,8 +4,8 @@ Training derives it from its ranks and device, `plan` from a cluster that is not
 `fsdp.policy=auto` here.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from titan_loop.compat import DeviceType
 from torchtitan.config import ParallelismConfig, TrainingConfig
@@ -15,6 +15,18 @@ from titan_loop.distributed.activation_checkpointing import Checkpointing, check
 from titan_loop.models.exit_gate import Trainable
 
 ReshardAfterForward = Literal["default", "always", "never"]
+
+
+class OptimizerStates(NamedTuple):
+    """What the optimisers keep for every parameter that trains.
+
+    Attributes:
+        muon: Whether hidden matrices have Muon's one moment instead of AdamW's two.
+        averaged: Whether there is an average of the weights.
+    """
+
+    muon: bool = False
+    averaged: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +50,7 @@ class StepShape:
         reshard_after_forward: `parallelism.fsdp_reshard_after_forward`.
         parameters_on_host: Whether shards are in the memory of a device's host.
         fused_norms: Whether RMSNorm is one kernel (CUDA) or composed of several (CPU).
+        states: What the optimisers keep.
     """
 
     windows: int
@@ -54,6 +67,7 @@ class StepShape:
     reshard_after_forward: ReshardAfterForward = "default"
     parameters_on_host: bool = False
     fused_norms: bool = True
+    states: OptimizerStates = field(default_factory=OptimizerStates)
 
     @property
     def tokens(self) -> float:
@@ -80,6 +94,7 @@ def step_shape(
     recurrent_steps: int,
     backward_steps: int | None,
     trainable: Trainable,
+    states: OptimizerStates,
 ) -> StepShape:
     """Derive the work of one rank from a run's settings.
 
@@ -94,6 +109,7 @@ def step_shape(
         recurrent_steps: The largest R of the run.
         backward_steps: Number of last steps that the backward pass reaches; None for all.
         trainable: Parameters that train.
+        states: What the optimisers keep.
     """
     replicas = parallelism.data_parallel_replicate_degree
     tensor_parallel = parallelism.tensor_parallel_degree
@@ -112,4 +128,5 @@ def step_shape(
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         parameters_on_host=training.enable_cpu_offload and device_type != "cpu",
         fused_norms=device_type == "cuda",
+        states=states,
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from titan_loop.distributed.step_shape import OptimizerStates
 from titan_loop.models.units import LAYERS, UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import StageNeeds
@@ -20,9 +21,10 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
         needs: Needs of each stage.
     """
     dtype = "bf16" if cluster.compute_bytes == 2 else "fp32"
+    optimizers = " or ".join(dict.fromkeys(_optimizer(need.shape.states) for need in needs))
     lines = [
         f"{recipe} on {cluster.ranks:,} GPUs ({cluster.nodes} nodes × {cluster.gpus_per_node} "
-        f"{gpu}), {dtype} compute, fp32 masters and AdamW, {cluster.mfu:.0%} MFU of "
+        f"{gpu}), {dtype} compute, fp32 masters and {optimizers}, {cluster.mfu:.0%} MFU of "
         f"{cluster.peak_flops / 1e12:g} TFLOP/s assumed"
     ]
     for start in range(0, len(needs), _COLUMNS):
@@ -85,6 +87,11 @@ def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
 
 def _parameters(units: Sequence[UnitSize], name: str | None = None) -> str:
     return f"{sum(unit.parameters() for unit in units if name in (None, unit.unit.name)):,}"
+
+
+def _optimizer(states: OptimizerStates) -> str:
+    name = "Muon" if states.muon else "AdamW"
+    return f"{name} with an average" if states.averaged else name
 
 
 def _model_parallel(need: StageNeeds) -> str:

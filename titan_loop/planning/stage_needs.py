@@ -165,6 +165,7 @@ def stage_needs(
         recurrent_steps=most_recurrent_steps(config.recurrence),
         backward_steps=config.recurrence.backward_steps,
         trainable=config.trainable,
+        states=config.optimizer_states,
     )
     fsdp, _ = config.fsdp.decided(
         model,

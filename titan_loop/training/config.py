@@ -30,6 +30,7 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
 from titan_loop.distributed.loop_fsdp import FSDPConfig
+from titan_loop.distributed.step_shape import OptimizerStates
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import ModelOptions
@@ -165,6 +166,11 @@ class RunConfig(Trainer.Config):
     )
     override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
     hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
+
+    @property
+    def optimizer_states(self) -> OptimizerStates:
+        """What the optimisers keep, for estimates of memory."""
+        return OptimizerStates(muon=self.optimizer.name == "muon", averaged=self.ema.decay > 0)
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would: cards and sizes only, so it finds faults early."""

@@ -104,6 +104,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
             fsdp=config.fsdp,
             trainable=config.trainable,
             recurrent_steps=most_recurrent_steps(config.recurrence),
+            states=config.optimizer_states,
         ),
         pipelining_fn=None,
         post_optimizer_build_fn=None,
