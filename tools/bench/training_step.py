@@ -112,8 +112,10 @@ def batch(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def trainer_step(job: Job, model: LoopDecoder) -> Callable[[], torch.Tensor]:
-    """Return a function that trains one step and returns its loss."""
+def trainer_step(
+    job: Job, model: LoopDecoder, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], torch.Tensor]:
+    """Return a function that trains one step, with AdamW by default, and returns its loss."""
     tokens, labels = batch(job)
     loss_fn = _loss(job)
     loss_fn.set_lm_head(model.lm_head)
@@ -123,7 +125,7 @@ def trainer_step(job: Job, model: LoopDecoder) -> Callable[[], torch.Tensor]:
     def loss() -> torch.Tensor:
         return loss_fn(model(*inputs), labels, float(labels.numel()))[0]
 
-    return optimizer_step(model, loss)
+    return optimizer_step(model, loss, optimizer)
 
 
 def _loss(job: Job) -> ExpectedExitLoss | AdaptiveGateLoss:
@@ -135,11 +137,13 @@ def _loss(job: Job) -> ExpectedExitLoss | AdaptiveGateLoss:
 
 
 def optimizer_step(
-    model: nn.Module, loss_of: Callable[[], torch.Tensor]
+    model: nn.Module,
+    loss_of: Callable[[], torch.Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Callable[[], torch.Tensor]:
     """Return a function that trains `model` one step on `loss_of` and returns the loss."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, **ADAMW)
+    optimizer = optimizer or torch.optim.AdamW(parameters, **ADAMW)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
