@@ -13,41 +13,33 @@ upstream's.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import spmd_types as spmd
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
-from torchtitan.trainer import Trainer
 
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
-from titan_loop.data.columns import columns_for
-from titan_loop.data.load.batches import GlobalBatchLoader
-from titan_loop.distributed.context_parallel import cut_columns, share_of_rank
-from titan_loop.distributed.loop_fsdp import reshard_units
+from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.dropout import seed_dropout
-from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, meeting, on_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import plan_steps
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
+from titan_loop.training.gradients import GradientTrainer
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.lost_folder import follow_folder
-from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
+from titan_loop.training.metrics import StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability import (
@@ -63,7 +55,7 @@ from titan_loop.training.step_plan import StepPlan, plan_step, step_flops, train
 from titan_loop.training.stop_request import StopListener
 
 
-class LoopTrainer(Trainer):
+class LoopTrainer(GradientTrainer):
     """Trains a `LoopDecoder`; see the module's docstring for what it adds to torchtitan's trainer.
 
     Args:
@@ -81,13 +73,9 @@ class LoopTrainer(Trainer):
 
     Config: TypeAlias = RunConfig
 
-    config: RunConfig
     checkpointer: LoopCheckpointManager
-    dataloader: GlobalBatchLoader
     model_config: LoopDecoder.Config
-    loss_fn: StreamedLoss
     lr_schedulers: TokenLearningRate
-    metrics_processor: LoopMetricsProcessor
     optimizers: LoopOptimizers
 
     def __init__(self, run: ResolvedRun) -> None:
@@ -103,17 +91,9 @@ class LoopTrainer(Trainer):
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
         self.stop_listener = StopListener()
         self.startup = StartupClock()
-        self._objective: dict[str, Tensor] = {}  # of the micro-batch just run
         self._warning: str | None = None
         self._stopped_at: str | None = None
         self._lost: UserError | None = None
-
-    @property
-    def model(self) -> LoopDecoder:
-        """The one model part there is without pipeline parallelism."""
-        (model,) = self.model_parts
-        assert isinstance(model, LoopDecoder)
-        return model
 
     @property
     def at_stage_end(self) -> bool:
@@ -208,7 +188,7 @@ class LoopTrainer(Trainer):
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
         first_window = self.dataloader.windows_consumed
 
-        loss, metrics = self._forward_backward(plan)
+        loss, metrics = self.forward_backward(plan)
         grad_norm = dist_utils.clip_grad_norm_(
             list(self.model.parameters()), self.config.training.max_norm, foreach=True
         )
@@ -237,85 +217,6 @@ class LoopTrainer(Trainer):
         self._stopped_at = where
         logger.info("Asked to stop: saving, and leaving %s", where)
         self.config.training.steps = self.step
-
-    def _forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
-        """Accumulate a global batch's gradients; return this rank's share of loss and metrics."""
-        began = time.perf_counter()
-        microbatches = self.dataloader.read_step(plan.windows)
-        self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
-        valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
-        valid = self._to_device(valid)
-        if self.parallel_dims.dp_enabled:
-            valid = dist_utils.dist_sum_tensor(valid, self.parallel_dims.get_mesh("batch"))
-        losses: list[Tensor] = []
-        parts: list[dict[str, Tensor]] = []
-        for number, (input_dict, labels) in enumerate(microbatches):
-            seed_dropout(self.model, self.seed, plan.step, number, self._token_rank)
-            loss = self.forward_backward_step(
-                input_dict={name: self._to_device(value) for name, value in input_dict.items()},
-                labels=self._to_device(labels),
-                global_valid_tokens=valid,
-            )
-            # Copies: a CUDA graph writes the next micro-batch's values over these.
-            losses.append(loss.detach().clone())
-            parts.append({name: value.clone() for name, value in self._objective.items()})
-        reshard_units(self.model)  # held layers show their gradients only now
-        metrics = {
-            name: torch.stack([values[name] for values in parts]).sum(dim=0) for name in parts[0]
-        }
-        return torch.stack(losses).sum(), metrics
-
-    @property
-    def _token_rank(self) -> int:
-        """Number of this rank among those with other tokens than its own."""
-        if not self.parallel_dims.dp_cp_enabled:
-            return 0
-        return self.parallel_dims.get_mesh("loss").get_local_rank()
-
-    def _to_device(self, value: Tensor) -> Tensor:
-        """Copy without waiting; from memory that is not pinned it would wait for all kernels."""
-        if self.device.type == "cuda":
-            value = value.pin_memory()
-        return value.to(self.device, non_blocking=True)
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """As upstream's, with the loader's columns; the window is split by ourselves."""
-        declared, share = self.dataloader.columns, self.window_share
-        columns = {column.name: input_dict.pop(column.name) for column in declared}
-        if share is None:
-            inputs, labels, kwargs = super().post_dataloading_process(input_dict, labels)
-        else:
-            masks = self.model.get_attention_masks(input_dict["positions"], share)
-            own = cut_columns({**input_dict, "labels": labels}, share)
-            inputs, labels = own["input"], own["labels"]
-            kwargs = {"positions": own["positions"], "attention_masks": masks}
-            whole = {column.name for column in declared if not column.per_token}
-            columns = cut_columns(columns, share, whole=whole)
-        kwargs["columns"] = columns_for("model", declared, columns)
-        kwargs["loss_columns"] = columns_for("loss", declared, columns)
-        return inputs, labels, kwargs
-
-    def _forward_backward_body(
-        self,
-        inputs: Tensor,
-        labels: Tensor,
-        global_valid_tokens: Tensor,
-        extra_kwargs: dict[str, Any],
-    ) -> Tensor:
-        """As upstream's, but keeps the metrics of the loss, which upstream drops."""
-        collect = self.config.loss.collect(exit_gate=self.model.exit_gate is not None)
-        kwargs = {**extra_kwargs, "recurrent_steps": self.plan.recurrent_steps, "collect": collect}
-        columns = kwargs.pop("loss_columns")
-        with self.train_context():
-            output = self.model(inputs, **kwargs)
-            loss, metrics = self.loss_fn(output, labels, global_valid_tokens, columns=columns)
-            del output
-            with spmd.no_typecheck():  # as upstream: the forward pass suffices
-                loss.backward()
-        self._objective = metrics
-        return loss
 
     def _finish_step(
         self, loss: Tensor, grad_norm: Tensor, metrics: dict[str, Tensor], verdict: StepVerdict
