@@ -38,6 +38,7 @@ from titan_loop.evaluation.readings import (
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import Results, TaskReport
 from titan_loop.inference.cache import cache_strategy
+from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import load_tokenizer
@@ -298,7 +299,9 @@ class _Evaluation:
         if options.depths:
             return depth_readings(options.depths)
         if not options.frontier:
-            return [policy_reading(options.exit, steps)]
+            reading = policy_reading(options.exit, steps)
+            require_exit_policy(self._model, reading.policy)
+            return [reading]
         # A policy's thresholds are taken from the states of a small sample.
         if self._generated is not None:
             sample, count = [*self._exam.windows.values()][-1], _SAMPLE_QUESTIONS
