@@ -37,7 +37,12 @@ ESTIMATE_TOLERANCE = 0.2
 
 def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float]:
     """Return transient peaks, and bytes alive between the backward passes of steps 2 and 1."""
-    options = OuroOptions(size="quickstart", n_layers=4, vocab_size=VOCABULARY)
+    options = OuroOptions(
+        size="quickstart",
+        n_layers=4,
+        vocab_size=VOCABULARY,
+        injection=case.get("injection", "none"),
+    )
     fsdp = FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False))
     model = build(
         fsdp,
@@ -96,6 +101,14 @@ MEMORY_CASES = {
     ),
     "never": dict(
         LONG, policy="per_visit", checkpointing="full", dtype="float32", steps=4, reshard="never"
+    ),
+    "injected": dict(
+        LONG,
+        policy="per_step",
+        checkpointing="full",
+        dtype="float32",
+        steps=4,
+        injection="diagonal",
     ),
     "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
 }

@@ -140,11 +140,12 @@ def test_the_loss_falls_with_eight_recurrent_steps(source, tmp_path):
     assert series[40] < series[1] - 0.5
 
 
-def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
+def test_random_recurrent_steps_and_dropout_are_drawn_again_on_resume(source, tmp_path):
     def config(run: str, steps: int) -> LoopTrainer.Config:
         result = tiny_config(source, tmp_path / run, steps=STEPS + 2)
         result.recurrence.poisson = True
         result.recurrence.max_steps = 5
+        result.model.dropout = 0.3
         result.training.steps = steps
         return result
 
@@ -156,6 +157,7 @@ def test_random_recurrent_steps_are_drawn_again_on_resume(source, tmp_path):
         for run in ("whole", "broken")
     )
     assert broken == whole
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     assert len(set(whole[4:])) > 1  # steps after the restart, whose draws differ
     assert max(whole) <= 5
 

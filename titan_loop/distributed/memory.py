@@ -236,7 +236,13 @@ def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
     by_step = shape.checkpointing.startswith("recurrent-step")
     norm = 0.0 if by_step else _norm_bytes(config, shape)
     layers = shape.steps_with_backward * (len(config.layers) * visit + norm)
-    return shape.tokens * (layers + shape.recurrent_steps * (state + gate))
+    injected = 0.0
+    if config.injection is not None:  # the embedding, and h - e of every step for learned rates
+        injected = state
+        if config.injection.kind == "diagonal" and not by_step:
+            injected += shape.steps_with_backward * MASTER_BYTES * config.dim
+        injected /= shape.tensor_parallel_degree
+    return shape.tokens * (layers + injected + shape.recurrent_steps * (state + gate))
 
 
 def _offloaded_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
