@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.training.toy_columns import (
+    DEPTHS,
     SEQ_LEN,
     VOCABULARY,
     WINDOWS,
@@ -45,7 +46,7 @@ def test_columns_are_read_with_their_windows_on_any_number_of_ranks():
     numbers.integers(VOCABULARY, size=SEQ_LEN + 1)
     assert second["shift"][1].tolist() == numbers.integers(4, size=(SEQ_LEN, 2)).tolist()
     assert second["importance"][1].tolist() == pytest.approx(numbers.random(SEQ_LEN).tolist())
-    assert second["depth"][1] == numbers.integers(1, 6)
+    assert [*first["depth"].tolist(), *second["depth"].tolist()] == [*DEPTHS[:WINDOWS]]
 
 
 def test_declared_columns_are_part_of_the_hash_and_of_what_a_resume_checks(monkeypatch):
@@ -61,6 +62,12 @@ def test_declared_columns_are_part_of_the_hash_and_of_what_a_resume_checks(monke
 def test_an_objective_whose_columns_no_loader_declares_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyLoader.Config, "columns", lambda _: ())
     with pytest.raises(UserError, match=r"the loss reads importance, depth, .* add them to"):
+        resolve(toy_run(tmp_path), 1)
+
+
+def test_r_from_data_that_does_not_say_its_depth_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ToyLoader.Config, "knows_depth", lambda _: False)
+    with pytest.raises(UserError, match=r"recurrence.from_data=True, and the data does not say"):
         resolve(toy_run(tmp_path), 1)
 
 
@@ -88,7 +95,8 @@ def test_columns_train_alike_on_every_layout(gloo_pool, tmp_path):
     """Loss, metrics and all gradients, with a toy objective that reads columns and `aux`."""
     (gradients,) = gloo_pool(1).run(train, tmp_path / "one", 1, {})
     records = RunDirectory(tmp_path / "one").read_metrics()
-    assert len(records) == 2
+    deepest = [max(DEPTHS[:WINDOWS]), max(DEPTHS[WINDOWS:])]
+    assert [record["recurrent_steps"] for record in records] == deepest
     assert len(gradients) > 10
     for layout, degrees in LAYOUTS.items():
         for got in gloo_pool(2).run(train, tmp_path / layout, 2, degrees):
@@ -98,6 +106,7 @@ def test_columns_train_alike_on_every_layout(gloo_pool, tmp_path):
         for record, want in zip(
             RunDirectory(tmp_path / layout).read_metrics(), records, strict=True
         ):
-            assert record["data_hash"] == want["data_hash"]
+            for key in ("data_hash", "recurrent_steps"):
+                assert record[key] == want[key], (layout, key)
             for key in ("loss", "ce", "certainty"):
                 assert record[key] == pytest.approx(want[key], rel=RELATIVE_TOLERANCE), layout

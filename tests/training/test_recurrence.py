@@ -36,6 +36,16 @@ def test_poisson_recurrence_is_a_function_of_seed_and_step():
     assert abs(sum(first) / len(first) - mean) < 0.27
 
 
+def test_r_from_data_is_the_deepest_examples_within_limits():
+    config = RecurrenceConfig(from_data=True, min_steps=2, max_steps=5)
+    given = [
+        recurrent_steps_at(config, tokens=0, step=1, seed=0, deepest=deepest)
+        for deepest in (1, 3, 9, None)
+    ]
+    assert given == [2, 3, 5, 4]  # without data, the schedule's constant 4
+    assert (fewest_recurrent_steps(config), most_recurrent_steps(config)) == (2, 5)
+
+
 def test_memory_is_provided_for_the_largest_r():
     scheduled = RecurrenceConfig(steps=Schedule.parse("0:1 linear 10:4.5 constant 20:2"))
     assert most_recurrent_steps(scheduled) == 5
@@ -53,6 +63,8 @@ def test_memory_is_provided_for_the_largest_r():
     [
         ({"steps": Schedule.constant(0.4)}, "falls below 1"),
         ({"min_steps": 0}, "min_steps=0"),
+        ({"from_data": True}, "needs recurrence.max_steps"),
+        ({"from_data": True, "max_steps": 4, "poisson": True}, "no recurrence.poisson"),
         ({"min_steps": 3, "max_steps": 2}, "max_steps=2 is below min_steps=3"),
     ],
 )

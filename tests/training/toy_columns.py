@@ -24,6 +24,8 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 VOCABULARY, SEQ_LEN, WINDOWS = 64, 16, 4
+DEPTHS = (1, 2, 1, 3, 2, 1, 2, 1)
+"""Recurrent steps that the first windows need; the largest of a step is on one rank only."""
 
 SHIFT = Column(name="shift", reader="model", shape=(2,))
 IMPORTANCE = Column(name="importance", reader="loss", dtype="float32")
@@ -43,6 +45,9 @@ class ToyLoader(GlobalWindowLoader):
         def source_paths(self) -> list[str]:
             return []
 
+        def knows_depth(self) -> bool:
+            return True
+
         def columns(self) -> tuple[Column, ...]:
             return (SHIFT, IMPORTANCE, DEPTH)
 
@@ -52,13 +57,16 @@ class ToyLoader(GlobalWindowLoader):
     def locate(self, window: np.ndarray) -> np.ndarray:
         return np.stack([window * 0, window * 0, window], axis=1).astype(np.uint64)
 
+    def depth(self, identity: np.ndarray) -> int:
+        return DEPTHS[int(identity[2]) % len(DEPTHS)]
+
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         numbers = np.random.default_rng(int(identity[2]))
         length = len(window.input)
         window.fill(numbers.integers(VOCABULARY, size=length + 1), np.array([5], dtype=np.int64))
         window.columns["shift"][:] = numbers.integers(4, size=(length, 2))
         window.columns["importance"][:] = numbers.random(length)
-        window.columns["depth"][...] = numbers.integers(1, 6)
+        window.columns["depth"][...] = self.depth(identity)
 
 
 class ToyDecoder(LoopDecoder):
@@ -127,7 +135,7 @@ def toy_run(dump_folder: Path) -> LoopTrainer.Config:
         dataloader=ToyLoader.Config(),
         loss=ToyLoss.Config(),
         learning_rate=Schedule.constant(1e-2),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(2)),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(2), from_data=True, max_steps=4),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(WINDOWS * SEQ_LEN)),
     )
     config.training.seq_len = SEQ_LEN

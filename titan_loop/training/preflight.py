@@ -133,6 +133,12 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
         exit_gate=config.model.exit_gate,
         fewest_steps=fewest_recurrent_steps(config.recurrence),
     )
+    if config.recurrence.from_data and not config.dataloader.knows_depth():
+        yield Refusal(
+            "recurrence.from_data",
+            "recurrence.from_data=True, and the data does not say how many steps its examples need",
+            "set it to False, or choose a task that says",
+        )
     untrained = _untrained_embedding(config)
     if untrained and not (_starts_trained(config) if starts_trained is None else starts_trained):
         yield Refusal(

@@ -1,7 +1,9 @@
-"""How many recurrent steps R a training step runs: a schedule of global tokens, optionally random.
+"""How many recurrent steps R a training step runs: scheduled, drawn, or what its examples need.
 
-Random depth draws R ~ clip(Poisson(λ), R_min, R_max) once per training step. The draw is a pure
-function of (seed, step), so all ranks agree without communication and a resumed run repeats it.
+R follows a schedule of global tokens, or is as deep as the deepest example of the global batch, or
+is drawn: R ~ clip(Poisson(λ), R_min, R_max) once per training step. The draw is a pure function of
+(seed, step), the depth one of the windows' identities, so all ranks agree without communication and
+a resumed run repeats it.
 
 Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 (λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2.
@@ -27,6 +29,10 @@ class RecurrenceConfig:
     poisson: bool = False
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
 
+    from_data: bool = False
+    """Run as many steps as the deepest example of the global batch needs, within the limits; for
+    loaders that know. `steps` then is the depth to use the model at, and what `plan` reckons."""
+
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
 
@@ -44,6 +50,13 @@ class RecurrenceConfig:
         if self.steps.smallest < 1:
             yield Refusal(
                 "recurrence.steps", f"{shown} falls below 1", "use at least 1 recurrent step"
+            )
+        if self.from_data and (self.poisson or self.max_steps is None):
+            yield Refusal(
+                "recurrence.from_data",
+                "recurrence.from_data=True needs recurrence.max_steps, which memory is provided "
+                "for, and no recurrence.poisson",
+                "set max_steps to the deepest example's, and poisson to False",
             )
         if self.min_steps < 1:
             yield Refusal(
@@ -67,17 +80,22 @@ class RecurrenceConfig:
 
 def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
     """Return the smallest R that any training step can get."""
-    return _clip(0 if config.poisson else round(config.steps.smallest), config)
+    varies = config.poisson or config.from_data
+    return _clip(0 if varies else round(config.steps.smallest), config)
 
 
 def most_recurrent_steps(config: RecurrenceConfig) -> int:
     """Return the R to provide memory for; fewer than 1 random draw in 1,000 exceeds it."""
+    if config.from_data and config.max_steps is not None:
+        return config.max_steps
     largest = config.steps.largest
     spread = 4 * math.sqrt(largest) if config.poisson else 0  # a Poisson draw's deviation is √λ
     return _clip(math.ceil(largest + spread), config)
 
 
-def recurrent_steps_at(config: RecurrenceConfig, *, tokens: int, step: int, seed: int) -> int:
+def recurrent_steps_at(
+    config: RecurrenceConfig, *, tokens: int, step: int, seed: int, deepest: int | None = None
+) -> int:
     """Return R for one training step, the same on every rank.
 
     Args:
@@ -85,10 +103,13 @@ def recurrent_steps_at(config: RecurrenceConfig, *, tokens: int, step: int, seed
         tokens: Global tokens consumed before this step.
         step: The training step, which keys the random draw.
         seed: The run's seed, ≥ 0.
+        deepest: Steps that the deepest example of the global batch needs; None if not known.
 
     Returns:
         min_steps ≤ R ≤ max_steps.
     """
+    if config.from_data and deepest is not None:
+        return _clip(deepest, config)
     if not config.poisson:
         return typical_recurrent_steps(config, tokens)
     bits = np.random.Philox(np.random.SeedSequence((seed, step)))

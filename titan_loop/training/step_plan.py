@@ -1,6 +1,6 @@
 """The values of all schedules in one training step, and what that step costs and trains."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,13 @@ class StepPlan:
 
 
 def plan_step(
-    config: RunConfig, *, step: int, tokens: int, seed: int, rate_start_tokens: int = 0
+    config: RunConfig,
+    *,
+    step: int,
+    tokens: int,
+    seed: int,
+    rate_start_tokens: int = 0,
+    deepest: Callable[[int], int] | None = None,
 ) -> StepPlan:
     """Read the schedules of `config`.
 
@@ -48,14 +54,20 @@ def plan_step(
         tokens: Global tokens consumed before it.
         seed: Seed of the draw, where R is random.
         rate_start_tokens: Tokens at which the schedule of the learning rate began.
+        deepest: Returns the steps that the deepest of so many windows, the next ones, needs; asked
+            where R follows from the data.
     """
-    wanted = config.loss.schedules
+    wanted, recurrence = config.loss.schedules, config.recurrence
+    windows = global_batch_windows(config.batch, tokens, config.training.seq_len)
+    depth = deepest(windows) if recurrence.from_data and deepest is not None else None
     return StepPlan(
         step=step,
         tokens=tokens,
         rate_tokens=tokens - rate_start_tokens,
-        windows=global_batch_windows(config.batch, tokens, config.training.seq_len),
-        recurrent_steps=recurrent_steps_at(config.recurrence, tokens=tokens, step=step, seed=seed),
+        windows=windows,
+        recurrent_steps=recurrent_steps_at(
+            recurrence, tokens=tokens, step=step, seed=seed, deepest=depth
+        ),
         learning_rate=config.learning_rate(tokens - rate_start_tokens),
         schedules={
             name: getattr(config, name)(tokens) if name in wanted else 0.0

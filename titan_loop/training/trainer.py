@@ -117,6 +117,7 @@ class LoopTrainer(GradientTrainer):
             tokens=self.tokens,
             seed=self.seed,
             rate_start_tokens=self.dataloader.rate_start_tokens,
+            deepest=self.dataloader.deepest,
         )
 
     def _plan_to_the_end(self) -> None:

@@ -124,6 +124,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the generated task whose examples are read; None for text."""
             return None
 
+        def knows_depth(self) -> bool:
+            """Return whether the loader can say how many recurrent steps its windows need."""
+            return False
+
         def columns(self) -> tuple[Column, ...]:
             """Return the columns that batches have besides tokens, positions and labels."""
             return ()
@@ -167,6 +171,13 @@ class GlobalBatchLoader(BaseDataLoader):
         Raises:
             UserError: If the data ends, or a file can no longer be read.
         """
+
+    def deepest(self, windows: int) -> int:
+        """Return the recurrent steps that the deepest of the next `windows` windows needs.
+
+        The same on every rank, and nothing is consumed; only for loaders that know the depth.
+        """
+        raise NotImplementedError
 
     def progress(self) -> list[SourceProgress]:
         """Return how far each source has been read; none for generated tasks."""

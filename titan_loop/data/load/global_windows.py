@@ -80,6 +80,15 @@ class GlobalWindowLoader(GlobalBatchLoader):
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """Build the window with this identity (a row of what `locate` returns)."""
 
+    def depth(self, identity: np.ndarray) -> int:
+        """Return the recurrent steps that the window with this identity needs, where known."""
+        raise NotImplementedError
+
+    def deepest(self, windows: int) -> int:
+        """Return the largest depth of the next windows (see the base class)."""
+        identity = self.locate(np.arange(windows) + self.windows_consumed)
+        return max(self.depth(row) for row in identity)
+
     def read(self, position: Position) -> BatchesRead:
         """Take what the thread has read, or read it now; then let the thread read on."""
         ahead = self._take_ahead()

@@ -1,7 +1,7 @@
 """Examples of a generated task in windows, read through the same interface as prepared sources."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -66,6 +66,10 @@ class TaskLoader(GlobalWindowLoader):
         def columns(self) -> tuple[Column, ...]:
             """Return the columns that the task declares."""
             return self.task.columns
+
+        def knows_depth(self) -> bool:
+            """Return whether the task says how many steps its questions need."""
+            return self.task.knows_depth
 
         def promotion(self) -> Curriculum | None:
             """Return the curriculum, if it is on."""
@@ -150,16 +154,27 @@ class TaskLoader(GlobalWindowLoader):
 
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
         """Draw the examples of the window with this identity."""
-        config, task = self._config, self._config.task
+        all_targets, filled = self._config.all_targets, 0
         clear(window)
+        for _, example in self._examples(identity):
+            labels = example.labels if all_targets else example.answer_labels()
+            filled += place(window, example, labels, self.columns, start=filled)
+
+    def depth(self, identity: np.ndarray) -> int:
+        """Return the recurrent steps that the deepest question of a window needs."""
+        return max(self._config.task.depth(question) for question, _ in self._examples(identity))
+
+    def _examples(self, identity: np.ndarray) -> Iterator[tuple[Any, Example]]:
+        """Yield the questions of a window and their examples, of which the last may be cut off."""
+        config, task = self._config, self._config.task
         filled = 0
         _, level, number = identity.tolist()
         key = keyed_integer(f"{task.name} window", config.seed, number)
         for question in task.questions(key, level):
             example = task.encode(question)
-            labels = example.labels if config.all_targets else example.answer_labels()
-            filled += place(window, example, labels, self.columns, start=filled)
-            if filled == self._seq_len or config.window == "example":
+            yield question, example
+            filled += len(example.tokens)
+            if filled >= self._seq_len or config.window == "example":
                 break
 
 

@@ -72,11 +72,13 @@ class Task(ABC):
         name: What recipes, suites and reports call the task.
         columns: Columns of an example beside tokens and labels, for the model or for the loss.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
+        knows_depth: Whether `depth` says how many recurrent steps a question needs.
     """
 
     name: ClassVar[str]
     columns: ClassVar[tuple[Column, ...]] = ()
     held_out_one_in: ClassVar[int] = 64
+    knows_depth: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -113,6 +115,10 @@ class Task(ABC):
     @abstractmethod
     def encode(self, question: Any) -> Example:
         """Return the example that asks and answers the question."""
+
+    def depth(self, question: Any) -> int:
+        """Return the recurrent steps that a question needs, where `knows_depth`."""
+        raise NotImplementedError
 
     @property
     def levels(self) -> int:
