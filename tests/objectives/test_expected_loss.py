@@ -227,6 +227,13 @@ def test_loss_of_a_bf16_model_stays_fp32():
     assert all(value.dtype == torch.float32 for value in metrics.values())
 
 
+def test_the_console_shows_first_and_last_step_and_the_mean_exit():
+    metrics = {"ce/step_1": 5.4, "ce/step_2": float("nan"), "exit/mean_step": 1.5}
+    loss_fn = ExpectedExitLoss.Config().build()
+    assert loss_fn.summary(metrics) == ["CE 5.400→nan", "exit 1.50"]
+    assert loss_fn.summary({"ce/step_4": 5.4}) == []
+
+
 def test_bad_settings_name_the_field():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prior": "geometric", "geometric_eta": 1.5}, "loss.geometric_eta=1.5: choose"),

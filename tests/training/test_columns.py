@@ -19,7 +19,9 @@ from tests.training.toy_columns import (
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import act_as_launched
+from titan_loop.training.preflight import replay_refusals
 from titan_loop.training.resolved_run import resolve
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 # fp32 sums in another order; measured 1e-6 relative to the largest entry of a tensor
@@ -65,6 +67,14 @@ def test_an_objective_whose_columns_no_loader_declares_is_refused(tmp_path, monk
         resolve(toy_run(tmp_path), 1)
 
 
+def test_an_objectives_own_schedule_is_checked_and_not_replayed(tmp_path):
+    config = toy_run(tmp_path)
+    assert any("certainty_weight" in str(refusal) for refusal in replay_refusals(config))
+    config.loss.certainty_weight = Schedule.constant(-1)
+    with pytest.raises(UserError, match=r"certainty_weight='-1' falls below 0"):
+        resolve(config, 1)
+
+
 def test_r_from_data_that_does_not_say_its_depth_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(ToyLoader.Config, "knows_depth", lambda _: False)
     with pytest.raises(UserError, match=r"recurrence.from_data=True, and the data does not say"):
@@ -95,6 +105,8 @@ def test_columns_train_alike_on_every_layout(gloo_pool, tmp_path):
     """Loss, metrics and all gradients, with a toy objective that reads columns and `aux`."""
     (gradients,) = gloo_pool(1).run(train, tmp_path / "one", 1, {})
     records = RunDirectory(tmp_path / "one").read_metrics()
+    assert [record["certainty_weight"] for record in records] == [0.1, 0.2]
+    assert [record["entropy_weight"] for record in records] == [0, 0]
     deepest = [max(DEPTHS[:WINDOWS]), max(DEPTHS[WINDOWS:])]
     assert [record["recurrent_steps"] for record in records] == deepest
     assert len(gradients) > 10

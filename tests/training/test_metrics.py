@@ -134,11 +134,19 @@ def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     processor = build(tmp_path)
     with caplog.at_level(logging.INFO):
         processor.start(step=0, tokens=0, total_steps=200)
-        processor.log_step(replace(RECORD, step=100, tokens=1_968_000, grad_norm=float("nan")))
+        processor.log_step(
+            replace(
+                RECORD,
+                step=100,
+                tokens=1_968_000,
+                grad_norm=float("nan"),
+                summary=["CE 5.400→5.200"],
+            )
+        )
     announced, line = [record.message for record in caplog.records[-2:]]
     assert announced == f"Writing metrics.jsonl, checkpoints/ to {tmp_path}"
     assert line.startswith(
-        "step 100/200  50% | 1.97M tokens | loss 5.1234 | CE 5.400→5.200 | exit 1.50 | R 2 | "
+        "step 100/200  50% | 1.97M tokens | loss 5.1234 | CE 5.400→5.200 | R 2 | "
         "grad not finite | lr 3.00e-04 | "
     )
     assert "\n" not in line

@@ -1,5 +1,6 @@
 """A loader with columns of every kind, and a decoder and an objective that read them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -104,10 +105,20 @@ class ToyLoss(StreamedLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
+        schedules: ClassVar[tuple[str, ...]] = ("certainty_weight",)
+        certainty_weight: Schedule = field(
+            default_factory=lambda: Schedule.steps([(0, 0.1), (WINDOWS * SEQ_LEN, 0.2)])
+        )
         columns: ClassVar[tuple[str, ...]] = ("importance", "depth")
 
         def collect(self, *, exit_gate: bool) -> str:
             return "last"
+
+    def set_schedules(self, values: Mapping[str, float]) -> None:
+        self.certainty_weight = values["certainty_weight"]
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        return [f"certainty {metrics['certainty']:.3f}"]
 
     def compute(
         self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
@@ -123,7 +134,7 @@ class ToyLoss(StreamedLoss):
         certainty = certainty.to_local() if isinstance(certainty, DTensor) else certainty
         aux = token_mean(certainty, batch.labels_BL, batch.valid_tokens)
         ce = token_mean(ce_RBL[0], batch.labels_BL, batch.valid_tokens)
-        return loss + 0.1 * aux, {"ce": ce, "certainty": aux.detach()}
+        return loss + self.certainty_weight * aux, {"ce": ce, "certainty": aux.detach()}
 
 
 def toy_run(dump_folder: Path) -> LoopTrainer.Config:

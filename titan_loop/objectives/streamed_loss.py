@@ -77,7 +77,8 @@ class StreamedLoss(ChunkedLossWrapper):
         """What an objective wants of the run that trains it."""
 
         schedules: ClassVar[tuple[str, ...]] = ()
-        """Schedules of the run, by field name, whose values `set_schedules` receives."""
+        """Names of the schedules whose values `set_schedules` receives: fields of this config, or
+        else of the run."""
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
@@ -133,6 +134,18 @@ class StreamedLoss(ChunkedLossWrapper):
             metrics: *Global* means under the keys `compute` returns, numbers or scalar tensors.
         """
         return None
+
+    def summary(self, metrics: Mapping[str, float]) -> list[str]:
+        """Return what the console line of a step says besides the loss, a few words each.
+
+        Args:
+            metrics: *Global* means under the keys `compute` returns.
+        """
+        ce = [value for key, value in metrics.items() if key.startswith("ce/step_")]
+        parts = [f"CE {ce[0]:.3f}→{ce[-1]:.3f}"] if len(ce) > 1 else []
+        if "exit/mean_step" in metrics:
+            parts.append(f"exit {metrics['exit/mean_step']:.2f}")
+        return parts
 
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]  a LoopOutput, not a tensor
         self,

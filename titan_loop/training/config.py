@@ -48,7 +48,8 @@ from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
-"""Fields of a run that are schedules for its objective, which names those it wants."""
+"""Fields of a run that are schedules for its objective, which names those it wants; an objective
+may have schedules of its own among the fields of its config."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
 
@@ -182,6 +183,13 @@ class RunConfig(Trainer.Config):
             tokenizer=None,
             snapshot_every_n_steps=None,
         )
+
+    def objective_schedules(self) -> dict[str, Schedule]:
+        """Return the schedules the objective takes: fields of its own config, or of the run."""
+        own = {field.name for field in fields(self.loss)}
+        return {
+            name: getattr(self.loss if name in own else self, name) for name in self.loss.schedules
+        }
 
     def windows_of_the_run(self) -> int:
         """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""

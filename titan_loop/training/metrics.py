@@ -71,6 +71,7 @@ class StepRecord:
         windows_consumed: Global windows consumed after this step.
         sources: How far each source was read; none for generated data.
         objective: The objective's metrics: cross entropies, exit pmf and so on.
+        summary: What the objective says of them on the console.
         io_retries: Reads that the rank with the most had to repeat since it started.
     """
 
@@ -87,6 +88,7 @@ class StepRecord:
     windows_consumed: int
     sources: Sequence[SourceProgress]
     objective: Mapping[str, float]
+    summary: Sequence[str] = ()
     io_retries: int = 0
 
 
@@ -236,6 +238,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 logger.info(
                     progress_line(
                         metrics,
+                        summary=record.summary,
                         total_steps=record.total_steps,
                         remaining_seconds=remaining_seconds,
                         color=self.color,
@@ -367,6 +370,7 @@ def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float
 def progress_line(
     metrics: Mapping[str, Any],
     *,
+    summary: Sequence[str],
     total_steps: int,
     remaining_seconds: float,
     color: titan_utils.Color | titan_utils.NoColor,
@@ -375,6 +379,7 @@ def progress_line(
 
     Args:
         metrics: A record of `metrics.jsonl`.
+        summary: What the objective says.
         total_steps: Steps planned for the whole run.
         remaining_seconds: Estimated time to the end.
         color: Terminal colours, or none.
@@ -385,13 +390,9 @@ def progress_line(
         f"{_with_suffix(metrics['tokens'])} tokens",
         f"{color.green}loss {_number(metrics['loss'], '.4f')}{color.reset}",
     ]
-    entropies = [value for key, value in metrics.items() if key.startswith("ce/step_")]
-    if len(entropies) > 1:
-        parts.append(f"CE {_number(entropies[0], '.3f')}→{_number(entropies[-1], '.3f')}")
-    if "exit/mean_step" in metrics:
-        parts.append(f"exit {_number(metrics['exit/mean_step'], '.2f')}")
     mfu = metrics["mfu"]
     parts += [
+        *summary,
         f"R {metrics['recurrent_steps']}",
         f"grad {_number(metrics['grad_norm'], '.2f')}",
         f"lr {metrics['lr']:.2e}",

@@ -95,8 +95,8 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     for name in _AT_LEAST_ONE:
         if _get(config, name) < 1:
             yield refuse(name, "must be at least 1")
-    for name in ("learning_rate", *OBJECTIVE_SCHEDULES):
-        schedule = _get(config, name)
+    schedules = {name: _get(config, name) for name in ("learning_rate", *OBJECTIVE_SCHEDULES)}
+    for name, schedule in (schedules | config.objective_schedules()).items():
         if schedule.smallest < 0:
             yield Refusal(name, f"{name}={str(schedule)!r} falls below 0", "keep it at 0 or more")
     yield from config.adamw.refusals()
@@ -182,8 +182,7 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"{str(recurrence.steps)!r} gives {fewest} to {most}",
             "leave it True, or fix R",
         )
-    for name in config.loss.schedules:
-        schedule = _get(config, name)
+    for name, schedule in config.objective_schedules().items():
         if schedule.smallest != schedule.largest:
             yield Refusal(
                 "training.disable_cuda_graphs",

@@ -25,7 +25,8 @@ class StepPlan:
         windows: Windows in its global batch.
         recurrent_steps: R.
         learning_rate: Learning rate of every parameter.
-        schedules: Value of each of `OBJECTIVE_SCHEDULES`; 0 for those the objective has no use for.
+        schedules: Values of the objective's schedules by name, and 0 for each of
+            `OBJECTIVE_SCHEDULES` that it has no use for.
     """
 
     step: int
@@ -57,7 +58,7 @@ def plan_step(
         deepest: Returns the steps that the deepest of so many windows, the next ones, needs; asked
             where R follows from the data.
     """
-    wanted, recurrence = config.loss.schedules, config.recurrence
+    recurrence = config.recurrence
     windows = global_batch_windows(config.batch, tokens, config.training.seq_len)
     depth = deepest(windows) if recurrence.from_data and deepest is not None else None
     return StepPlan(
@@ -69,10 +70,8 @@ def plan_step(
             recurrence, tokens=tokens, step=step, seed=seed, deepest=depth
         ),
         learning_rate=config.learning_rate(tokens - rate_start_tokens),
-        schedules={
-            name: getattr(config, name)(tokens) if name in wanted else 0.0
-            for name in OBJECTIVE_SCHEDULES
-        },
+        schedules=dict.fromkeys(OBJECTIVE_SCHEDULES, 0.0)
+        | {name: schedule(tokens) for name, schedule in config.objective_schedules().items()},
     )
 
 

@@ -243,6 +243,7 @@ class LoopTrainer(GradientTrainer):
                     windows_consumed=self.dataloader.windows_consumed,
                     sources=self.dataloader.progress(),
                     objective=objective,
+                    summary=self.loss_fn.summary(objective),
                     io_retries=verdict.io_retries,
                 )
             )
