@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.errors import UserError
@@ -116,6 +117,28 @@ def test_loss_and_every_gradient_equal_materialised_logits(
         gradients(3.0 * loss, *inputs), gradients(3.0 * want_loss, *inputs), strict=True
     ):
         torch.testing.assert_close(got, want, **tolerance)
+
+
+@pytest.mark.parametrize("labelled", [0, 1, 7, 16])
+@pytest.mark.parametrize("grad", [True, False])
+def test_tokens_without_a_label_cost_no_products(labelled: int, grad: bool):
+    """The same loss, cross entropies and gradients from the rows with a label alone."""
+    head = build_head(6, 11, chunk_tokens=5)
+    hidden, _, weight = draw_inputs()
+    labels = torch.full((2, 8), IGNORE_INDEX)
+    rows = torch.randperm(16, generator=torch.Generator().manual_seed(1))[:labelled].sort().values
+    labels.view(-1)[rows] = torch.arange(labelled) % 11
+    with torch.set_grad_enabled(grad):
+        want_loss, want_ce = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.3)
+        with FlopCounterMode(display=False) as counter:
+            loss, ce = head(hidden, labels_BL=labels, weight_RBL=weight, z_loss=0.3, rows_T=rows)
+    products = 2 if grad else 1  # logits, gradient of the states; the counter knows no `addmm_`
+    assert counter.get_total_flops() == products * 2 * len(hidden) * labelled * 6 * 11
+    torch.testing.assert_close((loss, ce), (want_loss, want_ce), **EXACT)
+    if grad:
+        inputs = (*hidden, head.weight, weight)
+        for got, want in zip(gradients(loss, *inputs), gradients(want_loss, *inputs), strict=True):
+            torch.testing.assert_close(got, want, **EXACT)
 
 
 def test_gradcheck():

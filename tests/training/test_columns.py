@@ -41,7 +41,8 @@ def test_columns_are_read_with_their_windows_on_any_number_of_ranks():
     assert (first["importance"].dtype, first["depth"].shape) == (torch.float32, (2,))
     for rank, whole in enumerate((first, second)):
         ((part, _),) = toy_loader(ranks=2, rank=rank).read_step(WINDOWS)
-        assert part.keys() == {"input", "positions", "shift", "importance", "depth"}
+        assert part.keys() == {"input", "positions", "shift", "importance", "depth", "labelled"}
+        assert part.pop("labelled").tolist() == [*range(4), *range(5, 20), *range(21, 32)]
         for name, values in part.items():
             assert torch.equal(values, whole[name]), name
     numbers = np.random.default_rng(3)  # the last window, drawn as the loader draws it

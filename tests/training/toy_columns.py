@@ -46,6 +46,9 @@ class ToyLoader(GlobalWindowLoader):
         def source_paths(self) -> list[str]:
             return []
 
+        def few_labels(self) -> bool:
+            return True
+
         def knows_depth(self) -> bool:
             return True
 
@@ -129,6 +132,7 @@ class ToyLoss(StreamedLoss):
             output.hidden_RBLD,
             labels_BL=batch.labels_BL,
             weight_RBL=weight_BL[None] / batch.valid_tokens,
+            rows_T=batch.labelled_T,
         )
         certainty = output.aux["certainty"]
         certainty = certainty.to_local() if isinstance(certainty, DTensor) else certainty

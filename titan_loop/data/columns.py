@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 OWN_NAMES = ("input", "positions", "labels")
-"""What every batch has; no column may be called so."""
+"""What every batch has; no column may be called so, nor `LABELLED`."""
+
+LABELLED = "labelled"
+"""Indices of the tokens with a label into all of a batch's, from loaders of which few have one."""
 
 _Value = TypeVar("_Value")
 
@@ -35,7 +38,7 @@ class Column:
     per_token: bool = True
 
     def __post_init__(self) -> None:
-        assert self.name not in OWN_NAMES, f"{self.name} is a column of every batch"
+        assert self.name not in (*OWN_NAMES, LABELLED), f"{self.name} is a column of every batch"
 
     def batch_shape(self, count: int, seq_len: int) -> tuple[int, ...]:
         """Return the shape of the column in a batch of `count` windows."""

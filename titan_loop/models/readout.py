@@ -108,6 +108,7 @@ class LMHead(Linear):
         labels_BL: Tensor,
         weight_RBL: Tensor,
         z_loss: float = 0.0,
+        rows_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
@@ -118,6 +119,7 @@ class LMHead(Linear):
         labels_BL: Tensor | None = None,
         weight_RBL: Tensor | None = None,
         z_loss: float = 0.0,
+        rows_T: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits for one hidden state, or the weighted loss for those of several steps.
 
@@ -127,6 +129,8 @@ class LMHead(Linear):
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
             z_loss: ζ ≥ 0.
+            rows_T: Indices into the B·L tokens of all that have a label; the others then cost
+                nothing. None computes every token, which is faster where most have one.
 
         Returns:
             (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
@@ -156,6 +160,7 @@ class LMHead(Linear):
                 self.chunk_tokens,
                 self.vocabulary,
                 z_loss,
+                rows_T,
                 *hidden_RBLD,
             )
             return loss, ce_RBL
@@ -167,6 +172,7 @@ class LMHead(Linear):
             self.chunk_tokens,
             self.vocabulary,
             z_loss,
+            rows_T,
         )
         return streamed.loss, streamed.ce_RBL
 
@@ -190,9 +196,10 @@ class _StreamedCrossEntropy(torch.autograd.Function):
         chunk_tokens: int,
         vocabulary: Vocabulary,
         z_loss: float,
+        rows_T: Tensor | None,
         *hidden_RBLD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        needs_head_weight, _, needs_weight, _, _, _, *needs_hidden = ctx.needs_input_grad
+        needs_head_weight, _, needs_weight, _, _, _, _, *needs_hidden = ctx.needs_input_grad
         streamed = _stream(
             hidden_RBLD,
             head_weight_VD,
@@ -201,6 +208,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             chunk_tokens,
             vocabulary,
             z_loss,
+            rows_T,
             needs_head_weight=needs_head_weight,
             needs_hidden=needs_hidden,
         )
@@ -237,6 +245,7 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
             *(scaled(grad_BLD) for grad_BLD in hidden_grad_RBLD),
         )
 
@@ -249,6 +258,7 @@ def _stream(
     chunk_tokens: int,
     vocabulary: Vocabulary,
     z_loss: float,
+    rows_T: Tensor | None,
     *,
     needs_head_weight: bool = False,
     needs_hidden: Sequence[bool] | None = None,
@@ -262,23 +272,29 @@ def _stream(
     weight_RT = weight_RBL.reshape(len(hidden_RBLD), -1).to(loss_dtype)
     # An ignored label must not pass on a weight that is not finite, as 0 · inf would.
     weight_RT = torch.where(labels_T != IGNORE_INDEX, weight_RT, 0.0)
-    ce_RT = torch.empty_like(weight_RT)
-    log_sum_RT = torch.empty_like(weight_RT)
+    ce_RT = torch.zeros_like(weight_RT)
+    log_sum_RT = torch.zeros_like(weight_RT)
+    tokens = labels_T.shape[0]
+    chunks = (
+        [slice(start, start + chunk_tokens) for start in range(0, tokens, chunk_tokens)]
+        if rows_T is None
+        else rows_T.split(chunk_tokens)
+    )
     # Memory of this size is mapped anew at every allocation on CPU: all chunks share one buffer.
-    rows = min(chunk_tokens, labels_T.shape[0])
+    rows = min(chunk_tokens, tokens if rows_T is None else len(rows_T))
     logits_buffer_CV = head_weight_VD.new_empty(rows, head_weight_VD.shape[0])
     head_weight_grad_VD = (
         torch.zeros_like(head_weight_VD, dtype=loss_dtype) if needs_head_weight else None
     )
+    allocate = torch.empty_like if rows_T is None else torch.zeros_like
     hidden_grad_RBLD: list[Tensor | None] = [
-        torch.empty_like(hidden_BLD, memory_format=torch.contiguous_format) if needed else None
+        allocate(hidden_BLD, memory_format=torch.contiguous_format) if needed else None
         for hidden_BLD, needed in zip(hidden_RBLD, needs_hidden, strict=True)
     ]
     for r, hidden_BLD in enumerate(hidden_RBLD):
         hidden_TD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
         hidden_grad_BLD = hidden_grad_RBLD[r]
-        for start in range(0, labels_T.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for chunk in chunks:
             hidden_CD = hidden_TD[chunk].to(compute_dtype)
             buffer_CV = logits_buffer_CV[: hidden_CD.shape[0]]
             logits_CV = torch.mm(hidden_CD, head_weight_VD.t(), out=buffer_CV)

@@ -61,6 +61,7 @@ def expected_loss(
     valid_tokens: Tensor | float,
     geometric_eta: float | None = None,
     z_loss: float = 0.0,
+    rows_T: Tensor | None = None,
 ) -> ExpectedLoss:
     """Return the entropy-regularised loss expected over exit steps.
 
@@ -90,6 +91,7 @@ def expected_loss(
         valid_tokens: N, the valid tokens of the global batch, not only of this call.
         geometric_eta: η of the geometric prior, or None for the uniform one.
         z_loss: ζ ≥ 0.
+        rows_T: As in `LMHead`: tokens with a label, where the others are to be skipped.
 
     Returns:
         The scalar loss in nats per token, at least fp32, and CE_r per token, (R, B, L), detached.
@@ -106,6 +108,7 @@ def expected_loss(
         labels_BL=labels_BL,
         weight_RBL=exit_pmf(exit_logit_RBL) / valid_tokens,
         z_loss=z_loss,
+        rows_T=rows_T,
     )
     if geometric_eta is None:
         penalty_BL = -exit_entropy_nats(exit_logit_RBL)
@@ -123,6 +126,7 @@ def last_step_loss(
     *,
     valid_tokens: Tensor | float,
     z_loss: float = 0.0,
+    rows_T: Tensor | None = None,
 ) -> ExpectedLoss:
     """Return the plain language-model loss of the last recurrent step, for a model without a gate.
 
@@ -134,13 +138,20 @@ def last_step_loss(
         labels_BL: Next-token ids; ignored labels do not count.
         valid_tokens: N, the valid tokens of the global batch.
         z_loss: ζ ≥ 0.
+        rows_T: As in `LMHead`: tokens with a label, where the others are to be skipped.
 
     Returns:
         The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
     """
     weight_RBL = torch.ones(1, *labels_BL.shape, device=labels_BL.device) / valid_tokens
     return ExpectedLoss(
-        *head(hidden_RBLD[-1:], labels_BL=labels_BL, weight_RBL=weight_RBL, z_loss=z_loss)
+        *head(
+            hidden_RBLD[-1:],
+            labels_BL=labels_BL,
+            weight_RBL=weight_RBL,
+            z_loss=z_loss,
+            rows_T=rows_T,
+        )
     )
 
 
@@ -211,7 +222,7 @@ class ExpectedExitLoss(StreamedLoss):
         self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        labels_BL, valid_tokens, _ = batch
+        labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         if not output.exit_logit_RBL:
             last = last_step_loss(
                 readout,
@@ -219,6 +230,7 @@ class ExpectedExitLoss(StreamedLoss):
                 labels_BL,
                 valid_tokens=valid_tokens,
                 z_loss=self.z_loss,
+                rows_T=batch.labelled_T,
             )
             ce_R = last.ce_RBL.sum(dim=(1, 2)) / valid_tokens
             last_step = output.first_step + len(output.hidden_RBLD) - 1
@@ -233,6 +245,7 @@ class ExpectedExitLoss(StreamedLoss):
             valid_tokens=valid_tokens,
             geometric_eta=self.geometric_eta,
             z_loss=self.z_loss,
+            rows_T=batch.labelled_T,
         )
         return loss, exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
 

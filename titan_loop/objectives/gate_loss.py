@@ -203,7 +203,7 @@ class AdaptiveGateLoss(StreamedLoss):
         self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
-        labels_BL, valid_tokens, _ = batch
+        labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
         assert output.exit_logit_RBL, "the model has no exit gate"
         exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
         with torch.no_grad():  # the head then makes no gradients either
@@ -211,6 +211,7 @@ class AdaptiveGateLoss(StreamedLoss):
                 output.hidden_RBLD,
                 labels_BL=labels_BL,
                 weight_RBL=torch.zeros_like(exit_logit_RBL),
+                rows_T=batch.labelled_T,
             )
         adaptive = adaptive_loss(
             exit_logit_RBL,

@@ -43,6 +43,7 @@ class StreamedHead(Protocol):
         labels_BL: Tensor,
         weight_RBL: Tensor,
         z_loss: float = 0.0,
+        rows_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return Σ weight · (CE + ζ z²), differentiable, and CE per step and token, detached."""
         ...
@@ -57,11 +58,14 @@ class LossBatch(NamedTuple):
         columns: What the loader declares for the loss, by name. A column with one value a window is
             the same on all ranks that share the window; what is made of it must be spread over
             their tokens, since the ranks' losses add up.
+        labelled_T: Indices into the B·L tokens of those with a label, where few have one; to be
+            handed to the readout with these labels.
     """
 
     labels_BL: Tensor
     valid_tokens: Tensor | float
     columns: Mapping[str, Tensor] = {}
+    labelled_T: Tensor | None = None
 
 
 class StreamedLoss(ChunkedLossWrapper):
@@ -154,6 +158,7 @@ class StreamedLoss(ChunkedLossWrapper):
         global_valid_tokens: Tensor | float | None = None,
         *,
         columns: Mapping[str, Tensor] | None = None,
+        labelled_T: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the metrics of one micro-batch.
 
@@ -163,6 +168,7 @@ class StreamedLoss(ChunkedLossWrapper):
             global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
                 Where there are none, loss, metrics and gradients are 0.
             columns: What the loader declares for the loss, by name.
+            labelled_T: As in `LossBatch`.
 
         Returns:
             The scalar loss, at least fp32, and the metrics `compute` describes.
@@ -176,7 +182,7 @@ class StreamedLoss(ChunkedLossWrapper):
             if isinstance(valid_tokens, Tensor):
                 valid_tokens = valid_tokens.clamp(min=1)  # a fully masked batch: 0 / 1, not 0 / 0
             loss, metrics = self.compute(
-                readout, pred, LossBatch(labels, valid_tokens, columns or {})
+                readout, pred, LossBatch(labels, valid_tokens, columns or {}, labelled_T)
             )
             if type_checking:
                 spmd.assert_type(loss, {"dp": spmd.P, "cp": spmd.P, "tp": spmd.I})

@@ -15,7 +15,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
-from titan_loop.data.columns import columns_for
+from titan_loop.data.columns import LABELLED, columns_for
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
@@ -99,6 +99,7 @@ class GradientTrainer(Trainer):
         """As upstream's, with the loader's columns; the window is split by ourselves."""
         declared, share = self.dataloader.columns, self.window_share
         columns = {column.name: input_dict.pop(column.name) for column in declared}
+        labelled = input_dict.pop(LABELLED, None)
         if share is None:
             inputs, labels, kwargs = super().post_dataloading_process(input_dict, labels)
         else:
@@ -107,9 +108,12 @@ class GradientTrainer(Trainer):
             inputs, labels = own["input"], own["labels"]
             kwargs = {"positions": own["positions"], "attention_masks": masks}
             whole = {column.name for column in declared if not column.per_token}
-            columns = cut_columns(columns, share, whole=whole)
+            columns, labelled = cut_columns(columns, share, whole=whole), None
         kwargs["columns"] = columns_for("model", declared, columns)
-        kwargs["loss_columns"] = columns_for("loss", declared, columns)
+        kwargs["of_loss"] = {
+            "columns": columns_for("loss", declared, columns),
+            "labelled_T": labelled,
+        }
         return inputs, labels, kwargs
 
     def _forward_backward_body(
@@ -122,10 +126,10 @@ class GradientTrainer(Trainer):
         """As upstream's, but keeps the metrics of the loss, which upstream drops."""
         collect = self.config.loss.collect(exit_gate=self.model.exit_gate is not None)
         kwargs = {**extra_kwargs, "recurrent_steps": self.plan.recurrent_steps, "collect": collect}
-        columns = kwargs.pop("loss_columns")
+        of_loss = kwargs.pop("of_loss")
         with self.train_context():
             output = self.model(inputs, **kwargs)
-            loss, metrics = self.loss_fn(output, labels, global_valid_tokens, columns=columns)
+            loss, metrics = self.loss_fn(output, labels, global_valid_tokens, **of_loss)
             del output
             with spmd.no_typecheck():  # as upstream: the forward pass suffices
                 loss.backward()

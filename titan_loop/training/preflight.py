@@ -189,6 +189,12 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
                 f"{flag} replays one {name}, and {name}={str(schedule)!r} changes",
                 "leave it True, or make that constant",
             )
+    if config.dataloader.few_labels():
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            f"{flag} replays one number of labels, and this dataloader's batches differ in it",
+            "leave it True",
+        )
     if config.fsdp.policy == "per_step":
         yield Refusal(
             "training.disable_cuda_graphs",

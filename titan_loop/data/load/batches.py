@@ -128,6 +128,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return whether the loader can say how many recurrent steps its windows need."""
             return False
 
+        def few_labels(self) -> bool:
+            """Return whether so few tokens have a label that the readout should skip the others."""
+            return False
+
         def columns(self) -> tuple[Column, ...]:
             """Return the columns that batches have besides tokens, positions and labels."""
             return ()

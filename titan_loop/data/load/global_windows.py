@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_loop.data.columns import OWN_NAMES, Column
+from titan_loop.data.columns import LABELLED, OWN_NAMES, Column
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import Batch, BatchesRead, GlobalBatchLoader, Position
 from titan_loop.data.load.windows import Window
 
@@ -65,6 +66,7 @@ class GlobalWindowLoader(GlobalBatchLoader):
     ) -> None:
         super().__init__(config, description, **split)
         self._prefetch = config.prefetch
+        self._few_labels = config.few_labels()
         self._thread: ThreadPoolExecutor | None = None
         self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
@@ -126,6 +128,9 @@ class GlobalWindowLoader(GlobalBatchLoader):
             batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for row, window in zip(identities, windows, strict=True):
                 self.fill_window(row, window)
+            if self._few_labels:
+                inputs, labels = batch
+                inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
             batches.append(batch)
         digest = bytes.fromhex(data_hash)
         for row in identity.tolist():

@@ -67,6 +67,10 @@ class TaskLoader(GlobalWindowLoader):
             """Return the columns that the task declares."""
             return self.task.columns
 
+        def few_labels(self) -> bool:
+            """Return whether windows hold one example: padding, and often one answer."""
+            return self.window == "example"
+
         def knows_depth(self) -> bool:
             """Return whether the task says how many steps its questions need."""
             return self.task.knows_depth
