@@ -57,7 +57,7 @@ def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     printed = capsys.readouterr()
     assert "epochs" in printed.out
     (line,) = printed.err.splitlines()
-    assert "quickstart: total_tokens needs 2736 windows of 256, the mixture has" in line
+    assert "quickstart: total_tokens needs 11720 windows of 256, the mixture has" in line
     assert "max_epochs=2 times (when_exhausted=stop); raise max_epochs, set --data" in line
     assert plan(mixture, "--dataloader.max-epochs", "2", "--dataloader.when-exhausted",
                 "renormalise") == 2  # fmt: skip

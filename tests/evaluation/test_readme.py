@@ -46,4 +46,4 @@ def test_the_command_is_accepted(command: list[str]):
 
 
 def test_commands_are_found():
-    assert len(eval_commands()) == 4
+    assert len(eval_commands()) == 5

@@ -235,7 +235,8 @@ def test_held_out_windows(write_source: Callable[..., Path], documents: Document
     folder = write_source("s", [documents(0, 5, 9)], held_out=[documents(1, 40, 9)])
     windows = held_out_windows(folder, seq_len=L, count=5)
     again = held_out_windows(folder, seq_len=L, count=5)
-    assert all(torch.equal(a, b) for a, b in zip(windows, again, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(windows[:4], again[:4], strict=True))
+    assert (windows.columns, windows.whole) == ({}, ())
     assert windows.input.shape == windows.label_bytes.shape == (5, L)
     ignored = windows.labels == IGNORE_INDEX
     assert ignored.any()

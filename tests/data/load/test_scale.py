@@ -135,10 +135,10 @@ def test_fewer_files_are_kept_open_where_the_process_may_open_no_more(
     files = OpenFiles(most=64)
     opened = os.open
 
-    def open_at_most_four(path: str, flags: int) -> int:
+    def open_at_most_four(path: str, flags: int, mode: int = 0o777) -> int:
         if len(files) >= 4:
             raise OSError(errno.EMFILE, "Too many open files")
-        return opened(path, flags)
+        return opened(path, flags, mode)
 
     monkeypatch.setattr(os, "open", open_at_most_four)
     shards = TokenShards(sources[0], files=files)
