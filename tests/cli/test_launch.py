@@ -74,7 +74,7 @@ def test_a_mistake_ends_every_rank_with_one_line(gloo_pool, source, tmp_path):
     for rank, (code, said) in enumerate(gloo_pool(4).run(run_command, 4, flags)):
         assert code == EXIT_USER_ERROR
         which = f"rank {rank}: " if rank else ""
-        assert said.startswith(f"titan-loop: error: {which}model.n_heads=3")
+        assert said.startswith(f"titan-loop: error: {which}parallelism.tensor_parallel_degree=2 ")
         assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

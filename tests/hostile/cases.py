@@ -221,7 +221,8 @@ class Case:
         if self.spoil == CLOSED:
             for each in [folder, *folder.rglob("*")]:
                 os.chown(each, 65_534, 65_534, follow_symlinks=False)
-            rng.choice((path, path.parent)).chmod(0)
+            closed = (path, path.parent) if path.parent != folder else (path,)
+            rng.choice(closed).chmod(0)
             return path
         self.target.spoils[self.spoil](path, rng)
         if rng.random() < 0.7:

@@ -196,6 +196,7 @@ def test_the_clock_of_a_check_starts_with_its_last_rank(monkeypatch, tmp_path, s
     """Importing torch on every node may take longer than the check itself."""
     monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(job, "_START_SECONDS", 30.0 if starts else 0.3)
+    monkeypatch.setattr(job.signal, "signal", lambda number, handler: None)  # of this process
     killed: list[str] = []
     monkeypatch.setattr(job, "end_steps", killed.append)
     slow = f"sleep 0.5; touch {tmp_path}/there; sleep 0.1"

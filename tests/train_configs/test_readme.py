@@ -86,6 +86,8 @@ def test_the_first_own_run_shows_what_the_page_says(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "first", raising=False)
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):  # left by runs in this process
+        monkeypatch.delenv(name, raising=False)
     printed: dict[str, str] = {}
     for command in commands_of(FIRST_RUN):
         words = [name for word in command for name in (sorted(glob(word)) or [word])]
