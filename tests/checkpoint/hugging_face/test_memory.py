@@ -9,8 +9,7 @@ import pytest
 
 SHARD_BYTES = 12_000_000
 LARGEST_TENSOR_BYTES = 4 * 2048 * 512
-# What the allocator keeps; measured 20 MB, whether the model has 100 or 200 MB.
-SLACK_BYTES = 28_000_000
+SLACK_BYTES = 8_000_000  # above the 14.3 MB measured in all; the limit is for other allocators
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -23,7 +22,14 @@ def test_the_peak_is_one_shard_and_one_tensor(tmp_path: Path, tokenizer_file: Pa
         timeout=300,
         check=False,
         cwd=Path(__file__).parents[3],
-        env={"PATH": "", "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+        env={
+            "PATH": "",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "OMP_NUM_THREADS": "1",
+            # Freed tensors go back to the system at once; else 16 to 46 MB were measured.
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": "131072",
+        },
     )
     assert answer.returncode == 0, answer.stderr
     measured = json.loads(answer.stdout.splitlines()[-1])
