@@ -9,7 +9,9 @@ module: what is imported is for the user to say, not for a downloaded run.
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from titan_loop.errors import UserError
 
@@ -22,16 +24,33 @@ def import_plugins() -> None:
     Raises:
         UserError: There is no such module.
     """
-    for name in filter(None, os.environ.get(PLUGINS, "").split(",")):
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.append(str(Path.cwd()))  # as for recipes, in the folder the user works in
-        try:
-            importlib.import_module(name.strip())
-        except ModuleNotFoundError as error:
-            # Another missing name is a defect inside the module and keeps its traceback.
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise UserError(
-                f"{PLUGINS}={name}: no module {error.name!r}; name modules importable from the "
+    names = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
+    for name in filter(None, names):
+        import_user_module(
+            name,
+            lambda missing, name=name: (
+                f"{PLUGINS}={name}: no module {missing!r}; name modules importable from the "
                 "current folder"
-            ) from error
+            ),
+        )
+
+
+def import_user_module(name: str, refusal: Callable[[str], str]) -> ModuleType:
+    """Import a module that the user named, also from the current folder.
+
+    Args:
+        name: Dotted name of the module.
+        refusal: Maps the name that was not found to the message of the error.
+
+    Raises:
+        UserError: There is no such module.
+    """
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # users write modules in the folder they work in
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Another missing name is a defect inside the module and keeps its traceback.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(refusal(error.name)) from error

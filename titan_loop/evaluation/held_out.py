@@ -119,7 +119,7 @@ def open_run(
         seq_len: L; by default that of training.
 
     Raises:
-        NotAskedError: The run has no prepared sources, and none are given.
+        NotAskedError: The run has no prepared sources and no source was given.
         UserError: Sources without a window or with another tokenizer, or `count` is below 1.
     """
     own = named_sources([str(path) for path in run.sources])

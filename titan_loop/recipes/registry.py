@@ -8,13 +8,13 @@ files, because importing a recipe imports torch.
 import ast
 import importlib
 import importlib.util
-import sys
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_loop.errors import UserError, nearest, seen_from
+from titan_loop.plugins import import_user_module
 
 if TYPE_CHECKING:
     from titan_loop.recipes.recipe import Recipe
@@ -98,15 +98,10 @@ def load_recipe(name: str) -> "Recipe":
 
 
 def _import(module_name: str, recipe: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))  # users write recipes in the folder they work in
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # Another missing name is a defect inside the recipe and keeps its traceback.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(
-            f"recipe {recipe!r}: no module {error.name!r}{seen_from('')}; give it as "
+    return import_user_module(
+        module_name,
+        lambda missing: (
+            f"recipe {recipe!r}: no module {missing!r}{seen_from('')}; give it as "
             "PACKAGE.MODULE:FUNCTION, importable from the current folder"
-        ) from error
+        ),
+    )
