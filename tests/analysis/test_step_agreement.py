@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.inference.conftest import byte_level_tokenizer, own_run, trained_run  # noqa: F401
+from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import make_model
 from titan_loop.analysis.step_agreement import agreement, principal_components, probe
 from titan_loop.cli.main import main
@@ -88,7 +88,7 @@ def write_items(path: Path) -> Path:
     return path
 
 
-def test_the_verbs_leave_records_and_plots_that_the_report_shows(own_run, tmp_path: Path, capsys):  # noqa: F811
+def test_the_verbs_leave_records_and_plots_that_the_report_shows(own_run, tmp_path: Path, capsys):
     items = str(write_items(tmp_path / "items.jsonl"))
     assert main(["analyse", "agreement", str(own_run), "--items", items, "--depths", "1", "3"]) == 0
     assert "step 3" in capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_the_verbs_leave_records_and_plots_that_the_report_shows(own_run, tmp_pa
 JUDGE = "import sys, json; [print(5 if 'a' in json.loads(l)['prompt'] else 2) for l in sys.stdin]"
 
 
-def test_a_judge_scores_the_completions_of_every_depth(own_run, tmp_path: Path, capsys):  # noqa: F811
+def test_a_judge_scores_the_completions_of_every_depth(own_run, tmp_path: Path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "say a"}\n{"text": "be"}\n{"text": "bo"}\n')
     words = ["analyse", "safety", str(own_run), "--prompts", str(prompts), "--max-new-tokens", "3"]

@@ -81,7 +81,8 @@ def read_csv(path: Path) -> ScalingData:
         with path.open(encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"csv={path} cannot be read ({error}); give a CSV file") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
     if not rows:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
     missing = [name for name in REQUIRED if name not in rows[0]]
