@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained LoopLM and its plots, on a fresh machine with only Python 3.11 or later.
 #
-#   bash tools/quickstart.sh          about 8 minutes on two cores after set-up
+#   bash tools/quickstart.sh          everything; minutes, not hours, on two cores
 #   bash tools/quickstart.sh --short  the same pipeline on less data, to see that it works
 #
 # It fails if this installation has less than 20 MB of text, or if the model does not need at least
