@@ -8,15 +8,19 @@ from titan_loop.data.tasks.depo import Depo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.mqar import MQAR
+from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.data.tasks.task import Task
 from titan_loop.data.tasks.two_graph import TwoGraph
+from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
 from titan_loop.errors import UserError
 from titan_loop.plugins import import_plugins
 
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
-TASKS: dict[str, type[Task]] = {kind.name: kind for kind in (Depo, LayeredQA, MQAR, Mano, TwoGraph)}
+_OWN = (Depo, LayeredQA, MQAR, Mano, PermutationHops, TwoGraph, TwoHopSystematic)
+
+TASKS: dict[str, type[Task]] = {kind.name: kind for kind in _OWN}
 
 
 def register(kind: type[Task]) -> None:

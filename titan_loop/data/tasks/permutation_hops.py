@@ -1,0 +1,176 @@
+"""Questions of many hops over a graph whose relations are permutations of the entities.
+
+    a r1 b                  atomic fact: relation r1 leads from entity a to b; all are trained
+    a r1 r2 … rk c          k hops; one in `held_out_one_in` is asked and never trained
+
+Since every relation is a bijection, no suffix of the relations says where the path ends: all hops
+must be followed. A curriculum's first level has facts and two hops, each further one a hop more;
+the exam of a level is its newest number of hops. The exam also asks more hops than were trained.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
+relations, 15,000 questions of each number of hops up to 40). Deviation: questions are held out by
+hash before the trained ones are drawn; those of few hops then repeat, where the paper's differ.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.tasks.task import Example, Task
+from titan_loop.errors import UserError
+
+_FEWEST_ASKED = 8
+"""Number of different questions of two hops that must be held out, up to chance."""
+
+
+class Hops(NamedTuple):
+    """Where questions are drawn from: a number of hops, and whether of the trained questions."""
+
+    hops: int
+    trained: bool
+
+
+class Path(NamedTuple):
+    """A question: the entity it starts from and its relations."""
+
+    entity: int
+    relations: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PermutationHops(Task):
+    """The task with `entities` · `relations` facts; token ids: entities, then relations.
+
+    Raises:
+        UserError: If there is nothing to ask, or too little to hold out.
+    """
+
+    name: ClassVar[str] = "permutation_hops"
+    held_out_one_in: ClassVar[int] = 16
+
+    entities: int = 200
+    """Entities of the graph."""
+
+    relations: int = 10
+    """Relations, each a random permutation of the entities."""
+
+    hops: int = 40
+    """Largest number of hops that is trained, by a curriculum at its last level."""
+
+    asked_hops: int = 40
+    """Largest number of hops in the exam."""
+
+    trained_questions: int = 15_000
+    """Questions to train on of each number of hops."""
+
+    graph_seed: int = 0
+    """Chooses the permutations and the trained questions."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("entities", 2), ("relations", 1), ("trained_questions", 1)):
+            if getattr(self, name) < least:
+                raise UserError(
+                    f"PermutationHops {name} {getattr(self, name)} must be at least {least}"
+                )
+        if not 2 <= self.hops <= self.asked_hops:
+            raise UserError(
+                f"PermutationHops hops {self.hops} must be at least 2 and at most its asked_hops "
+                f"{self.asked_hops}"
+            )
+        held_out = self.entities * self.relations**2 / self.held_out_one_in
+        if held_out < _FEWEST_ASKED:
+            raise UserError(
+                f"PermutationHops with {self.entities} entities and {self.relations} relations "
+                f"holds out {held_out:.3g} questions of two hops, fewer than {_FEWEST_ASKED}; "
+                "enlarge it"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self.entities + self.relations
+
+    @property
+    def longest_example(self) -> int:
+        """Tokens of a question of `asked_hops` hops with its answer."""
+        return self.asked_hops + 2
+
+    @property
+    def strata(self) -> Mapping[str, Hops]:
+        """Facts, all of them trained, then every number of hops."""
+        return {f"{hops}_hops": Hops(hops, hops == 1) for hops in range(1, self.asked_hops + 1)}
+
+    @property
+    def levels(self) -> int:
+        """One for each number of hops from 2 on."""
+        return self.hops - 1
+
+    def level_strata(self, level: int) -> Sequence[str]:
+        """Return the newest number of hops."""
+        return [f"{level + 2}_hops"]
+
+    @cached_property
+    def tails(self) -> np.ndarray:
+        """Entity that (relation, entity) leads to; every row is a permutation."""
+        generator = random.Random(keyed_integer("permutation_hops graph", self.graph_seed))
+        tails = np.empty((self.relations, self.entities), dtype=np.int64)
+        for row in tails:
+            unused = list(range(self.entities))
+            row[:] = [unused.pop(int(generator.random() * len(unused))) for _ in range(len(row))]
+        assert (np.sort(tails) == np.arange(self.entities)).all(), "a relation is no permutation"
+        return tails
+
+    def choose(self, generator: random.Random, level: int) -> Hops:
+        """Choose as if all facts and trained questions of the level were drawn uniformly."""
+        facts = self.entities * self.relations
+        drawn = generator.random() * (facts + (level + 1) * self.trained_questions) - facts
+        return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
+
+    def draw(self, generator: random.Random, stratum: Hops) -> Path:
+        """Draw one of the trained questions, or any path, uniformly."""
+        hops, trained = stratum
+        if hops == 1 or not trained:
+            return self._path(generator, hops)
+        number = int(generator.random() * self.trained_questions)
+        own = random.Random(keyed_integer("permutation_hops", self.graph_seed, hops, number))
+        while self.is_held_out(question := self._path(own, hops)):
+            pass
+        return question
+
+    def _path(self, generator: random.Random, hops: int) -> Path:
+        entity = int(generator.random() * self.entities)
+        return Path(entity, tuple(int(generator.random() * self.relations) for _ in range(hops)))
+
+    def identity(self, question: Path) -> tuple[int, ...]:
+        """Return the entity and the relations."""
+        return (question.entity, *question.relations)
+
+    def is_held_out(self, question: Path) -> bool:
+        """Return whether a question is asked and never trained; facts all are trained."""
+        return len(question.relations) > 1 and Task.is_held_out(self, question)
+
+    def held_out_questions(self, count: int, stratum: Hops, *, seed: int = 0) -> list[Path]:
+        """Return `count` questions of so many hops, none ever trained on unless they are facts."""
+        if not stratum.trained:
+            return Task.held_out_questions(self, count, stratum, seed=seed)
+        generator = random.Random(self.exam_key(seed, stratum))
+        return [self.draw(generator, stratum) for _ in range(count)]
+
+    def encode(self, question: Path) -> Example:
+        """Return the entity and the relations; the answer is where they lead."""
+        reached = self.reached(question)
+        relations = [self.entities + relation for relation in question.relations]
+        return Example.of_sequence([question.entity, *relations], [reached[-1]])
+
+    def reached(self, question: Path) -> list[int]:
+        """Return the entity after every hop."""
+        entity, reached = question.entity, []
+        for relation in question.relations:
+            entity = int(self.tails[relation, entity])
+            reached.append(entity)
+        return reached
