@@ -8,6 +8,7 @@ and the tokens it takes.
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6, Appendix B.2, scaled down.
 """
 
+from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.models.families.ouro import OuroOptions
@@ -25,6 +26,18 @@ RECURRENT_STEPS = 4
 WINDOW_TOKENS = 64
 BATCH_TOKENS = 16 * WINDOW_TOKENS
 TOTAL_TOKENS = 4_000_000
+
+TABLES = {
+    "depth_demo": [
+        ResultTable(
+            name="accuracy",
+            title="% right",
+            rows={"looped": {"stage": "looped"}, "not looped": {"stage": "not_looped"}},
+            columns={f"R = {r}": {"reading": f"static:{r}"} for r in (1, 2, 4, 6)},
+            everywhere={"task": "mano", "metric": "acc,none"},
+        )
+    ]
+}
 
 
 def depth_demo() -> Recipe:

@@ -45,6 +45,7 @@ VERBS = {
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",
     "plot": "draw a run's losses and exit distribution as PNG files",
     "report": "write one HTML page with everything about a run",
+    "results": "record finished runs, and print a recipe's tables beside the paper's",
     "analyse": "how answers form over recurrent steps: agreement, linear probes, components",
     "scaling": "fit scaling laws in parameters, tokens and recurrent steps to runs or a table",
     "recipes": "list the recipes that `train` finds by name",

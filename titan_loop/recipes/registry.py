@@ -66,15 +66,8 @@ def load_recipe(name: str) -> "Recipe":
         UserError: The recipe does not exist, returns something else, or its stages do not fit
             together.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        known = _find_recipes()
-        if name not in known:
-            raise UserError(f"unknown recipe {name!r}{nearest(name, known)}")
-        module_name, function_name = known[name].module, name
-    elif not module_name or not function_name or module_name.startswith("."):
-        raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
-    module = _import(module_name, name)
+    module, function_name = _open(name)
+    module_name = module.__name__
     function = vars(module).get(function_name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if isfunction(value)]
@@ -95,6 +88,24 @@ def load_recipe(name: str) -> "Recipe":
         )
     result.check()
     return result
+
+
+def recipe_module(name: str) -> ModuleType:
+    """Return the module that defines a recipe; arguments and errors as of `load_recipe`."""
+    return _open(name)[0]
+
+
+def _open(name: str) -> tuple[ModuleType, str]:
+    """Return the module of a recipe, and the name of its function there."""
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        known = _find_recipes()
+        if name not in known:
+            raise UserError(f"unknown recipe {name!r}{nearest(name, known)}")
+        module_name, function_name = known[name].module, name
+    elif not module_name or not function_name or module_name.startswith("."):
+        raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
+    return _import(module_name, name), function_name
 
 
 def _import(module_name: str, recipe: str) -> ModuleType:

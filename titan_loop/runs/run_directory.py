@@ -2,7 +2,7 @@
 
 Format version 1:
 
-    run.json         format version, when and how the run was created, library versions, restarts
+    run.json         format version, when and how the run was created, versions and commit, restarts
     config.json      the fully resolved configuration of the latest start
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
     log.txt          what rank 0 logged, all starts one after another
@@ -23,6 +23,7 @@ repeats supersede the older ones when read, nothing is deleted.
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -143,6 +144,7 @@ class RunDirectory:
             "command": list(command),
             "working_directory": os.getcwd(),
             "versions": library_versions(),
+            "commit": source_commit(),
         }
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -252,6 +254,20 @@ class RunDirectory:
                 series.pop()
             series.append(record)
         return series
+
+
+def source_commit() -> str | None:
+    """Return what git calls the checkout that this code is in, "-dirty" if it was changed."""
+    checkout = Path(titan_loop.__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def library_versions() -> dict[str, str]:

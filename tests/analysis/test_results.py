@@ -1,0 +1,109 @@
+"""A run's result is what it recorded at its last step, and tables put it beside a paper's."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from titan_loop.analysis.results import ResultTable, RunResult, table_text
+from titan_loop.cli.main import main
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import append_jsonl
+
+TABLE = ResultTable(
+    name="solved",
+    title="% solved",
+    rows={"looped": {"stage": "looped"}, "not": {"stage": "not_looped"}},
+    columns={"2": {"task": "mano/2"}, "8": {"task": "mano/8"}},
+    everywhere={"metric": "acc,none", "reading": "static:4"},
+    paper={"looped": {"2": 100, "8": 97.62}},
+    columns_are="operations",
+)
+COMMAND = ["titan-loop", "train", "tests.analysis.test_results:mine", "--stage", "looped"]
+TABLES = {"mine": [TABLE]}
+
+
+def mine() -> None:
+    """Stand for a recipe; its module declares its tables."""
+
+
+def trained(folder: Path, *, seed: int = 42, command: tuple[str, ...] = ()) -> RunDirectory:
+    run = RunDirectory(folder)
+    config = {"stage": "looped", "debug": {"seed": seed}}
+    run.create_or_open([*COMMAND, *command], config=config)
+    for step in range(1, 101):
+        record = {"step": step, "tokens": 10 * step, "loss": 1 / step, "tokens_per_second": 5.0}
+        append_jsonl(run.metrics_jsonl, record)
+    return run
+
+
+def asked(run: RunDirectory, step: int, **accuracies: float) -> TaskReport:
+    report = TaskReport(step=step, tokens=0, trained_recurrent_steps=4, manifest_sha256="")
+    for name, value in accuracies.items():
+        reading = ReadingResult(metrics={"acc,none": value}, mean_steps=4.0)
+        report.tasks[f"mano/{name.strip('_')}"] = {"static:4": reading}
+    return report
+
+
+def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
+    flags = ("--dump-folder=here", "--debug.seed", "7", "--stages.looped.total-tokens", "1 000")
+    run = trained(tmp_path, seed=7, command=flags)
+    for step, value in ((50, 0.25), (100, 0.5)):
+        report = asked(run, step, _2=value, _8=value)
+        append_evaluation(run, report, asked=WHILE_TRAINING, seconds=1)
+    asked(run, 100, _8=0.75).save(run)  # later, by `titan-loop eval`
+    result = RunResult.of(run)
+    assert (result.recipe, result.stage, result.seed) == (COMMAND[2], "looped", 7)
+    assert result.overrides == [*flags[1:]]
+    assert (result.steps, result.tokens, result.seconds) == (100, 1000, 200.0)
+    assert result.results["mano/2/acc,none/static:4"] == 0.5
+    assert result.results["mano/8/acc,none/static:4"] == 0.75
+    assert len(result.losses) <= 40
+    assert result.losses[-1] == [100, 0.01]
+    (saved,) = RunResult.all_of(result.save(tmp_path / "results").parent)
+    assert saved == result
+    assert saved.commit == run.read_run()["commit"]
+
+
+def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
+    shared = {"recipe": "mine", "overrides": [], "commit": None, "machine": "", "versions": {}}
+    shared |= {"tokens": 1, "steps": 1, "seconds": 1, "losses": []}
+    name = "mano/8/acc,none/static:4"
+    results = [
+        RunResult(stage=stage, seed=seed, results={name: value}, **shared)
+        for stage, seed, value in (("looped", 1, 0.9), ("looped", 2, 1), ("not_looped", 1, 0.125))
+    ]
+    assert table_text(TABLE, results).splitlines()[2:] == [
+        "| looped | - | 95.0 (90.0 to 100.0) |",
+        "| looped, paper | 100.0 | 97.6 |",
+        "| not | - | 12.5 |",
+    ]
+
+
+def test_the_commands_write_and_show(tmp_path, capsys):
+    run = trained(tmp_path / "run")
+    asked(run, 100, _8=0.5).save(run)
+    folder = tmp_path / "results"
+    assert main(["results", "add", str(run.path), "--folder", str(folder)]) == 0
+    written = folder / "mine" / "looped-seed42.json"
+    assert capsys.readouterr().out == f"{written}\n"
+    assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 0
+    assert "| looped | - | 50.0 |" in capsys.readouterr().out
+    assert (tmp_path / "plots" / "mine-solved.png").read_bytes().startswith(b"\x89PNG")
+    written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))
+    assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 2
+    assert f"{written} is damaged" in capsys.readouterr().err
+
+
+def test_mistakes(tmp_path, capsys):
+    assert main(["results", "show", COMMAND[2], "--folder", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'mine'} has no result" in capsys.readouterr().err
+    assert main(["results", "show", "quickstart"]) == 2
+    assert "has no TABLES['quickstart']" in capsys.readouterr().err
+    RunDirectory(tmp_path).create_or_open(["python", "mine.py"], config={})
+    with pytest.raises(UserError, match=r"started by 'python mine.py', not by titan-loop train"):
+        RunResult.of(RunDirectory(tmp_path))

@@ -1,0 +1,289 @@
+"""What a finished run leaves of itself: one small JSON file, and the tables and plots of many.
+
+    run ─ results add ─► results/RECIPE/STAGE-seedS.json ─ results show ─► tables beside a paper's
+
+A recipe's module declares its tables as `TABLES`: name of a recipe → `ResultTable`s, the paper's
+numbers among their data. The files stand beside the module and are committed; runs are not.
+"""
+
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from titan_loop.analysis.drawing import draw_axes
+from titan_loop.errors import UserError
+from titan_loop.evaluation.depth_report import DepthReport
+from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.json_files import read_json_object, read_jsonl, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMAT_VERSION = 1
+_MOST_LOSSES = 40
+_PLACES = ("--stage", "--dump-folder")
+"""Flags that say which run it is, not what it does."""
+
+Where: TypeAlias = Mapping[str, str]
+"""Part of the address of a number: its stage, and the task, metric and reading that report it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultTable:
+    """A table of results, and the paper's beside it.
+
+    A cell is the number that `everywhere`, its row and its column address together.
+
+    Attributes:
+        name: Name of the plot's file, behind the recipe's.
+        title: What the numbers are.
+        rows: Label → address.
+        columns: Label → address.
+        everywhere: What all addresses have in common.
+        paper: Row → column → the paper's number.
+        columns_are: Label of the plot's horizontal axis.
+        factor: Unit of the shown numbers: 100 for per cent.
+        digits: Decimal places.
+    """
+
+    name: str
+    title: str
+    rows: Mapping[str, Where]
+    columns: Mapping[str, Where]
+    everywhere: Where = field(default_factory=dict)
+    paper: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    columns_are: str = ""
+    factor: float = 100.0
+    digits: int = 1
+
+    def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
+        """Return the number of a cell in every run that has it, times the factor, by seed."""
+        where = {**self.everywhere, **self.rows[row], **self.columns[column]}
+        name = "/".join(where.get(part, "") for part in ("task", "metric", "reading"))
+        found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
+        return [self.factor * value for _, value in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A finished run; the fields are those of the file.
+
+    Attributes:
+        recipe: The recipe, as `train` was given it.
+        stage: Name of the stage; of a recipe of one run the recipe's.
+        seed: Seed of the initial weights.
+        overrides: Flags behind the recipe's name.
+        commit: What `git describe` said of the code that trained it; None outside a checkout.
+        machine: The machine in words.
+        versions: Versions of Python and the libraries.
+        tokens: Global tokens read.
+        steps: Training steps.
+        seconds: Duration of training, without evaluation.
+        losses: [step, loss] pairs, spread evenly over the run, the last one included.
+        results: TASK/METRIC/READING → value at the end, as in `evals.jsonl`.
+        format_version: Of the file.
+    """
+
+    recipe: str
+    stage: str
+    seed: int
+    overrides: list[str]
+    commit: str | None
+    machine: str
+    versions: dict[str, str]
+    tokens: int
+    steps: int
+    seconds: float
+    losses: list[list[float]]
+    results: dict[str, float]
+    format_version: int = FORMAT_VERSION
+
+    def has(self, where: Where, name: str) -> bool:
+        """Return whether the run is of the stage that is meant, and was asked."""
+        return where.get("stage", self.stage) == self.stage and name in self.results
+
+    def save(self, folder: Path) -> Path:
+        """Write FOLDER/RECIPE/STAGE-seedS.json and return its path."""
+        path = folder / short_name(self.recipe) / f"{self.stage}-seed{self.seed}.json"
+        write_json(path, asdict(self))
+        return path
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> "RunResult":
+        """Collect what a run recorded.
+
+        Raises:
+            UserError: It was not started by `titan-loop train`, or logged nothing.
+        """
+        started = run.read_run()
+        start = [started, *started["restarts"]][-1]
+        recipe, overrides = _recipe_of(start["command"])
+        records = run.read_metrics()
+        if not records:
+            raise UserError(f"{run.path} has no metrics.jsonl; train it first")
+        config = SavedRun(run.path).config
+        last = records[-1]
+        return cls(
+            recipe=recipe,
+            stage=config.get("stage") or short_name(recipe),
+            seed=config["debug"]["seed"] or 0,
+            overrides=overrides,
+            commit=start.get("commit"),
+            machine=machine(),
+            versions=start["versions"],
+            tokens=last["tokens"],
+            steps=last["step"],
+            seconds=round(_seconds(records), 1),
+            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records)],
+            results=dict(sorted(_results(run, last["step"]).items())),
+        )
+
+    @classmethod
+    def all_of(cls, folder: Path) -> list["RunResult"]:
+        """Return the results saved in the folder of a recipe.
+
+        Raises:
+            UserError: A file is damaged, or there is none.
+        """
+        found = []
+        for path in sorted(folder.glob("*-seed*.json")):
+            try:
+                found.append(cls(**read_json_object(path, fix="write it anew: results add RUN")))
+            except TypeError as error:
+                raise UserError(f"{path} is damaged ({error}): results add RUN") from error
+        if not found:
+            raise UserError(f"{folder} has no result; write one with titan-loop results add RUN")
+        return found
+
+
+def short_name(recipe: str) -> str:
+    """Return the name of a recipe's function."""
+    return recipe.rpartition(":")[2]
+
+
+def _recipe_of(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the recipe of `… train RECIPE FLAGS`, and the flags but those of `_PLACES`."""
+    if "train" not in command[:-1]:
+        raise UserError(
+            f"the run was started by {' '.join(command)!r}, not by titan-loop train RECIPE; train "
+            "it that way"
+        )
+    recipe, *flags = command[list(command).index("train") + 1 :]
+    kept: list[str] = []
+    words = iter(flags)
+    for word in words:
+        flag, equals, _ = word.replace("_", "-").partition("=")
+        if flag not in _PLACES:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return recipe, kept
+
+
+def machine() -> str:
+    """Return this machine in words: its accelerator, or its cores."""
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"CPU with {os.cpu_count()} {platform.machine()} cores"
+
+
+def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
+    before = [0, *(record["tokens"] for record in records)]
+    return sum(
+        (record["tokens"] - tokens) / record["tokens_per_second"]
+        for record, tokens in zip(records, before, strict=False)
+        if record.get("tokens_per_second")
+    )
+
+
+def _thinned(records: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    stride = -(-len(records) // _MOST_LOSSES)
+    yield from records[(len(records) - 1) % stride :: stride]
+
+
+def _results(run: RunDirectory, step: int) -> dict[str, float]:
+    """Return what evaluations found of the last checkpoint; later ones count."""
+    found: dict[str, float] = {}
+    for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
+        if record["asked"] == WHILE_TRAINING and record["step"] == step:
+            found |= record["results"]
+    for path in run.evaluations.glob(f"depth-step-{step}.json"):
+        for source, depths in DepthReport.load(path).sources.items():
+            for depth, interval in depths.depths.items():
+                found[f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}"] = interval.value
+    for report in TaskReport.all_of(run):
+        if report.step == step:
+            found |= report.flat()
+    return found
+
+
+def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
+    """Return a table in Markdown: means over seeds with their range, and the paper's numbers."""
+    lines = [
+        f"| {table.title} | {' | '.join(table.columns)} |",
+        f"|---|{'---|' * len(table.columns)}",
+    ]
+    for row in table.rows:
+        cells = [_cell(table, table.values(results, row, column)) for column in table.columns]
+        lines.append(f"| {row} | {' | '.join(cells)} |")
+        if row in table.paper:
+            told = (table.paper[row].get(column) for column in table.columns)
+            cells = ["" if value is None else f"{value:.{table.digits}f}" for value in told]
+            lines.append(f"| {row}, paper | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(table: ResultTable, values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    mean = f"{fmean(values):.{table.digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{table.digits}f} to {max(values):.{table.digits}f})"
+
+
+def runs_text(results: Sequence[RunResult]) -> str:
+    """Return a Markdown table of the runs themselves."""
+    lines = ["| run | seed | steps | tokens | seconds | last loss | commit |", f"|---|{'---|' * 6}"]
+    for result in sorted(results, key=lambda result: (result.stage, result.seed)):
+        lines.append(
+            f"| {result.stage} | {result.seed} | {result.steps:,} | {result.tokens:,} | "
+            f"{result.seconds:,.0f} | {result.losses[-1][1]:.4g} | {result.commit or '-'} |"
+        )
+    return "\n".join(lines)
+
+
+def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
+    """Draw a line a row over the columns, dashed where it is the paper's; write a PNG."""
+
+    def draw(axes: "Axes") -> None:
+        columns = list(table.columns)
+        places = range(len(columns))
+        for number, row in enumerate(table.rows):
+            color = f"C{number}"
+            cells = [table.values(results, row, column) for column in columns]
+            own = [(place, fmean(cell)) for place, cell in zip(places, cells, strict=True) if cell]
+            if own:
+                axes.plot(*zip(*own, strict=True), color=color, marker="o", label=row)
+            told = table.paper.get(row, {})
+            paper = [(columns.index(column), value) for column, value in told.items()]
+            if paper:
+                axes.plot(
+                    *zip(*paper, strict=True), color=color, linestyle="--", label=f"{row}, paper"
+                )
+        axes.set_title(table.title)
+        axes.set_xticks(list(places), columns)
+        axes.set_xlabel(table.columns_are)
+        axes.figure.legend(loc="outside right upper", frameon=False)
+
+    return draw_axes(draw, path)

@@ -1,0 +1,66 @@
+"""`titan-loop results add | show`: small records of finished runs, and the tables made of them."""
+
+from pathlib import Path
+
+from titan_loop.cli.arguments import group
+from titan_loop.errors import UserError
+
+_RESULTS, _PLOTS = "results", "plots"
+
+
+def add(run: Path, *, folder: Path | None = None) -> None:
+    """Write what a finished run found as results/RECIPE/STAGE-seedS.json, and print the path.
+
+    It holds the flags, the commit, the machine, tokens, steps, seconds, losses, and everything that
+    was evaluated at the last step; an older file of the same stage and seed is replaced.
+
+    Args:
+        run: Run directory.
+        folder: Where to write; default the folder results beside the recipe's module.
+    """
+    from titan_loop.analysis.results import RunResult
+    from titan_loop.runs.run_directory import RunDirectory
+
+    result = RunResult.of(RunDirectory(run))
+    print(result.save(folder or _beside(result.recipe) / _RESULTS))
+
+
+def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
+    """Print the tables that a recipe declares, beside the paper's numbers, and draw them.
+
+    A cell is the mean over seeds, with the smallest and largest value behind it.
+
+    Args:
+        recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
+        folder: Where the results are; default the folder results beside the recipe's module. Plots
+            are written to the folder plots beside it.
+        plot: Whether to draw.
+    """
+    from titan_loop.analysis.results import RunResult, draw_table, runs_text, short_name, table_text
+    from titan_loop.recipes.registry import recipe_module
+
+    place = folder or _beside(recipe) / _RESULTS
+    name = short_name(recipe)
+    tables = getattr(recipe_module(recipe), "TABLES", {}).get(name)
+    if tables is None:
+        raise UserError(
+            f"recipe {recipe!r}: its module has no TABLES[{name!r}]; declare its tables"
+        )
+    results = RunResult.all_of(place / name)
+    print(runs_text(results))
+    for table in tables:
+        print(f"\n{table_text(table, results)}")
+        if plot:
+            path = place.parent / _PLOTS / f"{name}-{table.name}.png"
+            print(f"\n{draw_table(table, results, path)}")
+
+
+def _beside(recipe: str) -> Path:
+    from titan_loop.recipes.registry import recipe_module
+
+    return Path(recipe_module(recipe).__file__ or "").parent
+
+
+VERBS = {"add": add, "show": show}
+
+run = group("results", VERBS)
