@@ -88,6 +88,9 @@ class LoopDecoder(Decoder):
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that `forward` reads; the loader must declare them."""
 
+        feed_forward_matrices: ClassVar[int] = 3
+        """Matrices of D · F elements in a layer's feed-forward part."""
+
         family: str = ""  # set by `titan_loop.models.family.decoder_config`
         recurrent_steps: int = 4
         exit_gate: ExitGate.Config | None = None
@@ -119,7 +122,11 @@ class LoopDecoder(Decoder):
             if self.injection is not None:
                 self.injection.sharding_config = injected_state(enable_sp=enable_sp)
             for layer in self.layers:
-                set_block_sharding(layer, enable_sp=enable_sp)
+                self.set_layer_sharding(layer, enable_sp=enable_sp)
+
+        def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
+            """Declare the placements of one layer; arguments as of `set_sharding`."""
+            set_block_sharding(layer, enable_sp=enable_sp)
 
         @property
         def draws(self) -> bool:
@@ -180,7 +187,7 @@ class LoopDecoder(Decoder):
             kv_heads = attention.n_kv_heads or attention.n_heads
             layer_parameters = (
                 2 * self.dim * head_dim * (attention.n_heads + kv_heads)
-                + 3 * self.dim * feed_forward.w1.out_features
+                + self.feed_forward_matrices * self.dim * feed_forward.w1.out_features
             )
             return training_flops_per_token(
                 layer_parameters=layer_parameters,

@@ -7,7 +7,7 @@ weight and output: declared `R`, its gradient would be counted once per tensor-p
 """
 
 import spmd_types as spmd
-from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.attention import BaseAttention, GQAttention
 from torchtitan.models.common.decoder_sharding import (
     dense_activation_placement,
     dense_param_placement,
@@ -29,7 +29,7 @@ def gathered_state(*, enable_sp: bool) -> ShardingConfig:
         enable_sp: Whether states are sharded over the sequence between layers.
     """
     return ShardingConfig(
-        in_src_shardings={"input": _state_placement(enable_sp)},
+        in_src_shardings={"input": state_placement(enable_sp)},
         in_dst_shardings={"input": dense_activation_placement(tp=spmd.R)},
     )
 
@@ -59,7 +59,7 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
         in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
         in_dst_shardings={"input": dense_activation_placement(tp=spmd.R)},
         out_src_shardings=dense_activation_placement(tp=spmd.I),
-        out_dst_shardings=_state_placement(enable_sp),
+        out_dst_shardings=state_placement(enable_sp),
         local_map=LocalMapConfig(in_grad_placements=None),
     )
 
@@ -70,7 +70,7 @@ def injected_state(*, enable_sp: bool) -> ShardingConfig:
     Args:
         enable_sp: Whether states are sharded over the sequence between layers.
     """
-    state = _state_placement(enable_sp)
+    state = state_placement(enable_sp)
     return ShardingConfig(
         state_shardings=norm_config(enable_sp=enable_sp).state_shardings,
         in_src_shardings={"hidden_BLD": state, "embedding_BLD": state},
@@ -78,7 +78,8 @@ def injected_state(*, enable_sp: bool) -> ShardingConfig:
     )
 
 
-def _state_placement(enable_sp: bool) -> SpmdLayout:
+def state_placement(enable_sp: bool) -> SpmdLayout:
+    """Return the placement of the state between layers."""
     if enable_sp:
         return dense_sequence_parallel_placement()
     return dense_activation_placement(tp=spmd.I)
@@ -96,17 +97,22 @@ def set_block_sharding(layer: SandwichBlock.Config, *, enable_sp: bool) -> None:
     layer.attention_post_norm.sharding_config = norm
     layer.ffn_norm.sharding_config = norm
     layer.ffn_post_norm.sharding_config = norm
-    set_gqa_attention_sharding(layer.attention, enable_sp=enable_sp)
-    set_gqa_inner_attention_local_map(layer.attention.inner_attention)
+    set_attention_sharding(layer.attention, enable_sp=enable_sp)
+    assert layer.feed_forward is not None
+    set_dense_ffn_sharding(
+        layer.feed_forward, attn_x_layout=state_placement(enable_sp), enable_sp=enable_sp
+    )
+
+
+def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) -> None:
+    """Shard attention over its heads; arguments as of `set_block_sharding`."""
+    set_gqa_attention_sharding(attention, enable_sp=enable_sp)
+    assert isinstance(attention, GQAttention.Config)
+    set_gqa_inner_attention_local_map(attention.inner_attention)
     heads = dense_activation_placement(tp=spmd.S(2))
-    assert isinstance(layer.attention, GQAttention.Config)
-    layer.attention.rope.sharding_config = ShardingConfig(
+    attention.rope.sharding_config = ShardingConfig(
         in_src_shardings={"query": heads, "key": heads},
         in_dst_shardings={"query": heads, "key": heads},
         out_src_shardings=(heads, heads),
         local_map=LocalMapConfig(in_grad_placements=(heads, heads)),
-    )
-    assert layer.feed_forward is not None
-    set_dense_ffn_sharding(
-        layer.feed_forward, attn_x_layout=_state_placement(enable_sp), enable_sp=enable_sp
     )

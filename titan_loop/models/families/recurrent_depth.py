@@ -1,0 +1,307 @@
+"""Recurrent depth: GPT-2's blocks applied R times, each pass near the identity at the start.
+
+    h_0 = E[x] + P[position],   h_r = block_N(… block_1(h_{r−1}) …),   logits = E norm(h_R)
+
+    x ← x + attention(norm_1(x)) + b_1
+    x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
+
+There is no norm between steps; final norm and tied head stand at the readout only. Positions are
+learned (P), as for systematic generalisation, or none, as for depth extrapolation.
+
+Initialisation: both output projections of a block are zero, with their biases, so that R steps are
+the identity for any R; the rest is GPT-2's (normal, standard deviation 0.02, here truncated at
+three of them).
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §4; block: Radford et al. 2019 (GPT-2), with
+GELU in its tanh form. Deviations: dropout acts on what branches add to the state, not on embedding
+and attention weights; every projection keeps its bias, but that of an output projection is a
+parameter of the block, added where the state is, so that tensor-parallel ranks count it once.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Literal, get_args
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.models.common.attention import QKVLinear
+from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
+    dense_activation_placement,
+    norm_config,
+    rowwise_config,
+)
+from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.attention import LoopAttention, inner_attention_config
+from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dropout import Dropout
+from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
+from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.positions import LearnedPositions, NoRotation, Positions, PositionTable
+from titan_loop.models.readout import LMHead
+from titan_loop.models.sharding import set_attention_sharding, state_placement
+
+SIZES = {
+    "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=3),
+    "small": ModelSize(128, 2, 4, 512, vocab_size=256),
+    "published": ModelSize(768, 4, 12, 3072, vocab_size=2200),
+}
+
+_NORM_EPS = 1e-5
+_MATRIX = {"weight": partial(normal_matrix, std=0.02), "bias": nn.init.zeros_}
+_ZERO = {"weight": nn.init.zeros_}
+_NORM = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
+
+AbsolutePositions = Literal["learned", "none"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RecurrentDepthOptions(ModelOptions):
+    """Which recurrent-depth model to train."""
+
+    family: FamilyName = field(default="recurrent_depth", init=False)
+
+    exit_gate: bool = False
+    """Must be False: the family has no exit gate."""
+
+    tie_weights: bool = True
+    """Whether embedding and head share one matrix."""
+
+    positions: AbsolutePositions = "none"
+    """What positions do: learned adds a vector to the embedding, none leaves order to the causal
+    mask."""
+
+    learned_positions: int | None = None
+    """Rows of the table of learned positions, at least the tokens of a window."""
+
+    dropout: float = 0.0
+    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
+    training."""
+
+
+class StateBias(Module):
+    """Adds a vector to every token of a branch, where the state is."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Width D."""
+
+        dim: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.dim))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, L, D)."""
+        return input + self.weight
+
+
+class GELUFeedForward(Module):
+    """W_2 gelu(W_1 x + b); (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Both projections; F is what `w1` returns."""
+
+        w1: Linear.Config
+        w2: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.w1 = config.w1.build()
+        self.w2 = config.w2.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both projections."""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class FinalLayerNorm(LayerNorm):
+    """LayerNorm that keeps its input's dtype when mixed precision holds its weights in fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LayerNorm.Config):
+        """Width and epsilon."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (B, L, D) over D."""
+        return super().forward(input.to(self.weight.dtype)).to(input.dtype)
+
+
+class GPT2Block(Module):
+    """One layer; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Branches, the norms before and the biases after them."""
+
+        attention_norm: LayerNorm.Config
+        attention: LoopAttention.Config
+        attention_bias: StateBias.Config
+        ffn_norm: LayerNorm.Config
+        feed_forward: GELUFeedForward.Config
+        ffn_bias: StateBias.Config
+        dropout: Dropout.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
+        self.attention_bias = config.attention_bias.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.feed_forward = config.feed_forward.build()
+        self.ffn_bias = config.ffn_bias.build()
+        self.dropout = None if config.dropout is None else config.dropout.build()
+
+    def forward(
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> Tensor:
+        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
+        attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
+        x_BLD = x_BLD + self._kept(self.attention_bias(attended_BLD))
+        return x_BLD + self._kept(self.ffn_bias(self.feed_forward(self.ffn_norm(x_BLD))))
+
+    def _kept(self, branch_BLD: Tensor) -> Tensor:
+        return branch_BLD if self.dropout is None else self.dropout(branch_BLD)
+
+
+class RecurrentDepthDecoder(LoopDecoder):
+    """A looped decoder of GPT-2's blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoopDecoder.Config):
+        """As of `LoopDecoder`, with layers of another kind."""
+
+        feed_forward_matrices: ClassVar[int] = 2
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """As of `LoopDecoder`; a norm's bias is placed like its gain."""
+            LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            self.norm.sharding_config = _norm_sharding(enable_sp)
+
+        def set_layer_sharding(self, layer: GPT2Block.Config, *, enable_sp: bool) -> None:
+            """Shard heads and feed-forward width over the tensor-parallel ranks."""
+            layer.attention_norm.sharding_config = _norm_sharding(enable_sp)
+            layer.ffn_norm.sharding_config = _norm_sharding(enable_sp)
+            layer.attention_bias.sharding_config = norm_config(enable_sp=enable_sp)
+            layer.ffn_bias.sharding_config = norm_config(enable_sp=enable_sp)
+            set_attention_sharding(layer.attention, enable_sp=enable_sp)
+            layer.feed_forward.sharding_config = ShardingConfig(
+                in_src_shardings={"x": state_placement(enable_sp)},
+                in_dst_shardings={"x": dense_activation_placement(tp=spmd.R)},
+            )
+            layer.feed_forward.w1.sharding_config = colwise_config()
+            layer.feed_forward.w2.sharding_config = rowwise_config(output_sp=enable_sp)
+
+
+def _norm_sharding(enable_sp: bool) -> ShardingConfig:
+    config = norm_config(enable_sp=enable_sp)
+    config.state_shardings = {**config.state_shardings, "bias": config.state_shardings["weight"]}
+    return config
+
+
+def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Config:
+    kind, rows, kinds = options.positions, options.learned_positions, get_args(AbsolutePositions)
+    if kind not in kinds:
+        raise UserError(f"model.positions={kind} is unknown{nearest(kind, kinds)}")
+    if kind == "none":
+        if rows is not None:
+            raise UserError(
+                f"model.learned_positions={rows} has no effect with model.positions=none; leave it "
+                "out"
+            )
+        return Positions.Config()
+    if rows is None or rows < 1:
+        raise UserError("model.positions=learned needs model.learned_positions of at least 1")
+    table = PositionTable.Config(num_embeddings=rows, embedding_dim=shape.dim, param_init=_MATRIX)
+    return LearnedPositions.Config(table=table)
+
+
+def decoder_config(
+    options: RecurrentDepthOptions, shape: ModelSize, max_seq_len: int
+) -> RecurrentDepthDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    if options.exit_gate:
+        raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
+    if not 0.0 <= options.dropout < 1.0:
+        raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
+    positions = _positions(options, shape)
+    positions.check_window(max_seq_len)
+    head_dim = shape.dim // shape.n_heads
+
+    def linear(in_features: int, out_features: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=in_features, out_features=out_features, bias=True, param_init=_MATRIX
+        )
+
+    def output(in_features: int) -> Linear.Config:
+        return Linear.Config(in_features=in_features, out_features=shape.dim, param_init=_ZERO)
+
+    def layer() -> GPT2Block.Config:
+        return GPT2Block.Config(
+            attention_norm=LayerNorm.Config(
+                normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM
+            ),
+            attention=LoopAttention.Config(
+                n_heads=shape.n_heads,
+                n_kv_heads=shape.n_kv_heads,
+                dim=shape.dim,
+                qkv_linear=QKVLinear.Config(
+                    head_dim=head_dim,
+                    wq=linear(shape.dim, shape.dim),
+                    wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
+                ),
+                wo=output(shape.dim),
+                inner_attention=inner_attention_config(options.attention),
+                rope=NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len),
+            ),
+            attention_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
+            ffn_norm=LayerNorm.Config(normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM),
+            feed_forward=GELUFeedForward.Config(
+                w1=linear(shape.dim, shape.hidden_dim), w2=output(shape.hidden_dim)
+            ),
+            ffn_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
+            dropout=Dropout.Config(rate=options.dropout) if options.dropout else None,
+        )
+
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_MATRIX)
+    if options.readout_chunk_tokens is not None:
+        head.chunk_tokens = options.readout_chunk_tokens
+    return RecurrentDepthDecoder.Config(
+        dim=shape.dim,
+        vocab_size=shape.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=_MATRIX
+        ),
+        layers=[layer() for _ in range(shape.n_layers)],
+        norm_placement="readout",
+        positions=positions,
+        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
+            normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM
+        ),
+        lm_head=head,
+        enable_weight_tying=options.tie_weights,
+        recurrent_steps=shape.recurrent_steps,
+    )
+
+
+RECURRENT_DEPTH = register(
+    Family(
+        name="recurrent_depth",
+        options=RecurrentDepthOptions,
+        sizes=SIZES,
+        decoder_config=decoder_config,
+        uses=frozenset({"analyse", "generate", "held_out"}),
+        exit_policies=frozenset({"static", "hidden", "kl"}),
+    )
+)
