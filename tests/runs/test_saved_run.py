@@ -54,6 +54,13 @@ def test_older_runs_lack_fields(old_run: Path):
     assert run.model_options.size == "quickstart"
 
 
+@pytest.mark.parametrize("mixture", ["source=1", [1]])
+def test_a_mixture_that_is_no_list_of_texts_is_refused(old_run: Path, mixture: object):
+    edit_config(old_run, dataloader={"mixture": mixture})
+    with pytest.raises(UserError, match=r"dataloader\.mixture=.* must be a list of texts"):
+        SavedRun(old_run).sources  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -57,7 +57,7 @@ def test_the_recipe_and_the_commands_run(
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "my_recipe", raising=False)
     commands = commands_of(REST)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         assert main(command) == EXIT_OK, command
     out = capfd.readouterr().out
@@ -68,6 +68,10 @@ def test_the_recipe_and_the_commands_run(
     last = read_manifest(runs / "other" / "annealing" / "checkpoints" / "step-4")
     assert last["trainer"]["recurrent_steps"] == 2
     assert not (runs / "other" / "pretraining" / "checkpoints" / "step-8").exists()
+    gates = [
+        RunDirectory(runs / "my_recipe" / name).read_metrics() for name in ("gate", "gate-again")
+    ]
+    assert [[r["loss"] for r in gate] for gate in gates] == [[r["loss"] for r in gates[0]]] * 2
     forked = read_manifest(runs / "fork" / "annealing" / "checkpoints" / "step-4")["lineage"]
     assert forked["origin"]["path"].endswith("my_recipe/pretraining/checkpoints/step-4")
 

@@ -110,7 +110,7 @@ def bind(
     passes_on = _FLAGS in signature.parameters
     add_help = True
     if function in _recipe_first:
-        words = words or ["--help"]
+        words = _config_as_recipe(name, words) or ["--help"]
         add_help = words[0] in _HELP
         if not add_help and words[0].startswith("-"):
             raise UserError(f"{name}: the recipe comes first, before {words[0]}")
@@ -137,6 +137,17 @@ def bind(
     if rest and not passes_on:
         raise UserError(f"{name}: {unknown(rest, flags)}")
     return functools.partial(call, **({_FLAGS: rest} if passes_on else {}))
+
+
+def _config_as_recipe(name: str, words: Sequence[str]) -> Sequence[str]:
+    """Return the words after a verb with `--config FILE` as FILE alone, which is a recipe, too."""
+    first, equals, file = words[0].partition("=") if words else ("", "", "")
+    if first != "--config":
+        return words
+    words = [file, *words[1:]] if equals else words[1:]
+    if not words or not words[0].endswith(".json"):
+        raise UserError(f"{name}: --config needs the config.json of a run")
+    return words
 
 
 def one_line_errors(

@@ -1,7 +1,8 @@
 """Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
 The function is annotated with what it returns: a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` names any other function. Names and summaries are read from the source
+`PACKAGE.MODULE:FUNCTION` names any other function, and the path of a run's `config.json` the run
+that it describes (`recorded.py`). Names and summaries are read from the source
 files, because importing a recipe imports torch.
 """
 
@@ -59,13 +60,17 @@ def load_recipe(name: str) -> "Recipe":
     """Return a recipe whose stages fit together.
 
     Args:
-        name: A name of `recipe_summaries`, or `PACKAGE.MODULE:FUNCTION`. The function takes no
-            arguments.
+        name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION`, whose function takes no
+            arguments, or the path of a run's `config.json`.
 
     Raises:
         UserError: The recipe does not exist, returns something else, or its stages do not fit
             together.
     """
+    if name.endswith(".json"):
+        from titan_loop.recipes.recorded import recorded_recipe
+
+        return recorded_recipe(Path(name))
     module, function_name = _open(name)
     module_name = module.__name__
     function = vars(module).get(function_name)

@@ -217,26 +217,30 @@ class RunDirectory:
         start = [run, *run.get("restarts", [])][-1]
         return Path(start["working_directory"]) if "working_directory" in start else None
 
-    def read_config(self) -> dict[str, Any]:
+    def read_config(self, path: Path | None = None) -> dict[str, Any]:
         """Return the content of `config.json`.
+
+        Args:
+            path: A kept config to read instead.
 
         Raises:
             UserError: If there is none, it is not JSON, or it names another folder for checkpoints.
         """
+        path = path or self.config_json
         try:
             config = read_json_object(
-                self.config_json,
+                path,
                 fix="repair it, or move it away and start the run once more to write it",
             )
         except FileNotFoundError as error:
             raise UserError(
-                f"{str(self.path)!r} has no config.json; start the run once more to write it"
+                f"{str(self.path)!r} has no {path.name}; start the run once more to write it"
             ) from error
         checkpoint = config.get("checkpoint", {})
         folder = checkpoint.get("folder", CHECKPOINTS) if isinstance(checkpoint, dict) else None
         if folder != CHECKPOINTS:  # an option of older versions
             raise UserError(
-                f"{str(self.config_json)!r} says checkpoint.folder={folder}, but checkpoints are "
+                f"{str(path)!r} says checkpoint.folder={folder}, but checkpoints are "
                 f"always in {CHECKPOINTS!r}; rename {folder!r} to it, in the run directory and in "
                 "that file"
             )

@@ -104,16 +104,20 @@ class SavedRun:
     Args:
         path: Folder of the run.
         checkpoint: The checkpoint in it that is meant; None for the newest whole one.
+        config_json: A config that a restart kept, to read instead of `config.json`.
 
     Raises:
         UserError: The folder has no `config.json`, or one that cannot be used.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], checkpoint: SavedCheckpoint | None = None
+        self,
+        path: str | os.PathLike[str],
+        checkpoint: SavedCheckpoint | None = None,
+        config_json: Path | None = None,
     ) -> None:
         self.directory = RunDirectory(path)
-        self._config = self.directory.read_config()
+        self._config = self.directory.read_config(config_json)
         self._checkpoint = checkpoint
 
     @classmethod
@@ -195,7 +199,7 @@ class SavedRun:
     def parent(self) -> Path | None:
         """The option `checkpoint.carry.parent`, a run or a checkpoint; None for initial weights."""
         parent = self._option("checkpoint.carry.parent", str, "")
-        return self._found(parent) if parent else None
+        return self.found(parent) if parent else None
 
     def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
         """Return the option with a dotted name.
@@ -230,8 +234,13 @@ class SavedRun:
     def mixture(self) -> list[str]:
         """The option `dataloader.mixture`, with the sources where they are now; may be empty."""
         texts = self._option("dataloader", dict).get("mixture") or []
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"{self.directory.config_json} has dataloader.mixture={texts!r:.40}, which must be "
+                f"a list of texts; {_REPAIR}"
+            )
         return [
-            f"{self._found(entry.path)}{text.removeprefix(entry.path)}"
+            f"{self.found(entry.path)}{text.removeprefix(entry.path)}"
             for text, entry in zip(texts, parse_mixture(texts) if texts else (), strict=True)
         ]
 
@@ -240,7 +249,7 @@ class SavedRun:
         """Folders of the prepared sources, in the order of the mixture, whether still there."""
         return [Path(entry.path) for entry in parse_mixture(self.mixture)] if self.mixture else []
 
-    def _found(self, path: str) -> Path:
+    def found(self, path: str) -> Path:
         """Return where a path that the run recorded leads to from here.
 
         A relative one started in the working directory of the run's last start. If that is gone, or

@@ -6,6 +6,7 @@ with a config, `resolved_run` derives what training needs from it.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.components.validate import Validator
+from torchtitan.config import Configurable
 from torchtitan.config.configs import (
     CommConfig,
     CompileConfig,
@@ -23,6 +25,7 @@ from torchtitan.config.configs import (
     TrainingConfig,
 )
 from torchtitan.config.override import OverrideConfig
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.trainer import Trainer
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
@@ -50,6 +53,22 @@ DEFAULT_SEED = 0
 OBJECTIVE_SCHEDULES = ("entropy_weight",)
 """Fields of a run that are schedules for its objective, which names those it wants; an objective
 may have schedules of its own among the fields of its config."""
+
+CLASSES = "classes"
+"""Entry of `config.json` with the names of classes, by field, where there are several to choose."""
+
+TASK_FIELD = "dataloader.task"
+"""Entry of `CLASSES` with the name of a generated task."""
+
+CHOSEN: Mapping[str, tuple[type[Configurable], str | None]] = {
+    "dataloader": (GlobalBatchLoader, "titan_loop.data.load"),
+    "loss": (StreamedLoss, "titan_loop.objectives"),
+    "activation_checkpoint": (ActivationCheckpointing, None),
+}
+"""Other entries of `CLASSES`: the base class, and the package whose modules have our own."""
+
+DERIVED = ("model_spec", "lr_scheduler", "optimizer.adamw", "optimizer.muon", "optimizer.ema")
+"""Fields that `resolve` fills in from others."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions and most objects
 
@@ -207,8 +226,18 @@ class RunConfig(Trainer.Config):
         objects are their representation, without the address in memory.
         """
         record = Trainer.Config.to_dict(self)
+        task = self.dataloader.generated_task()
+        record[CLASSES] = {
+            **{name: _class_name(getattr(self, name)) for name in CHOSEN},
+            TASK_FIELD: None if task is None else task.name,
+        }
         record["callbacks"] = [_callback_record(callback) for callback in self.callbacks]
         return json.loads(_ADDRESS.sub("", json.dumps(record, default=repr)))
+
+
+def _class_name(config: Configurable.Config | None) -> str | None:
+    """Return the name of the class that a config builds."""
+    return None if config is None else (config._owner or type(config)).__name__
 
 
 def _callback_record(callback: Callback) -> dict[str, Any]:

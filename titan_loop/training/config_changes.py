@@ -13,7 +13,7 @@ from titan_loop.errors import Refusal, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun, vocabulary_of
 from titan_loop.storage.json_files import finite_or_null
-from titan_loop.training.config import RunConfig
+from titan_loop.training.config import DERIVED, RunConfig
 from titan_loop.training.recurrence import typical_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
@@ -25,11 +25,8 @@ OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
 _NOT_SETTINGS = (
     "dump_folder",
     "checkpoint.load_step",
-    "model_spec.",
-    "optimizer.adamw",
-    "optimizer.muon",
     "optimizer.param_groups",
-    "lr_scheduler.",
+    *DERIVED,
     "accept_change",
     "dataloader.accept_change",
 )

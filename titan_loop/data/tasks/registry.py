@@ -28,6 +28,23 @@ def register(kind: type[Task]) -> None:
     assert TASKS.setdefault(kind.name, kind) is kind, f"two tasks are called {kind.name}"
 
 
+def find_task(name: str) -> type[Task]:
+    """Return the task that a run recorded by its name.
+
+    Raises:
+        UserError: This version does not know it, and no plug-in registers it.
+    """
+    if name not in TASKS:
+        import_plugins()
+    if name not in TASKS:
+        raise UserError(
+            f"the run was trained on the task {name!r}, which this version does not know: use the "
+            "version of titan_loop that trained it, or name the task's module in "
+            "TITAN_LOOP_PLUGINS"
+        )
+    return TASKS[name]
+
+
 def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
     """Return the task that a run was reading when it saved a checkpoint; None for text.
 
@@ -42,12 +59,5 @@ def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
     name = data.get(TASK)
     if name is None:
         return None
-    if name not in TASKS:
-        import_plugins()
-    if name not in TASKS:
-        raise UserError(
-            f"the checkpoint was trained on the task {name!r}, which this version does not know: "
-            "use the version of titan_loop that trained it"
-        )
-    kind = TASKS[name]
+    kind = find_task(name)
     return kind(**{field.name: data[field.name] for field in fields(kind) if field.name in data})

@@ -1,0 +1,235 @@
+"""The recipe of one run from the `config.json` that it left: `titan-loop train --config`.
+
+    config.json ─ names of classes ─► classes ─ fields, checked against their types ─► RunConfig
+
+Names are looked up among the classes that titan_loop has and those that `TITAN_LOOP_PLUGINS`
+imports. Nothing that the file names is imported, and nothing in it is executed.
+"""
+
+import importlib
+import inspect
+import json
+import logging
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import tyro
+
+from titan_loop.data.tasks.registry import find_task
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.family import FIRST_FAMILY, get_family
+from titan_loop.plugins import PLUGINS, import_plugins
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.json_files import nested
+from titan_loop.training.config import CHOSEN, CLASSES, DERIVED, TASK_FIELD, RunConfig
+from titan_loop.training.schedule import Knot, Schedule
+
+logger = logging.getLogger(__name__)
+
+
+def recorded_recipe(path: Path) -> Recipe:
+    """Return the recipe that trains a run once more, in a folder beside it that ends in "-again".
+
+    Sources are those that the run read, wherever they are now; the parent is the very checkpoint
+    that it started from.
+
+    Args:
+        path: `config.json` of a run, or a `config-before-restart-K.json`.
+
+    Raises:
+        UserError: The file cannot be read, does not say enough, or has a value that does not fit.
+    """
+    run = SavedRun(path.parent, config_json=path)
+    before = run.lineage()[:-1]
+    if run.parent is None and before:
+        raise UserError(
+            f"{path}: this run began as a copy of {before[-1].checkpoint}, which the file does not "
+            "name; make that copy again, and continue it with a recipe"
+        )
+    try:
+        config = _Reading().config(_with_paths_found(run))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    config.checkpoint.load_step = -1
+    if before:
+        config.checkpoint.carry.parent = str(before[-1].checkpoint)
+    elif run.parent is not None:
+        config.checkpoint.carry.parent = str(run.parent)
+    name = config.stage or "run"
+    stage = Stage(name=name, config=config)
+    return Recipe(name=name, stages=[stage], folder=f"{run.path.resolve()}-again")
+
+
+def _with_paths_found(run: SavedRun) -> dict[str, Any]:
+    """Return a run's config, with the paths of its data as they are from here."""
+    dataloader, held_out = dict(run.dataloader), nested(run.config, "held_out")
+    for name in ("dataset_path", "tokenizer"):  # of streamed text
+        if isinstance(path := dataloader.get(name), str) and path:
+            dataloader[name] = str(run.found(path))
+    record = {**run.config, "dataloader": dataloader}
+    if isinstance(held_out, dict) and isinstance(held_out.get("sources"), list):
+        sources = [str(run.found(path)) for path in map(str, held_out["sources"])]
+        record["held_out"] = {**held_out, "sources": sources}
+    return record
+
+
+class _Reading:
+    """Makes a config of one record."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, type] = {}
+        self._absent: list[str] = []
+
+    def config(self, record: dict[str, Any]) -> RunConfig:
+        """Return the config.
+
+        Raises:
+            UserError: As `recorded_recipe`.
+        """
+        names = record.pop(CLASSES, None)
+        if not isinstance(names, dict) or set(names) != {*CHOSEN, TASK_FIELD}:
+            raise UserError(
+                f"{CLASSES!r} is missing, which names the classes of {', '.join(CHOSEN)}: an older "
+                "version, an import or a merge wrote this file; train the recipe that run.json "
+                "names"
+            )
+        for field, name in names.items():
+            if name is not None:
+                found = find_task(str(name)) if field == TASK_FIELD else _chosen(field, str(name))
+                self._classes[field] = found
+        self._classes["model"] = get_family(
+            str(nested(record, "model.family") or FIRST_FAMILY)
+        ).options
+        config = self._built(RunConfig, record, "")
+        if self._absent:
+            logger.warning("not in config.json, so at their defaults: %s", ", ".join(self._absent))
+        return config
+
+    def _built(self, kind: type, record: Any, name: str) -> Any:
+        """Return an instance of a dataclass.
+
+        Args:
+            kind: The dataclass.
+            record: Its fields as JSON values.
+            name: Dotted name of the field that it is the value of; empty for the whole config.
+        """
+        if not isinstance(record, dict):
+            raise UserError(f"{name}={record!r:.40} must be an object")
+        hints = get_type_hints(kind, include_extras=True)
+        known = {field.name: field for field in fields(kind)}
+        values: dict[str, Any] = {}
+        for key in record:
+            if key not in known:
+                raise UserError(
+                    f"{_dotted(name, key)} is unknown to this version{nearest(key, known)}"
+                )
+        for key, field in known.items():
+            dotted = _dotted(name, key)
+            if dotted in DERIVED or not field.init:
+                continue
+            if key not in record:
+                self._absent.append(dotted)
+            elif tyro.conf.Suppress in getattr(hints[key], "__metadata__", ()):
+                _require_default(dotted, field, record[key])
+            else:
+                values[key] = self._value(dotted, hints[key], field, record[key])
+        try:
+            return kind(**values)
+        except (TypeError, ValueError) as error:  # a field without a default, or its own check
+            reason = " ".join(str(error).split())
+            raise UserError(f"{name}: {reason}" if name else reason) from error
+
+    def _value(self, name: str, hint: Any, field: "Field[Any]", recorded: Any) -> Any:
+        """Return the value of one field."""
+        if recorded is None and name in CHOSEN:
+            return None
+        default = _default(field)
+        kind = self._classes.get(name, type(default))
+        if is_dataclass(kind) and kind is not Schedule:
+            return self._built(kind, recorded, name)
+        if Schedule in (hint, *get_args(hint)) and isinstance(recorded, dict):
+            return _schedule(name, recorded)
+        if not _fits(recorded, hint):
+            expected = getattr(hint, "__name__", str(hint).replace("typing.", ""))
+            raise UserError(f"{name}={recorded!r:.40} must be of type {expected}")
+        return recorded
+
+
+def _dotted(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _chosen(field: str, name: str) -> type:
+    """Return the config class of the class with a name, ours or of a plug-in."""
+    base, package = CHOSEN[field]
+    if package is not None:
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            importlib.import_module(f"{package}.{module.name}")
+    known = {kind.__name__: kind for kind in _concrete(base)}
+    if name not in known:
+        import_plugins()
+        known = {kind.__name__: kind for kind in _concrete(base)}
+    if name not in known:
+        raise UserError(
+            f"{CLASSES}.{field}={name} is a class that this version does not have"
+            f"{nearest(name, known)}; name the module of a class of yours in {PLUGINS}"
+        )
+    return known[name].Config
+
+
+def _concrete(base: type) -> Iterator[Any]:
+    """Yield the classes below one that can be built."""
+    for kind in base.__subclasses__():
+        if not inspect.isabstract(kind):
+            yield kind
+        yield from _concrete(kind)
+
+
+def _default(field: "Field[Any]") -> Any:
+    """Return the default of a field; None if it has none."""
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
+
+
+def _require_default(name: str, field: "Field[Any]", recorded: Any) -> None:
+    """Refuse what only a recipe can set."""
+    default = _default(field)
+    if is_dataclass(default) and not isinstance(default, type):
+        default = asdict(default)
+    if recorded != json.loads(json.dumps(default, default=repr)):
+        raise UserError(
+            f"{name}={recorded!r:.60} was set by a recipe and cannot be made from a file; train "
+            "that recipe"
+        )
+
+
+def _schedule(name: str, recorded: Mapping[str, Any]) -> Schedule:
+    try:
+        return Schedule(tuple(Knot(**knot) for knot in recorded["knots"]))
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{name}={recorded!r:.40} is not a schedule: {error}") from error
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value is of a type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _fits(value, arguments[0])
+    if origin in (Union, UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin in (list, tuple):
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return hint is Any or type(value) is (origin or hint)
