@@ -130,6 +130,13 @@ def test_config_fields_we_set():
     assert "warmup_steps" in fields(LRSchedulersContainer.Config)
 
 
+def test_a_config_knows_the_class_it_builds():
+    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC
+
+    assert FullAC.Config._owner is FullAC  # `config.json` names it
+    assert issubclass(FullAC, ActivationCheckpointing)
+
+
 def test_checkpoint_manager_hooks():
     assert parameters(CheckpointManager._save) == ["self", "curr_step", "last_step"]
     assert parameters(CheckpointManager._load) == ["self", "step"]
