@@ -194,6 +194,11 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
             "States of the last token",
             "After every step, on two principal components common to all; one colour an answer.",
         ),
+        "lens.png": (
+            "Logit lens",
+            "Share of questions whose bridge, or target, the head would say at its position after "
+            "every layer of every recurrent step.",
+        ),
     }
     return [
         Section(title, text, run_directory.plots / name)

@@ -1,4 +1,4 @@
-"""`titan-loop analyse agreement | probes | pca | safety RUN`: behaviour step by step."""
+"""`titan-loop analyse agreement | probes | pca | safety | lens RUN`: behaviour step by step."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +8,7 @@ from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
+    from titan_loop.data.tasks.task import Task
     from titan_loop.evaluation.step_answers import Item
     from titan_loop.inference.loading import Loaded
 
@@ -170,6 +171,84 @@ def safety(
     print(_save(loaded, "safety", record))
 
 
+def lens(
+    run: Path,
+    *,
+    strata: tuple[str, ...] = (),
+    recurrent_steps: int | None = None,
+    questions: int = 256,
+) -> None:
+    """Read bridge and target off the states after every layer of every step (logit lens).
+
+    For runs on a generated task. Writes evals/lens-step-N.json and a plot that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        strata: Strata of the task's exam; default all.
+        recurrent_steps: R; default that of training.
+        questions: Number of questions of each stratum.
+    """
+    from titan_loop.analysis.step_plots import draw_lens
+    from titan_loop.evaluation.logit_lens import logit_lens
+    from titan_loop.tables import columns
+
+    loaded, task, names = _open_task(run, strata, questions)
+    steps = _steps(recurrent_steps, loaded)
+    lenses = [
+        lens
+        for name in names
+        for lens in logit_lens(loaded.model, task, name, steps=steps, count=questions)
+    ]
+    layers = len(loaded.model.layers)
+    visits = [f"{step}.{layer}" for step in range(1, steps + 1) for layer in range(1, layers + 1)]
+    rows = [["stratum", "waypoint", *visits]]
+    rows += [
+        [lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in lens.accuracy.flat)]
+        for lens in lenses
+    ]
+    print("\n".join(columns(rows, left=(0, 1))))
+    record = {
+        "questions": questions,
+        "strata": [
+            {
+                "stratum": lens.stratum,
+                "waypoint": lens.waypoint,
+                "accuracy": lens.accuracy.tolist(),
+                "margin": lens.margin.tolist(),
+            }
+            for lens in lenses
+        ],
+    }
+    print(_save(loaded, "lens", record))
+    print(draw_lens(lenses, loaded.run.directory.plots / "lens.png"))
+
+
+def _open_task(
+    run: Path, strata: tuple[str, ...], questions: int
+) -> tuple["Loaded", "Task", list[str]]:
+    """Return a run on a generated task, the task, and the names of its strata to ask."""
+    from titan_loop.data.tasks.registry import recorded_task
+    from titan_loop.errors import nearest
+    from titan_loop.inference.loading import load_checkpoint
+
+    if questions < 1:
+        raise UserError(f"questions={questions} must be at least 1")
+    loaded = load_checkpoint(run, use="analyse")
+    task = recorded_task(loaded.manifest["data"])
+    if task is None:
+        raise UserError(f"{run} was trained on text; this analysis asks a generated task's exam")
+    for name in strata:
+        if name not in task.strata:
+            raise UserError(f"strata={name}: {task.name} has none{nearest(name, task.strata)}")
+    return loaded, task, [*(strata or task.strata)]
+
+
+def _steps(recurrent_steps: int | None, loaded: "Loaded") -> int:
+    if recurrent_steps is not None and recurrent_steps < 1:
+        raise UserError(f"recurrent_steps={recurrent_steps} must be at least 1")
+    return recurrent_steps or loaded.recurrent_steps
+
+
 def _open(run: Path, items: str, limit: int | None) -> tuple["Loaded", list["Item"]]:
     from titan_loop.evaluation.step_answers import read_items
     from titan_loop.inference.loading import load_checkpoint
@@ -211,6 +290,12 @@ def _save(loaded: "Loaded", name: str, record: dict[str, Any]) -> Path:
     return path
 
 
-VERBS = {"agreement": agreement, "probes": probes, "pca": pca, "safety": safety}
+VERBS = {
+    "agreement": agreement,
+    "probes": probes,
+    "pca": pca,
+    "safety": safety,
+    "lens": lens,
+}
 
 run = group("analyse", VERBS)

@@ -76,7 +76,9 @@ class Exam:
         self.windows: dict[str, HeldOutWindows] = {}
         for stratum, examples in task.exam(count, strata=strata).items():
             name = task.name if alone else f"{task.name}/{stratum}"
-            self.windows[name] = _as_windows(name, examples, room, multiple, task.columns)
+            self.windows[name] = example_windows(
+                name, examples, task.columns, room=room, multiple=multiple
+            )
 
     def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
         """Return name → reading → accuracy and mean steps.
@@ -124,10 +126,26 @@ def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forwar
     return at_readings(model, readings, value=lambda scores: scores.right_PT)
 
 
-def _as_windows(
-    name: str, examples: Sequence[Example], room: int, multiple: int, declared: Sequence[Column]
+def example_windows(
+    name: str,
+    examples: Sequence[Example],
+    declared: Sequence[Column],
+    *,
+    room: int,
+    multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window an example; behind its last label it is padding, each a document."""
+    """Return a window an example; behind its last label it is padding, each a document.
+
+    Args:
+        name: Name of the stratum, for errors.
+        examples: At least one.
+        declared: Columns of the task.
+        room: Longest window in tokens.
+        multiple: Windows are as long as the longest example, rounded up to this.
+
+    Raises:
+        UserError: An example does not fit into the room.
+    """
     answers = [example.answer_labels() for example in examples]
     ends = [int(np.flatnonzero(labels != IGNORED)[-1]) + 1 for labels in answers]
     if max(ends) > room:

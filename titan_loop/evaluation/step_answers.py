@@ -4,7 +4,7 @@ items ─► prompt + choice ─► one pass to the deepest step ─► nats of 
      └─► prompt alone ────► states of its last token after every layer of every step
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.evaluation.layer_states import at_layer_visits
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
@@ -130,28 +131,24 @@ def last_token_states(
     for start in range(0, len(prompts), batch_rows):
         batch = [list(prompt)[-room:] for prompt in prompts[start : start + batch_rows]]
         longest = max(map(len, batch))
-        rows = torch.arange(len(batch), device=device)
+        padded = [prompt + [0] * (longest - len(prompt)) for prompt in batch]
         last = torch.tensor([len(prompt) - 1 for prompt in batch], device=device)
-        visits: list[torch.Tensor] = []
-
-        def keep(
-            rows: torch.Tensor, last: torch.Tensor, visits: list[torch.Tensor]
-        ) -> Callable[..., None]:
-            def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-                visits.append(output[rows, last].float())
-
-            return hook
-
-        hooks = [
-            layer.register_forward_hook(keep(rows, last, visits)) for layer in model.layers.values()
-        ]
-        try:
-            padded = [prompt + [0] * (longest - len(prompt)) for prompt in batch]
-            model(torch.tensor(padded, device=device), recurrent_steps=steps, collect="last")
-        finally:
-            for handle in hooks:
-                handle.remove()
-        states = torch.stack(visits, dim=1)  # visits in the order of steps, then layers
+        states = _states_at(model, torch.tensor(padded, device=device), last, steps)
         shape = (len(batch), steps, len(model.layers), states.shape[-1])
         collected.append(states.view(shape).cpu().numpy())
     return np.concatenate(collected)
+
+
+def _states_at(
+    model: LoopDecoder, tokens: torch.Tensor, position: torch.Tensor, steps: int
+) -> torch.Tensor:
+    """Return one position's state at every visit, in the order of steps, then layers."""
+    rows = torch.arange(len(tokens), device=tokens.device)
+    visits: list[torch.Tensor] = []
+
+    def keep(step: int, layer: int, state: torch.Tensor) -> None:
+        visits.append(state[rows, position].float())
+
+    with at_layer_visits(model, keep):
+        model(tokens, recurrent_steps=steps, collect="last")
+    return torch.stack(visits, dim=1)

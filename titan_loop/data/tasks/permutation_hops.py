@@ -174,3 +174,8 @@ class PermutationHops(Task):
             entity = int(self.tails[relation, entity])
             reached.append(entity)
         return reached
+
+    def waypoints(self, question: Path) -> Mapping[str, tuple[int, int]]:
+        """Return the entity after every hop, at its relation; the last is the target."""
+        *bridges, target = enumerate(self.reached(question), start=1)
+        return {f"hop_{hop}": (hop, entity) for hop, entity in bridges} | {"target": target}

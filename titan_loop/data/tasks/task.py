@@ -53,7 +53,9 @@ class Example:
         tokens = np.asarray([*prompt, *answer], dtype=np.int64)
         graded = np.zeros(len(tokens), dtype=bool)
         graded[len(prompt) - 1 : -1] = True
-        return cls(tokens, np.append(tokens[1:], IGNORED), graded)
+        labels = np.full(len(tokens), IGNORED, dtype=np.int64)
+        labels[:-1] = tokens[1:]
+        return cls(tokens, labels, graded)
 
     def answer_labels(self) -> np.ndarray:
         """Return the labels of the answer; IGNORED elsewhere."""
@@ -115,6 +117,17 @@ class Task(ABC):
     @abstractmethod
     def encode(self, question: Any) -> Example:
         """Return the example that asks and answers the question."""
+
+    def waypoints(self, question: Any) -> Mapping[str, tuple[int, int]]:
+        """Return what a model has to know on the way to the answer, for analyses of its states.
+
+        Returns:
+            Name → (position, token id), in the order in which they are needed; the last is
+            "target", the first token of the answer.
+        """
+        example = self.encode(question)
+        at = int(np.flatnonzero(example.answer)[0])
+        return {"target": (at, int(example.labels[at]))}
 
     def depth(self, question: Any) -> int:
         """Return the recurrent steps that a question needs, where `knows_depth`."""

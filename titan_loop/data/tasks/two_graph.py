@@ -215,5 +215,14 @@ class TwoGraph(Task):
         asked += [subject, *(self._word(word) for word in ("?", "Answer", ":"))]
         return Example.of_sequence(asked, [answer])
 
+    def waypoints(self, question: Chain) -> Mapping[str, tuple[int, int]]:
+        """Return the entities on the way at their relations, unless these are in reverse order."""
+        target = Task.waypoints(self, question)
+        if self.form == "reverse":
+            return target
+        apart = 1 if self.form == "symbolic" else 2  # tokens from one relation to the next
+        bridges = enumerate(question.entities[1:-1], start=1)
+        return {**{f"bridge_{hop}": (apart * hop, entity) for hop, entity in bridges}, **target}
+
     def _word(self, word: str) -> int:
         return 2 * self.entities + self.relations + _WORDS.index(word)

@@ -182,3 +182,10 @@ class TwoHopSystematic(Task):
         asked = [self.entities + int(relations[fact]) for fact in question]
         head = question[0] // self.degree
         return Example.of_sequence([head, *asked], [int(tails[question[-1]])])
+
+    def waypoints(self, question: Facts) -> Mapping[str, tuple[int, int]]:
+        """Return the bridge at the first relation, and the target at the last."""
+        target = Task.waypoints(self, question)
+        if len(question) == 1:
+            return target
+        return {"bridge": (1, int(self.edges[1][question[0]])), **target}
