@@ -1,5 +1,6 @@
 """The memory estimate against what the allocator sees."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from tests.distributed.sharded_model import (
     loss_of,
     micro_batch,
 )
+from tests.families.toy_family import ToyOptions
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import estimate_memory, unit_sizes
 from titan_loop.distributed.step_shape import OptimizerStates, StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.testing.allocations import AllocationTrace
 from titan_loop.training.optimizer import LoopOptimizers
@@ -37,12 +40,10 @@ ESTIMATE_TOLERANCE = 0.2
 
 def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float]:
     """Return transient peaks, and bytes alive between the backward passes of steps 2 and 1."""
-    options = OuroOptions(
-        size="quickstart",
-        n_layers=4,
-        vocab_size=VOCABULARY,
-        injection=case.get("injection", "none"),
+    options = case.get("model") or OuroOptions(
+        size="quickstart", n_layers=4, **case.get("options", {})
     )
+    options = replace(options, vocab_size=VOCABULARY)
     fsdp = FSDPConfig(policy=case["policy"], fp32_visit_sum=case.get("wide", False))
     model = build(
         fsdp,
@@ -55,7 +56,8 @@ def measured_and_estimated(case: dict[str, Any]) -> tuple[int, float, int, float
     steps = case["steps"]
 
     def run(trace: AllocationTrace | None) -> None:
-        output = model(tokens[:, :-1], recurrent_steps=steps)
+        collect = "last" if model.exit_gate is None else "all"
+        output = model(tokens[:, :-1], recurrent_steps=steps, collect=collect)
         if trace is not None:
             output.hidden_RBLD[0].register_hook(lambda _: trace.mark("step 1"))
         loss, _ = loss_of(model)(output, tokens[:, 1:], float(tokens.numel()))
@@ -108,7 +110,23 @@ MEMORY_CASES = {
         checkpointing="full",
         dtype="float32",
         steps=4,
-        injection="diagonal",
+        options={"injection": "diagonal"},
+    ),
+    "another-family": dict(
+        LONG,
+        policy="per_step",
+        checkpointing="recurrent-step",
+        dtype="float32",
+        steps=12,
+        model=ToyOptions(n_layers=1, exit_gate=False),
+    ),
+    "other-blocks": dict(
+        LONG,
+        policy="per_step",
+        checkpointing="none",
+        dtype="float32",
+        steps=4,
+        model=RecurrentDepthOptions(size="small"),
     ),
     "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
 }

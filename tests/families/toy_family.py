@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torchtitan.models.common.decoder_sharding import norm_config
 
 from titan_loop.models.context import LoopContext
-from titan_loop.models.decoder import FinalNorm, LoopDecoder
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families import ouro
 from titan_loop.models.family import Family, FamilyName, ModelSize, register
+from titan_loop.models.final_norm import FinalNorm
+from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.units import Unit
 
@@ -44,6 +46,12 @@ class ToyDecoder(LoopDecoder):
         def architecture(self) -> dict:
             inherited = LoopDecoder.Config.architecture(self)
             return {**inherited, "update_scale": self.update_scale}
+
+        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
+            """Add the norm u and the sum of every step, none of which is ever recomputed."""
+            total = spread.compute_bytes * self.dim / spread.tensor_parallel_degree
+            inherited = LoopDecoder.Config.memory_parts(self, spread)
+            return [*inherited, part(norm_bytes(self.dim, spread) + total, "step")]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

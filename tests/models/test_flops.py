@@ -43,8 +43,7 @@ def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
         == training_flops_per_token(
             layer_parameters=500_000,
             n_layers=6,
-            n_heads=16,
-            head_dim=16,
+            query_width=16 * 16,
             dim=256,
             vocab_size=2048,
             seq_len=SEQ_LEN,

@@ -151,9 +151,7 @@ def _context_parallel(
 ) -> list[Traffic]:
     """Return keys and values: gathered at every visit, again where it is recomputed."""
     degree = shape.context_parallel_degree
-    attention = config.layers[0].attention
-    head_dim = attention.head_dim or config.dim // attention.n_heads
-    key_width = (attention.n_kv_heads or attention.n_heads) * head_dim
+    key_width = config.layers[0].attention.widths[1]
     window_bytes = shape.tokens * degree * 2 * key_width * shape.compute_bytes
     received = window_bytes / shape.tensor_parallel_degree * (1 - 1 / degree)
     recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)

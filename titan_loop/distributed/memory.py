@@ -6,7 +6,7 @@
                    the buffer it arrives in, but all layers where a whole recurrent step is
                    recomputed, since its backward pass follows at once, or where units are not
                    resharded after forward (until the backward pass of step R, the embedding, too)
-    activations    every visit of every layer, see `visit_bytes_per_token`; with `full-offload` the
+    activations    every visit of every layer, see `models/memory_parts.py`; with `full-offload` the
                    visits' part is in the host's memory, `offloaded`
     recomputed     one layer's activations again, with checkpointing; all layers' if the unit of
                    recomputation is a recurrent step
@@ -25,19 +25,19 @@ With `training.enable_cpu_offload` parameters, sharded gradients and moments cou
 When only the last k steps are trained through, the others keep nothing but their state. When only
 the gate trains, no layer keeps anything, and gradients and moments are the gate's.
 
-P parameters, S ranks that shard them, c bytes of the compute dtype, D width, F feed-forward width,
-N·H query and K·H key-value width, V vocabulary.
+What a token leaves behind is the decoder's to say (`Config.memory_parts`); P parameters, S ranks
+that shard them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torchtitan.models.common.attention import GQAttention
 
 from titan_loop.distributed.activation_checkpointing import Checkpointing
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.readout import LMHead
+from titan_loop.models.memory_parts import MemoryPart
 from titan_loop.models.units import TABLES, UnitSize, unit_sizes_of
 
 USABLE_SHARE = 0.9  # of a device's memory; the rest is fragmentation, NCCL's and the context's
@@ -127,44 +127,6 @@ def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
 _measurements: dict[str, tuple[list[UnitSize], int]] = {}
 
 
-def visit_bytes_per_token(
-    config: LoopDecoder.Config, shape: StepShape, checkpointing: Checkpointing
-) -> float:
-    """Return what one visit of one layer keeps for its backward pass, in bytes per token.
-
-    | policy | kept, in elements of the compute dtype |
-    |---|---|
-    | none | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; four norms' own |
-    | selective | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
-    | full | the layer's input: D |
-    | full-offload | nothing: the layer's input, D, is on the host |
-    | recurrent-step | nothing: the step's input is the state before it |
-    | recurrent-step+full | nothing, likewise |
-
-    Under context parallelism attention keeps the gathered keys and values unless they are gathered
-    again. A fused norm keeps its input (D), a composed one that and the normalised value in fp32 (8·D
-    bytes). Attention also keeps an fp32 log-sum-exp per head.
-
-    Args:
-        config: The architecture.
-        shape: Dtype, kernels and tensor parallelism, which divides all but the gathered inputs.
-        checkpointing: The policy, not necessarily that of `shape`.
-    """  # noqa: E501  (a table row is one line)
-    queries, keys, feed_forward = _widths(config)
-    c, tp = shape.compute_bytes, shape.tensor_parallel_degree
-    log_sum_exp = 4 * config.layers[0].attention.n_heads / tp
-    if checkpointing.startswith("recurrent-step") or checkpointing == "full-offload":
-        return 0.0
-    if checkpointing == "full":
-        return c * config.dim / tp
-    if checkpointing == "selective":
-        return c * (2 * config.dim + 2 * queries + keys + feed_forward) / tp + log_sum_exp
-    gathered_keys = 2 * keys * shape.context_parallel_degree
-    products = c * (2 * queries + gathered_keys + 4 * feed_forward) / tp
-    gathered_inputs = c * 2 * config.dim
-    return gathered_inputs + products + 4 * _norm_bytes(config, shape) + log_sum_exp
-
-
 def estimate_memory(
     config: LoopDecoder.Config, shape: StepShape, *, hold_layers: bool
 ) -> StepMemory:
@@ -207,7 +169,12 @@ def estimate_memory(
     trained_blocks = blocks if shape.trainable == "all" else [0.0]
     summed_at_once = sum if shape.steps_with_backward > 1 else max
     embedding_trained = tables[0] if shape.trainable == "all" else 0.0
-    readout_chunk = _readout_chunk_bytes(config, shape)
+    parts = config.memory_parts(shape)
+    readout = config.readout_memory(shape.tokens, shape.recurrent_steps, shape)
+    # The gathered head and, if it trains, its fp32 gradient and those of the states that are read.
+    readout_rest = readout.head_elements * c
+    if shape.trainable == "all":
+        readout_rest += readout.head_elements * REDUCE_BYTES + readout.state_gradient_bytes
     reduction = REDUCE_BYTES * (1 + 1 / shape.shard_degree)
     return StepMemory(
         parameters=on_device * local,
@@ -215,12 +182,12 @@ def estimate_memory(
         optimizer=on_device * states,
         gathered=c * at_once + others,
         gathered_later=c * later + others,
-        activations=_activation_bytes(config, shape),
-        offloaded=_offloaded_bytes(config, shape)
+        activations=_activation_bytes(parts, shape),
+        offloaded=_offloaded_bytes(parts, shape)
         + (1 - on_device) * (local + trained_local + states),
-        recomputed=_recomputed_bytes(config, shape),
-        readout=readout_chunk + _readout_rest_bytes(config, shape),
-        readout_chunk=readout_chunk,
+        recomputed=_recomputed_bytes(parts, shape),
+        readout=readout.chunk_bytes + readout_rest,
+        readout_chunk=readout.chunk_bytes,
         unsharded_gradients=summed_bytes * summed_at_once(trained_blocks)
         + reduction * max(trained_blocks),
         embedding_gradient=(c + reduction) * embedding_trained,
@@ -228,71 +195,43 @@ def estimate_memory(
     )
 
 
-def _activation_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    visit = visit_bytes_per_token(config, shape, shape.checkpointing)
-    # The state is kept for the readout, and the gate's input in fp32.
-    state = shape.compute_bytes * config.dim
-    gate = MASTER_BYTES * config.dim if config.exit_gate and shape.compute_bytes < 4 else 0
-    by_step = shape.checkpointing.startswith("recurrent-step")
-    norm = 0.0 if by_step else _norm_bytes(config, shape)
-    layers = shape.steps_with_backward * (len(config.layers) * visit + norm)
-    injected = 0.0
-    if config.injection is not None:  # the embedding, and h - e of every step for learned rates
-        injected = state
-        if config.injection.kind == "diagonal" and not by_step:
-            injected += shape.steps_with_backward * MASTER_BYTES * config.dim
-        injected /= shape.tensor_parallel_degree
-    return shape.tokens * (layers + injected + shape.recurrent_steps * (state + gate))
+def _activation_bytes(parts: Sequence[MemoryPart], shape: StepShape) -> float:
+    kept = sum(_visits(part, shape) * _kept(part, shape.checkpointing) for part in parts)
+    return shape.tokens * kept
 
 
-def _offloaded_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+def _offloaded_bytes(parts: Sequence[MemoryPart], shape: StepShape) -> float:
     if shape.checkpointing != "full-offload":
         return 0.0
-    visits = shape.steps_with_backward * len(config.layers)
-    return visits * shape.tokens * visit_bytes_per_token(config, shape, "full")
+    layers = [part for part in parts if part.recomputed == "layer"]
+    return shape.tokens * sum(_visits(part, shape) * part.kept.input for part in layers)
 
 
-def _recomputed_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
+def _recomputed_bytes(parts: Sequence[MemoryPart], shape: StepShape) -> float:
     if shape.checkpointing == "none" or shape.steps_with_backward == 0:
         return 0.0
-    layer = visit_bytes_per_token(config, shape, "none")
+    layer = max(part.kept.whole for part in parts if part.recomputed == "layer")
+    if not shape.checkpointing.startswith("recurrent-step"):
+        return shape.tokens * layer
+    step = [part for part in parts if part.visited == "step" and part.recomputed != "never"]
     if shape.checkpointing == "recurrent-step":
-        layer = len(config.layers) * layer + _norm_bytes(config, shape)
-    if shape.checkpointing == "recurrent-step+full":
-        layer += len(config.layers) * visit_bytes_per_token(config, shape, "full")
-        layer += _norm_bytes(config, shape)
-    return shape.tokens * layer
+        return shape.tokens * sum(part.visits * part.kept.whole for part in step)
+    return shape.tokens * (layer + sum(part.visits * _kept(part, "full") for part in step))
 
 
-def _readout_chunk_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    """Return the bytes of the logits that exist at a time: see `models/readout.py`."""
-    c, rows = shape.compute_bytes, config.vocab_size / shape.tensor_parallel_degree
-    head_config = config.lm_head
-    assert isinstance(head_config, LMHead.Config)
-    chunk = min(head_config.chunk_tokens, shape.tokens)
-    return chunk * rows * (4 + (c if c < 4 else 0))
+def _visits(part: MemoryPart, shape: StepShape) -> int:
+    times = {
+        "once": min(1, shape.steps_with_backward),
+        "step": shape.steps_with_backward,
+        "state": shape.recurrent_steps,
+    }
+    return part.visits * times[part.visited]
 
 
-def _readout_rest_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    """Return the gathered head, its fp32 gradient and the gradients of the states read out."""
-    c, rows = shape.compute_bytes, config.vocab_size / shape.tensor_parallel_degree
-    if shape.trainable == "exit_gate":
-        return rows * config.dim * c
-    readouts = shape.recurrent_steps if config.exit_gate is not None else 1
-    head = rows * config.dim * (c + REDUCE_BYTES)
-    return head + readouts * shape.tokens * config.dim * c
-
-
-def _norm_bytes(config: LoopDecoder.Config, shape: StepShape) -> float:
-    per_value = shape.compute_bytes if shape.fused_norms else 2 * 4
-    return per_value * config.dim / shape.tensor_parallel_degree
-
-
-def _widths(config: LoopDecoder.Config) -> tuple[int, int, int]:
-    """Return N·H, K·H and F of the layers, which are all alike."""
-    attention, feed_forward = config.layers[0].attention, config.layers[0].feed_forward
-    assert isinstance(attention, GQAttention.Config)
-    assert feed_forward is not None
-    head_dim = attention.head_dim or config.dim // attention.n_heads
-    kv_heads = attention.n_kv_heads or attention.n_heads
-    return attention.n_heads * head_dim, kv_heads * head_dim, feed_forward.w1.out_features
+def _kept(part: MemoryPart, checkpointing: Checkpointing) -> float:
+    """Return bytes per token of one visit: the table of `models/memory_parts.py`."""
+    by_step = checkpointing.startswith("recurrent-step")
+    if part.recomputed == "never" or (part.recomputed == "step" and not by_step):
+        return part.kept.whole
+    whole, selected, layer_input = part.kept
+    return {"none": whole, "selective": selected, "full": layer_input}.get(checkpointing, 0.0)

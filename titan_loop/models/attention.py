@@ -179,6 +179,12 @@ class LoopAttention(GQAttention):
 
         distance_scores: DistanceScores.Config | None = None
 
+        @property
+        def widths(self) -> tuple[int, int]:
+            """Widths of the queries and of the keys, N·H and K·H."""
+            head_dim = self.head_dim or self.dim // self.n_heads
+            return self.n_heads * head_dim, (self.n_kv_heads or self.n_heads) * head_dim
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         scores = config.distance_scores

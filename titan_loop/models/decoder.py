@@ -16,14 +16,14 @@ injection and no step embedding as in the released checkpoints.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.decoder_sharding import norm_config, set_decoder_sharding_config
-from torchtitan.models.common.nn_modules import Identity, RMSNorm
+from torchtitan.models.common.nn_modules import Identity
 
 from titan_loop.errors import UserError
 from titan_loop.models.attention import document_block_mask, document_mask
@@ -35,8 +35,16 @@ from titan_loop.models.context import (
     WindowShare,
 )
 from titan_loop.models.exit_gate import ExitGate, Trainable
+from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.flops import Flops, training_flops_per_token
 from titan_loop.models.injection import AdditiveInjection, Injected
+from titan_loop.models.memory_parts import (
+    MemoryPart,
+    ReadoutMemory,
+    Spread,
+    norm_bytes,
+    part,
+)
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import (
@@ -45,6 +53,7 @@ from titan_loop.models.positions import (
     RelativePositions,
     RotaryPositions,
 )
+from titan_loop.models.readout import LMHead
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.sharding import (
     gathered_state,
@@ -54,23 +63,6 @@ from titan_loop.models.sharding import (
     set_block_sharding,
 )
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, TABLES, Unit
-
-NormPlacement: TypeAlias = Literal["every_step", "readout"]
-"""Where the final norm stands: after every recurrent step, or only before head and gate."""
-
-
-class FinalNorm(RMSNorm):
-    """RMSNorm that keeps its input's dtype when mixed precision holds its weight in fp32."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        """Width and epsilon."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise (B, L, D) over D."""
-        if x.dtype == self.weight.dtype:
-            return super().forward(x)
-        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
 
 
 class LoopDecoder(Decoder):
@@ -87,9 +79,6 @@ class LoopDecoder(Decoder):
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that `forward` reads; the loader must declare them."""
-
-        feed_forward_matrices: ClassVar[int] = 3
-        """Matrices of D · F elements in a layer's feed-forward part."""
 
         family: str = ""  # set by `titan_loop.models.family.decoder_config`
         recurrent_steps: int = 4
@@ -182,18 +171,10 @@ class LoopDecoder(Decoder):
             backward_steps: float | None = None,
         ) -> Flops:
             """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
-            attention, feed_forward = self.layers[0].attention, self.layers[0].feed_forward
-            head_dim = attention.head_dim or self.dim // attention.n_heads
-            kv_heads = attention.n_kv_heads or attention.n_heads
-            layer_parameters = (
-                2 * self.dim * head_dim * (attention.n_heads + kv_heads)
-                + self.feed_forward_matrices * self.dim * feed_forward.w1.out_features
-            )
             return training_flops_per_token(
-                layer_parameters=layer_parameters,
+                layer_parameters=self.layers[0].matrix_elements,
                 n_layers=len(self.layers),
-                n_heads=attention.n_heads,
-                head_dim=head_dim,
+                query_width=self.layers[0].attention.widths[0],
                 dim=self.dim,
                 vocab_size=self.vocab_size,
                 seq_len=seq_len,
@@ -202,6 +183,34 @@ class LoopDecoder(Decoder):
                 trainable=trainable,
                 backward_steps=backward_steps,
             )
+
+        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
+            """List what a micro-batch keeps for its backward pass, beside the readout.
+
+            Args:
+                spread: What the bytes of one token depend on.
+            """
+            c, norm = spread.compute_bytes, norm_bytes(self.dim, spread)
+            at_readout = part(norm, "once" if self.exit_gate is None else "state")
+            every_step = self.norm_placement == "every_step"
+            parts = [
+                MemoryPart(self.layers[0].kept_bytes(spread), "step", "layer", len(self.layers)),
+                part(norm, "step", "step") if every_step else at_readout,
+                part(c * self.dim, "state"),  # for the next step and the readout
+            ]
+            if self.exit_gate is not None and c < 4:
+                parts.append(part(4 * self.dim, "state"))  # the gate's input in fp32
+            if self.injection is not None:
+                parts += self.injection.memory_parts(self.dim, spread)
+            return parts
+
+        def readout_memory(
+            self, tokens: float, recurrent_steps: int, spread: Spread
+        ) -> ReadoutMemory:
+            """Return what is alive while the streamed loss of a micro-batch is computed."""
+            assert isinstance(self.lm_head, LMHead.Config)
+            states = recurrent_steps if self.exit_gate is not None else 1
+            return self.lm_head.memory(tokens, states, spread)
 
     config: Config
 

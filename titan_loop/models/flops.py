@@ -36,8 +36,7 @@ def training_flops_per_token(
     *,
     layer_parameters: int,
     n_layers: int,
-    n_heads: int,
-    head_dim: int,
+    query_width: int,
     dim: int,
     vocab_size: int,
     seq_len: int,
@@ -48,7 +47,7 @@ def training_flops_per_token(
 ) -> Flops:
     """Return forward and backward FLOPs per token.
 
-        6·R·n_layers·(layer_parameters + 2·n_heads·head_dim·L) + 6·readouts·D·V + 6·R·D [gate]
+        6·R·n_layers·(layer_parameters + 2·query_width·L) + 6·readouts·D·V + 6·R·D [gate]
 
     The last state alone is read out without a gate, else all R are. Steps that the backward pass
     does not reach run forward only: 2 instead of 6 for their layers, and 4 for their readout and
@@ -59,8 +58,7 @@ def training_flops_per_token(
     Args:
         layer_parameters: Number of weights of one layer that take part in matrix products.
         n_layers: Number of unique layers.
-        n_heads: Number of query heads.
-        head_dim: H.
+        query_width: N·H.
         dim: D.
         vocab_size: V.
         seq_len: L, the window.
@@ -79,7 +77,7 @@ def training_flops_per_token(
         readout_factor = 2 * recurrent_steps if gate else 2
     return Flops(
         matrices=layer_factor * n_layers * layer_parameters,
-        attention=layer_factor * n_layers * 2 * n_heads * head_dim * seq_len,
+        attention=layer_factor * n_layers * 2 * query_width * seq_len,
         readouts=readout_factor * dim * vocab_size,
         gate=gate_factor * dim if gate else 0,
     )

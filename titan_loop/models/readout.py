@@ -24,6 +24,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.errors import UserError
+from titan_loop.models.memory_parts import ReadoutMemory, Spread
 
 
 class Vocabulary:
@@ -87,6 +88,16 @@ class LMHead(Linear):
         GPU wants more: each chunk moves the fp32 accumulator of the head's gradient once, 12·V·D
         bytes against 6·chunk·V·D FLOPs.
         """
+
+        def memory(self, tokens: float, states: int, spread: Spread) -> ReadoutMemory:
+            """Return what is alive while the loss of T `tokens` and so many states is computed."""
+            c, rows = spread.compute_bytes, self.out_features / spread.tensor_parallel_degree
+            chunk = min(self.chunk_tokens, tokens)
+            return ReadoutMemory(
+                chunk_bytes=chunk * rows * (4 + (c if c < 4 else 0)),
+                head_elements=rows * self.in_features,
+                state_gradient_bytes=states * tokens * self.in_features * c,
+            )
 
     def __init__(self, config: Config):
         if config.bias:

@@ -37,10 +37,11 @@ from titan_loop.models.attention import (
     inner_attention_config,
 )
 from titan_loop.models.block import SandwichBlock
-from titan_loop.models.decoder import FinalNorm, LoopDecoder, NormPlacement
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
+from titan_loop.models.final_norm import FinalNorm, NormPlacement
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
 from titan_loop.models.positions import (

@@ -20,7 +20,7 @@ parameter of the block, added where the state is, so that tensor-parallel ranks 
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import spmd_types as spmd
 import torch
@@ -46,6 +46,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
 from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.memory_parts import LayerBytes, Spread
 from titan_loop.models.positions import LearnedPositions, NoRotation, Positions, PositionTable
 from titan_loop.models.readout import LMHead
 from titan_loop.models.sharding import set_attention_sharding, state_placement
@@ -153,6 +154,31 @@ class GPT2Block(Module):
         ffn_bias: StateBias.Config
         dropout: Dropout.Config | None = None
 
+        @property
+        def matrix_elements(self) -> int:
+            """As of `SandwichBlock`."""
+            dim, wide = self.attention.dim, self.feed_forward.w1.out_features
+            return 2 * dim * sum(self.attention.widths) + 2 * dim * wide
+
+        def kept_bytes(self, spread: Spread) -> LayerBytes:
+            """As of `SandwichBlock`.
+
+            Two states are kept by the norms before the branches, and two as inputs of projections;
+            of the feed-forward part what goes into GELU and what comes out.
+            """
+            attention, dim = self.attention, self.attention.dim
+            queries, keys = attention.widths
+            wide = self.feed_forward.w1.out_features
+            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
+            log_sum_exp = 4 * attention.n_heads / tp
+            gathered_keys = 2 * keys * spread.context_parallel_degree
+            products = c * (2 * dim + 2 * queries + gathered_keys + 2 * wide) / tp
+            return LayerBytes(
+                whole=c * 2 * dim + products + log_sum_exp,
+                selected=c * (dim + 2 * queries + keys + wide) / tp + log_sum_exp,
+                input=c * dim / tp,
+            )
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.attention_norm = config.attention_norm.build()
@@ -181,8 +207,6 @@ class RecurrentDepthDecoder(LoopDecoder):
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
         """As of `LoopDecoder`, with layers of another kind."""
-
-        feed_forward_matrices: ClassVar[int] = 2
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """As of `LoopDecoder`; a norm's bias is placed like its gain."""

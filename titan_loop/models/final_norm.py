@@ -1,0 +1,24 @@
+"""The norm that ends a recurrent step, or stands before head and gate alone."""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+from torchtitan.models.common.nn_modules import RMSNorm
+
+NormPlacement: TypeAlias = Literal["every_step", "readout"]
+"""Where the final norm stands: after every recurrent step, or only before head and gate."""
+
+
+class FinalNorm(RMSNorm):
+    """RMSNorm that keeps its input's dtype when mixed precision holds its weight in fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RMSNorm.Config):
+        """Width and epsilon."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (B, L, D) over D."""
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        return super().forward(x.to(self.weight.dtype)).to(x.dtype)
