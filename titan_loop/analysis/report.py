@@ -199,6 +199,23 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
             "Share of questions whose bridge, or target, the head would say at its position after "
             "every layer of every recurrent step.",
         ),
+        "step-accuracy.png": (
+            "The exam after every recurrent step",
+            "Share of right answers; the line is the trained number of steps.",
+        ),
+        "step-margin.png": (
+            "Logit margin over recurrent steps",
+            "Logit of the right answer over that of the strongest other token; a margin that falls "
+            "again is overthinking. The bar is the trained number of steps.",
+        ),
+        "step-halting.png": (
+            "Where exit policies halt",
+            "Mean recurrent steps, and the share of right answers.",
+        ),
+        "patching.png": (
+            "Activation patching",
+            "Change of the answer's logit margin when one state is replaced by another question's.",
+        ),
     }
     return [
         Section(title, text, run_directory.plots / name)

@@ -1,4 +1,4 @@
-"""`titan-loop analyse agreement | probes | pca | safety | lens RUN`: behaviour step by step."""
+"""`titan-loop analyse VERB RUN`: behaviour step by step, and what happens inside the steps."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -223,16 +223,116 @@ def lens(
     print(draw_lens(lenses, loaded.run.directory.plots / "lens.png"))
 
 
+def steps(
+    run: Path,
+    *,
+    strata: tuple[str, ...] = (),
+    recurrent_steps: int | None = None,
+    exit: tuple[str, ...] = (),
+    questions: int = 256,
+) -> None:
+    """Ask the exam after every step: accuracy, logit margin, and where exit policies halt.
+
+    For runs on a generated task. With strata from easy to hard it also counts how many are learned
+    (95 % within the trained steps) and reached (60 % after any number of steps); their ratio is the
+    generalisation ratio. Writes evals/steps-step-N.json and plots that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        strata: Strata of the task's exam; default all.
+        recurrent_steps: R; default twice that of training.
+        exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the
+            change alone.
+        questions: Number of questions of each stratum.
+    """
+    from titan_loop.analysis.step_plots import draw_halting, draw_margins, draw_step_accuracy
+    from titan_loop.evaluation.step_exam import reach, step_exam
+    from titan_loop.tables import columns
+
+    loaded, task, names = _open_task(run, strata, questions)
+    recurrence = loaded.manifest["trainer"].get("recurrence", {})
+    trained = recurrence.get("max_steps") or loaded.recurrent_steps
+    depth = _steps(recurrent_steps or 2 * trained, loaded)
+    found = step_exam(loaded.model, task, names, steps=depth, count=questions, policies=exit)
+    shown = sorted({1, trained, depth, *(2**power for power in range(depth.bit_length()))})
+    rows = [["stratum", *(f"R={step}" for step in shown), *exit]]
+    for name, exam in found.items():
+        row = [name, *(f"{exam.accuracy[step - 1]:.3f}" for step in shown)]
+        row += [f"{h.accuracy:.3f} in {h.mean_steps:.1f}" for h in exam.halting.values()]
+        rows.append(row)
+    print("\n".join(columns(rows)))
+    record: dict[str, Any] = {"questions": questions, "trained_steps": trained, "strata": {}}
+    for name, exam in found.items():
+        record["strata"][name] = {
+            "accuracy": exam.accuracy.tolist(),
+            "margin": exam.margin.tolist(),
+            "halting": {policy: asdict(halting) for policy, halting in exam.halting.items()},
+        }
+    if task.levels > 1 and not strata:
+        far = reach([*found.values()], trained)
+        print(f"learned {far.learned}, reached {far.reached}: generalisation ratio {far.ratio:.2f}")
+        record |= {"learned": far.learned, "reached": far.reached}
+    print(_save(loaded, "steps", record))
+    plots = loaded.run.directory.plots
+    print(draw_step_accuracy(found, trained, plots / "step-accuracy.png"))
+    print(draw_margins(found, trained, plots / "step-margin.png"))
+    if exit:
+        print(draw_halting(found, plots / "step-halting.png"))
+
+
+def patching(
+    run: Path,
+    *,
+    stratum: str | None = None,
+    recurrent_steps: int | None = None,
+    questions: int = 32,
+) -> None:
+    """Put another question's state in the place of every single one, and measure what it does.
+
+    For runs on a generated task: the change of the answer's logit margin, by position, step and
+    layer (activation patching). Writes evals/patching-step-N.json and a plot that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        stratum: Stratum of the task's exam, whose questions have one length; default the last.
+        recurrent_steps: R; default that of training.
+        questions: Number of questions, each patched with the states of the next.
+    """
+    from titan_loop.analysis.step_plots import draw_patching
+    from titan_loop.evaluation.patching import patching as patched
+
+    asked = () if stratum is None else (stratum,)
+    loaded, task, names = _open_task(run, asked, questions, least=2)
+    visits, change = patched(
+        loaded.model, task, names[-1], steps=_steps(recurrent_steps, loaded), count=questions
+    )
+    step, layer = visits[int(change.min(axis=1).argmin())]
+    position = int(change.min(axis=0).argmin())
+    print(
+        f"{names[-1]}: the margin falls most, by {-change.min():.3f}, at position {position} after "
+        f"layer {layer} of step {step}"
+    )
+    record = {
+        "stratum": names[-1],
+        "questions": questions,
+        "visits": visits,
+        "change": change.tolist(),
+    }
+    print(_save(loaded, "patching", record))
+    plot = loaded.run.directory.plots / "patching.png"
+    print(draw_patching(visits, change, names[-1], plot))
+
+
 def _open_task(
-    run: Path, strata: tuple[str, ...], questions: int
+    run: Path, strata: tuple[str, ...], questions: int, *, least: int = 1
 ) -> tuple["Loaded", "Task", list[str]]:
     """Return a run on a generated task, the task, and the names of its strata to ask."""
     from titan_loop.data.tasks.registry import recorded_task
     from titan_loop.errors import nearest
     from titan_loop.inference.loading import load_checkpoint
 
-    if questions < 1:
-        raise UserError(f"questions={questions} must be at least 1")
+    if questions < least:
+        raise UserError(f"questions={questions} must be at least {least}")
     loaded = load_checkpoint(run, use="analyse")
     task = recorded_task(loaded.manifest["data"])
     if task is None:
@@ -296,6 +396,8 @@ VERBS = {
     "pca": pca,
     "safety": safety,
     "lens": lens,
+    "steps": steps,
+    "patching": patching,
 }
 
 run = group("analyse", VERBS)

@@ -1,0 +1,104 @@
+"""Activation patching: which states of a question its answer depends on.
+
+    question a ─┬─ as it is ─────────────────────────────────────────► margin of a's answer
+    question b ─┴─ b's state at one position, after one layer of one step, put into a's pass
+                   ─► change of that margin
+
+Source: recurrent-depth transformers, arXiv 2604.07822, Appendix H and Figure 18. Deviation: the
+mean over many pairs of questions, where the paper shows one.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.tasks.task import Task
+from titan_loop.evaluation.exam import example_windows
+from titan_loop.evaluation.layer_states import at_layer_visits
+from titan_loop.evaluation.logit_lens import logit_margin
+from titan_loop.models.decoder import LoopDecoder
+
+Visit = tuple[int, int]
+"""Step and layer from 1; (0, 0) is the embedding."""
+
+
+@torch.no_grad()
+def patching(
+    model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int
+) -> tuple[list[Visit], np.ndarray]:
+    """Return the mean change of the answer's margin for every visit and position.
+
+    Each of the questions is patched with the states of the next one. Their answers may have several
+    tokens; the first one is looked at.
+
+    Args:
+        model: In evaluation mode.
+        task: The task that the model was trained on.
+        stratum: Name of a stratum whose questions have one length.
+        steps: R.
+        count: Number of questions, at least 2.
+
+    Returns:
+        The visits, and the change, shape (visits, L), negative where the answer suffers.
+    """
+    device = model.tok_embeddings.weight.device
+    questions = task.held_out_questions(count, task.strata[stratum])
+    examples = [task.encode(question) for question in questions]
+    windows = example_windows(stratum, examples, task.columns, room=model.config.max_seq_len).rows(
+        range(count), device
+    )
+    length = windows.input.shape[1]
+    answer_B = (windows.labels != IGNORED).int().argmax(dim=1)
+    token_B = windows.labels.gather(1, answer_B.unsqueeze(1))[:, 0]
+    tiled = {name: values.repeat_interleave(length, 0) for name, values in windows.columns.items()}
+
+    def margins(repeats: int) -> Tensor:
+        """Run one pass over every question `repeats` times."""
+        state = model(
+            windows.input.repeat_interleave(repeats, 0),
+            windows.positions.repeat_interleave(repeats, 0),
+            recurrent_steps=steps,
+            collect="last",
+            columns=(windows.columns if repeats == 1 else tiled) or None,
+        ).hidden_RBLD[-1]
+        row = torch.arange(len(state), device=device)
+        state_B1D = state[row, answer_B.repeat_interleave(repeats)].unsqueeze(1)
+        return logit_margin(model.readout(state_B1D)[:, 0], token_B.repeat_interleave(repeats))
+
+    kept: dict[Visit, Tensor] = {}
+
+    def keep(step: int, layer: int, state_BLD: Tensor) -> None:
+        kept[step, layer] = state_BLD
+
+    def patched(state: Tensor, visit: Visit) -> Tensor:
+        """Return the states with another question's at a position, another one in each copy."""
+        other_BLD = kept[visit].roll(-1, dims=0)
+        copies_BLLD = state.unflatten(0, (count, length)).clone()
+        position = torch.arange(length, device=device)
+        copies_BLLD[:, position, position] = other_BLD
+        return copies_BLLD.flatten(0, 1)
+
+    def embedded(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        if (0, 0) not in kept:
+            kept[0, 0] = output
+            return output
+        return patched(output, (0, 0))
+
+    hook = model.tok_embeddings.register_forward_hook(embedded)
+    try:
+        with at_layer_visits(model, keep):
+            clean_B = margins(1)
+        changes = [margins(length)]
+    finally:
+        hook.remove()
+    visits = [*kept]
+    for visit in visits[1:]:
+
+        def put(step: int, layer: int, state: Tensor, at: Visit = visit) -> Tensor | None:
+            return patched(state, at) if (step, layer) == at else None
+
+        with at_layer_visits(model, put):
+            changes.append(margins(length))
+    change = torch.stack(changes).unflatten(1, (count, length)) - clean_B.unsqueeze(1)
+    return visits, change.double().mean(1).cpu().numpy()
