@@ -56,6 +56,14 @@ def reference_forward(
                 for b, i, j in allowed.nonzero().tolist():
                     distance = min(int(positions[b, i] - positions[b, j]), len(vectors) - 1)
                     scores[b, i, j] += q[b, i, span] @ vectors[distance] / HEAD_DIM**0.5
+            if kind == "deberta":
+                of_query, of_key = weights[f"{name}.attention.distance_scores.weight"][:, head]
+                for b, i, j in allowed.nonzero().tolist():
+                    distance = min(int(positions[b, i] - positions[b, j]), of_key.shape[1] - 1)
+                    added = (
+                        q[b, i, span] @ of_query[:, distance] + k[b, j, span] @ of_key[:, distance]
+                    )
+                    scores[b, i, j] += added / HEAD_DIM**0.5
             heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
         out = torch.cat(heads, -1) @ weights[f"{name}.attention.wo.weight"].T
         h = h + norm(out, f"{name}.attention_post_norm")

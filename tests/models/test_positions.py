@@ -1,5 +1,7 @@
 """Kinds of positions: each against a written-out forward pass, and generation against it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torchtitan.config import ParallelismConfig
@@ -16,6 +18,7 @@ KINDS = {
     "learned": {"learned_positions": CONTEXT},
     "none": {},
     "relative": {"relative_window": 5},
+    "deberta": {"relative_window": 5},
 }
 
 
@@ -74,6 +77,24 @@ def test_what_cannot_be_is_refused_in_one_line(options, message):
     assert "\n" not in str(raised.value)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["relative", "deberta"])
+def test_fewer_keys_than_queries_are_repeated(kind):
+    options = OuroOptions(positions=kind, **KINDS[kind])
+    whole = make_model(kind)
+    grouped = build_decoder(replace(options, n_kv_heads=2), max_seq_len=CONTEXT).double().eval()
+    weights = whole.state_dict()
+    for name, weight in grouped.state_dict().items():
+        if name.endswith(("wk.weight", "wv.weight")):
+            weights[name] = weight.normal_().view(2, 1, 16, -1).repeat(1, 2, 1, 1).flatten(0, 2)
+        else:
+            weight.copy_(weights[name])
+    whole.load_state_dict(weights)
+    tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(1))
+    one, other = (model(tokens).hidden_RBLD[-1] for model in (whole, grouped))
+    torch.testing.assert_close(one, other, atol=EXACT, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
 def test_relative_positions_are_not_spread(name):
     config = decoder_config(OuroOptions(positions="relative", relative_window=4), max_seq_len=32)
@@ -90,6 +111,7 @@ def test_the_kind_and_its_size_stand_in_the_architecture():
         {"positions": "none"},
         *({"positions": "learned", "learned_positions": rows} for rows in (32, 64)),
         *({"positions": "relative", "relative_window": window} for window in (4, 8)),
+        {"positions": "deberta", "relative_window": 4},
     ]
     records = [decoder_config(OuroOptions(**kind), max_seq_len=32).architecture() for kind in kinds]
     assert len({str(record) for record in records}) == len(kinds)

@@ -20,7 +20,7 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
-from titan_loop.models.positions import DistanceScores
+from titan_loop.models.positions import DistanceScores, every_head
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 
@@ -123,7 +123,7 @@ class DocumentAttention(Module):
             if attention_masks is None:
                 attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril()
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
-            attention_masks = (scores_BNLS * factor).masked_fill(~attention_masks, -math.inf)
+            return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
@@ -134,6 +134,29 @@ class DocumentAttention(Module):
             enable_gqa=enable_gqa,
         )
         return out_BNLH.transpose(1, 2)
+
+
+def _attend_with_scores(
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    v_BLNH: Tensor,
+    scores_BNLS: Tensor,
+    allowed: Tensor,
+    scale: float,
+) -> Tensor:
+    """Return softmax(scale · (q kᵀ + scores)) v, in as few passes over the scores as can be.
+
+    torch's own kernel goes over them twice as often where the mask needs a gradient.
+    """
+    shape = scores_BNLS.shape
+    hidden = torch.zeros(allowed.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
+    scores_BNLS = scores_BNLS + hidden.masked_fill_(~allowed, -math.inf)
+    k_BLNH, v_BLNH = (every_head(x_BLKH, shape[1]) for x_BLKH in (k_BLNH, v_BLNH))
+    q_MLH, k_MSH, v_MSH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
+    weights_MLS = torch.baddbmm(
+        scores_BNLS.flatten(0, 1), q_MLH, k_MSH.transpose(1, 2), beta=scale, alpha=scale
+    ).softmax(dim=-1)
+    return (weights_MLS @ v_MSH).unflatten(0, shape[:2]).transpose(1, 2)
 
 
 def inner_attention_config(backend: str) -> Module.Config:
@@ -208,7 +231,7 @@ class LoopAttention(GQAttention):
             k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
         added = {}
         if self.distance_scores is not None:
-            added["scores_BNLS"] = self.distance_scores(q_BLNH, context.shared_positions)
+            added["scores_BNLS"] = self.distance_scores(q_BLNH, k_BLNH, context.shared_positions)
         out_BLNH = self.inner_attention(
             q_BLNH,
             k_BLNH,

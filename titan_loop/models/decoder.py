@@ -129,7 +129,7 @@ class LoopDecoder(Decoder):
                 if degree > 1 and isinstance(self.positions, RelativePositions.Config):
                     raise UserError(
                         f"parallelism.{name}_degree={degree} does not work with "
-                        "model.positions=relative; leave it at 1"
+                        f"model.positions={self.positions.kind}; leave it at 1"
                     )
 
         def architecture(self) -> dict[str, Any]:

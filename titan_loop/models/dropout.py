@@ -17,11 +17,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.module import Module
 
 
-class Dropout(Module):
+class Drawing(Module):
+    """A module that draws from the default generator in training."""
+
+
+class Dropout(Drawing):
     """Zeroes a share of the elements in training, and scales the rest so that the mean stays."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
+    class Config(Drawing.Config):
         """Share of the elements, in [0, 1)."""
 
         rate: float
@@ -44,7 +48,7 @@ class Dropout(Module):
 
 def draws(model: nn.Module) -> bool:
     """Return whether a model draws random numbers in training."""
-    return any(isinstance(module, Dropout) for module in model.modules())
+    return any(isinstance(module, Drawing) for module in model.modules())
 
 
 def seed_dropout(model: nn.Module, *key: int) -> None:

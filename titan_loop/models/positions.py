@@ -5,6 +5,7 @@
 | `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
 | `LearnedPositions` | is added to the embedding | a row a position |
 | `RelativePositions` | adds to scores, by distances that all visits share | rows in every layer |
+| `DebertaPositions` | the same, for keys, too, and every head on its own | rows in every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
 A looped model visits each layer R times with the same positions. What depends on them alone
@@ -12,7 +13,8 @@ therefore belongs to the decoder, is made once a forward pass and travels in the
 (upstream keeps one rotary table a layer and gathers at every visit).
 
 Source: rotation: Su et al. 2021, arXiv 2104.09864, in the split-half pairing of the released Ouro
-checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only).
+checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only), and He et al.
+2021 (DeBERTa), arXiv 2006.03654, §3.1, Eq. 4.
 """
 
 from dataclasses import dataclass
@@ -28,8 +30,9 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
 
-PositionKind: TypeAlias = Literal["rope", "learned", "relative", "none"]
-"""What positions are: rotations, a learned table, scores by distance, or nothing."""
+PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "none"]
+"""What positions are: rotations, a learned table, scores by distance (of queries, or of queries and
+keys), or nothing."""
 
 
 class Positions(Module):
@@ -187,6 +190,16 @@ class RelativePositions(Positions):
         return (positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)).clamp(0, self.window)
 
 
+class DebertaPositions(RelativePositions):
+    """Distances that `DebertaScores` reads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RelativePositions.Config):
+        """As of the base."""
+
+        kind: ClassVar[PositionKind] = "deberta"
+
+
 class DistanceScores(Module):
     """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
 
@@ -204,11 +217,53 @@ class DistanceScores(Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.window + 1, config.head_dim))
 
-    def forward(self, q_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
         """Return (B, N, L, S) scores before they are scaled."""
         by_distance_BNLW = (q_BLNH @ self.weight.to(q_BLNH.dtype).T).transpose(1, 2)
         shape = (*by_distance_BNLW.shape[:3], distance_BLS.shape[-1])
         return by_distance_BNLW.gather(-1, distance_BLS.unsqueeze(1).expand(shape))
+
+
+def every_head(x_BLKH: Tensor, n_heads: int) -> Tensor:
+    """Repeat keys or values (B, L, K, H) for the query heads that share them."""
+    groups = n_heads // x_BLKH.shape[2]
+    return x_BLKH if groups == 1 else x_BLKH.repeat_interleave(groups, dim=2)
+
+
+class DebertaScores(DistanceScores):
+    """A layer's scores by distance, of queries and of keys: q_i · a_δ + k_j · b_δ, δ = i − j.
+
+    Every head has its own vectors.
+
+    Source: He et al. 2021 (DeBERTa), arXiv 2006.03654, Eq. 4. Deviations: a and b are parameters of
+    each layer, where the paper projects a table that layers share; a causal model has no negative
+    distance.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DistanceScores.Config):
+        """Largest distance, number of heads and their width."""
+
+        n_heads: int
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        self.weight = nn.Parameter(
+            torch.empty(2, config.n_heads, config.head_dim, config.window + 1)
+        )
+
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
+        """Return (B, N, L, S) scores before they are scaled."""
+        of_query_NHW, of_key_NHW = self.weight.to(q_BLNH.dtype)
+        query_BNLW = q_BLNH.transpose(1, 2) @ of_query_NHW
+        k_BLNH = every_head(k_BLNH, q_BLNH.shape[2])
+        key_BNSW = k_BLNH.transpose(1, 2) @ of_key_NHW
+        distance_B1LS = distance_BLS.unsqueeze(1)
+        shape = (*query_BNLW.shape[:3], distance_BLS.shape[-1])
+        by_query_BNLS = query_BNLW.gather(-1, distance_B1LS.expand(shape))
+        shape = (*key_BNSW.shape[:3], distance_BLS.shape[1])
+        by_key_BNSL = key_BNSW.gather(-1, distance_B1LS.transpose(2, 3).expand(shape))
+        return by_query_BNLS + by_key_BNSL.transpose(2, 3)
 
 
 class RotateHalf(RoPE):

@@ -14,6 +14,9 @@ from titan_loop.models.family import ModelOptions, ModelSize, decoder_config
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
+OF_THE_DATA = {"vocab_size": "size", "factors": "factors"}
+"""Model options that a family may have, and what of the data's vocabulary they are if left open."""
+
 
 def model_config(config: RunConfig) -> LoopDecoder.Config:
     """Return the architecture a config names; a vocabulary left open is that of its data.
@@ -34,8 +37,11 @@ def model_options(config: RunConfig) -> ModelOptions:
         UserError: As `model_config`.
     """
     options = config.model
-    if options.vocab_size is None:
-        options = replace(options, vocab_size=config.dataloader.vocabulary().size)
+    names = {field.name for field in fields(options)}
+    unknown = [n for n in OF_THE_DATA if n in names and getattr(options, n) is None]
+    if unknown:
+        vocabulary = config.dataloader.vocabulary()
+        options = replace(options, **{n: getattr(vocabulary, OF_THE_DATA[n]) for n in unknown})
     shaping = {field.name for field in fields(ModelSize)}
     known = decoder_config(options, max_seq_len=config.training.seq_len).architecture()
     saved = {**known, **_saved_architecture(config)}

@@ -139,6 +139,14 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "recurrence.from_data=True, and the data does not say how many steps its examples need",
             "set it to False, or choose a task that says",
         )
+    needed, most = config.dataloader.most_steps(), config.recurrence.max_steps
+    if config.recurrence.from_data and needed is not None and (most or 0) < needed:
+        yield Refusal(
+            "recurrence.max_steps",
+            f"recurrence.max_steps={most} is less than the {needed} steps that the deepest "
+            "examples need",
+            f"use {needed}, or shallower examples",
+        )
     untrained = _untrained_embedding(config)
     if untrained and not (_starts_trained(config) if starts_trained is None else starts_trained):
         yield Refusal(
@@ -255,6 +263,15 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"model.vocab_size={rows} is too small: the data's largest token is {largest}",
             f"use {largest + 1} or more, or leave it unset",
         )
+    given = getattr(config.model, "factors", None)
+    for number, (own, needed) in enumerate(zip(given or (), vocabulary.factors, strict=False)):
+        if own < needed:
+            yield Refusal(
+                "model.factors",
+                f"model.factors={given} is too small: factor {number} of the data has {needed} "
+                "values",
+                "leave it unset",
+            )
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
     yield from config.held_out.data_refusals(
         config.dataloader.source_paths(), rows, config.training.seq_len

@@ -44,10 +44,14 @@ Fields = Mapping[str, Any]
 
 
 class DataVocabulary(NamedTuple):
-    """The tokenizer's size, and the largest id that occurs: a model must embed both."""
+    """The tokenizer's size, and the largest id that occurs: a model must embed both.
+
+    `factors` are the sizes of a token's other factors, where it has any.
+    """
 
     size: int
     largest_token: int
+    factors: tuple[int, ...] = ()
 
 
 class SourceProgress(NamedTuple):
@@ -127,6 +131,10 @@ class GlobalBatchLoader(BaseDataLoader):
         def knows_depth(self) -> bool:
             """Return whether the loader can say how many recurrent steps its windows need."""
             return False
+
+        def most_steps(self) -> int | None:
+            """Return how many recurrent steps its deepest window may need, if that is known."""
+            return None
 
         def few_labels(self) -> bool:
             """Return whether so few tokens have a label that the readout should skip the others."""

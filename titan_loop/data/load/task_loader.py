@@ -53,7 +53,8 @@ class TaskLoader(GlobalWindowLoader):
 
         def vocabulary(self) -> DataVocabulary:
             """Return the task's vocabulary."""
-            return DataVocabulary(self.task.vocab_size, self.task.vocab_size - 1)
+            task = self.task
+            return DataVocabulary(task.vocab_size, task.vocab_size - 1, task.factor_sizes)
 
         def source_paths(self) -> list[str]:
             """Return nothing: the task is generated."""
@@ -74,6 +75,10 @@ class TaskLoader(GlobalWindowLoader):
         def knows_depth(self) -> bool:
             """Return whether the task says how many steps its questions need."""
             return self.task.knows_depth
+
+        def most_steps(self) -> int | None:
+            """Return how many steps the deepest training question may need, if that is known."""
+            return self.task.most_steps
 
         def promotion(self) -> Curriculum | None:
             """Return the curriculum, if it is on."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, DagChainOfThought
 from titan_loop.data.tasks.depo import Depo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
@@ -18,7 +19,17 @@ from titan_loop.plugins import import_plugins
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
-_OWN = (Depo, LayeredQA, MQAR, Mano, PermutationHops, TwoGraph, TwoHopSystematic)
+_OWN = (
+    DagArithmetic,
+    DagChainOfThought,
+    Depo,
+    LayeredQA,
+    MQAR,
+    Mano,
+    PermutationHops,
+    TwoGraph,
+    TwoHopSystematic,
+)
 
 TASKS: dict[str, type[Task]] = {kind.name: kind for kind in _OWN}
 

@@ -88,9 +88,14 @@ class Task(ABC):
         """Number of token ids."""
 
     @property
+    def factor_sizes(self) -> tuple[int, ...]:
+        """Number of values of each factor of a token but its id; none for plain tokens."""
+        return ()
+
+    @property
     @abstractmethod
     def longest_example(self) -> int:
-        """Positions of the longest example of training or exam."""
+        """Positions of the longest example of training."""
 
     @property
     @abstractmethod
@@ -132,6 +137,11 @@ class Task(ABC):
     def depth(self, question: Any) -> int:
         """Return the recurrent steps that a question needs, where `knows_depth`."""
         raise NotImplementedError
+
+    @property
+    def most_steps(self) -> int | None:
+        """Largest depth of a training question, if there is one."""
+        return None
 
     @property
     def levels(self) -> int:

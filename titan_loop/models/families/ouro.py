@@ -45,6 +45,8 @@ from titan_loop.models.final_norm import FinalNorm, NormPlacement
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
 from titan_loop.models.positions import (
+    DebertaPositions,
+    DebertaScores,
     DistanceScores,
     LearnedPositions,
     NoRotation,
@@ -92,7 +94,8 @@ class OuroOptions(ModelOptions):
 
     positions: PositionKind = "rope"
     """What positions do: rope rotates queries and keys, as in Ouro; learned adds a vector to the
-    embedding; relative adds to the scores by distance; none leaves order to the causal mask."""
+    embedding; relative adds to the scores by distance, deberta by that of queries and of keys; none
+    leaves order to the causal mask."""
 
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
@@ -117,7 +120,11 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
     kind = options.positions
     if kind not in get_args(PositionKind):
         raise UserError(f"model.positions={kind} is unknown{nearest(kind, get_args(PositionKind))}")
-    needs = {"learned": "learned_positions", "relative": "relative_window"}.get(kind)
+    needs = {
+        "learned": "learned_positions",
+        "relative": "relative_window",
+        "deberta": "relative_window",
+    }.get(kind)
     for name in ("learned_positions", "relative_window"):
         value = getattr(options, name)
         if name == needs and (value is None or value < 1):
@@ -132,11 +139,12 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
             num_embeddings=options.learned_positions, embedding_dim=shape.dim, param_init=_MATRIX
         )
         return LearnedPositions.Config(table=table)
-    if kind == "relative":
+    if kind in ("relative", "deberta"):
         assert options.relative_window is not None
         if not isinstance(inner_attention_config(options.attention), DocumentAttention.Config):
-            raise UserError("model.positions=relative needs model.attention=sdpa")
-        return RelativePositions.Config(window=options.relative_window)
+            raise UserError(f"model.positions={kind} needs model.attention=sdpa")
+        relative = RelativePositions if kind == "relative" else DebertaPositions
+        return relative.Config(window=options.relative_window)
     return RotaryPositions.Config() if kind == "rope" else Positions.Config()
 
 
@@ -182,7 +190,14 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             inner_attention=inner_attention_config(options.attention),
             rope=rotation.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
         )
-        if isinstance(positions, RelativePositions.Config):
+        if isinstance(positions, DebertaPositions.Config):
+            attention.distance_scores = DebertaScores.Config(
+                window=positions.window,
+                head_dim=head_dim,
+                n_heads=shape.n_heads,
+                param_init=_MATRIX,
+            )
+        elif isinstance(positions, RelativePositions.Config):
             attention.distance_scores = DistanceScores.Config(
                 window=positions.window, head_dim=head_dim, param_init=_MATRIX
             )
