@@ -69,3 +69,14 @@ def test_latest_is_the_largest_step(tmp_path: Path):
     del record["sources"]["c"]["changes"]  # as 0.1 left it
     write_json(tmp_path / "evals" / "depth-step-1000.json", record)
     assert DepthReport.latest(run).sources["c"].changes == {}
+
+
+@pytest.mark.parametrize("value", ["x" * 1000, [], True, {}])
+@pytest.mark.parametrize("name", ["windows", "baselines", "depths"])
+def test_a_report_whose_numbers_are_none_is_refused_by_name(tmp_path: Path, name, value):
+    odd = {"windows": value, "baselines": {"a": value}, "depths": {"1": [value] * 3}}
+    source = {"windows": 1, "n_bytes": 1, "baselines": {}, "depths": {}, name: odd[name]}
+    record = {"step": 1, "tokens": 1, "trained_recurrent_steps": 1, "sources": {"all": source}}
+    write_json(tmp_path / "x.json", record)
+    with pytest.raises(UserError, match=r"x\.json is damaged .* is not a number"):
+        DepthReport.load(tmp_path / "x.json")

@@ -19,7 +19,7 @@ from titan_loop.evaluation.bits_per_byte import (
     paired_difference,
 )
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.json_files import count, number, read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError
 
 
@@ -84,12 +84,14 @@ class DepthReport:
                 name: SourceDepths(
                     depths=_intervals(fields["depths"]),
                     changes=_intervals(fields.get("changes", {})),
-                    baselines=fields["baselines"],
-                    windows=fields["windows"],
-                    n_bytes=fields["n_bytes"],
+                    baselines={kind: number(bits) for kind, bits in fields["baselines"].items()},
+                    windows=count(fields["windows"]),
+                    n_bytes=count(fields["n_bytes"]),
                 )
                 for name, fields in record.pop("sources").items()
             }
+            for name in ("step", "tokens", "trained_recurrent_steps"):
+                count(record[name])
             return cls(sources=sources, **record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedFileError(path, repr(error), fix) from error
@@ -114,7 +116,7 @@ class DepthReport:
 
 
 def _intervals(recorded: Mapping[str, Sequence[float]]) -> dict[int, Interval]:
-    return {int(depth): Interval(*triple) for depth, triple in recorded.items()}
+    return {int(depth): Interval(*map(number, triple)) for depth, triple in recorded.items()}
 
 
 def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram") -> None:

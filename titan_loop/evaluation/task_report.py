@@ -18,10 +18,11 @@ settings is replaced, since its readings could not be compared.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.json_files import count, number, read_json_object, write_json
 
 
 @dataclass(kw_only=True)
@@ -121,9 +122,11 @@ class TaskReport:
         try:
             record = read_json_object(path, fix="evaluate again")
             record["tasks"] = {
-                name: {reading: ReadingResult(**result) for reading, result in readings.items()}
+                name: {reading: _result(**result) for reading, result in readings.items()}
                 for name, readings in record["tasks"].items()
             }
+            for name in ("step", "tokens", "trained_recurrent_steps"):
+                count(record[name])
             return cls(**record)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is damaged ({error}); evaluate again") from error
@@ -157,3 +160,11 @@ class TaskReport:
                 if result.mean_steps is not None:
                     numbers[f"{name}/mean_steps/{reading}"] = result.mean_steps
         return numbers
+
+
+def _result(metrics: Mapping[str, Any], mean_steps: float | None = None) -> ReadingResult:
+    """Return a result that a file holds; raise `TypeError` for what is not numbers."""
+    return ReadingResult(
+        metrics={name: number(value) for name, value in metrics.items()},
+        mean_steps=None if mean_steps is None else number(mean_steps),
+    )

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -190,6 +191,22 @@ def nested(record: Mapping[str, Any], name: str) -> Any:
     value: Any = record
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def number(value: Any) -> float:
+    """Return a number as it was written: NaN for null; raise `TypeError` for anything else."""
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise TypeError(f"{value!r:.40} is not a number")
+    return value
+
+
+def count(value: Any) -> int:
+    """Return a number from 0 on; raise `TypeError` for anything else."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise TypeError(f"{value!r:.40} is not a number from 0 on")
     return value
 
 
