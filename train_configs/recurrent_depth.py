@@ -1,0 +1,251 @@
+"""Recurrent depth: facts composed as never in training, and more hops than in training.
+
+    recurrent_depth_systematic      two hops, R = 1, 2, 4 and 8, as published
+    recurrent_depth_extrapolation   up to 40 hops by a curriculum, as published: R = 1 … 8, dynamic
+    recurrent_depth_small           both in miniature, for one core and half an hour a stage
+    recurrent_depth_short           a minute of it: shows that the stages run, not that they learn
+
+LOG.md has what the small one shows.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1 and Appendices B and C. Epochs
+are those of Figure 3; the curriculum's exams, optimiser and warm-up for each number of hops follow
+the authors' code.
+"""
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.curriculum import Curriculum
+from titan_loop.data.tasks.permutation_hops import PermutationHops
+from titan_loop.data.tasks.task import Task
+from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
+from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+DYNAMIC = RecurrenceConfig(steps=Schedule.constant(4), poisson=True, min_steps=2, max_steps=8)
+"""R ~ clip(Poisson(4), 2, 8)."""
+
+SYSTEMATIC_WINDOW = 3
+EPOCHS = {1: 7_000, 2: 7_000, 4: 2_000, 8: 2_000}
+
+SMALL_SYSTEMATIC = TwoHopSystematic(
+    entities=40, relations=10, degree=10, ood_share=0.1, inferred_ratio=7.5
+)
+SMALL_DEPTH = PermutationHops(entities=20, relations=8, hops=12, asked_hops=16)
+SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
+SMALL_WINDOW = 48
+SMALL_BATCH_TOKENS = 20 * SMALL_WINDOW
+SMALL_TOKENS = 8_000 * SMALL_BATCH_TOKENS
+
+
+def recurrent_depth_systematic() -> Recipe:
+    """Two hops over facts that were never composed, as published: R = 1, 2, 4 and 8."""
+    return Recipe(
+        name="recurrent_depth_systematic",
+        stages=[
+            Stage(name=f"r{steps}", config=_systematic(steps, epochs))
+            for steps, epochs in EPOCHS.items()
+        ],
+    )
+
+
+def recurrent_depth_extrapolation() -> Recipe:
+    """More hops than were trained, as published: R from 1 to 8, and dynamic."""
+    recurrence = {f"r{r}": RecurrenceConfig(steps=Schedule.constant(r)) for r in range(1, 9)}
+    recurrence["dynamic"] = DYNAMIC
+    return Recipe(
+        name="recurrent_depth_extrapolation",
+        stages=[
+            Stage(name=name, config=_extrapolation(chosen)) for name, chosen in recurrence.items()
+        ],
+    )
+
+
+def recurrent_depth_small() -> Recipe:
+    """Both in miniature: systematic with R = 1, 2, 4, depth with R drawn or fixed at 8 or 4."""
+    return Recipe(
+        name="recurrent_depth_small",
+        stages=[
+            *(
+                Stage(name=f"systematic_r{steps}", config=_small_systematic(steps))
+                for steps in (1, 2, 4)
+            ),
+            Stage(name="depth_dynamic", config=_small_depth(DYNAMIC)),
+            *(
+                Stage(
+                    name=f"depth_r{steps}",
+                    config=_small_depth(RecurrenceConfig(steps=Schedule.constant(steps))),
+                )
+                for steps in (8, 4)
+            ),
+        ],
+    )
+
+
+def recurrent_depth_short() -> Recipe:
+    """A stage of each kind for a few steps: shows that they run, not that they learn."""
+    every_exam_passes = Curriculum(enabled=True, interval=20, accuracy=0.0, questions=32)
+    systematic, depth = _small_systematic(2), _small_depth(DYNAMIC, every_exam_passes)
+    for config in (systematic, depth):
+        config.total_tokens = 40 * SMALL_BATCH_TOKENS
+        config.suite.interval = config.checkpoint.interval = 20
+        config.suite.questions = 32
+    return Recipe(
+        name="recurrent_depth_short",
+        stages=[
+            Stage(name="systematic", config=systematic),
+            Stage(name="depth", config=depth),
+        ],
+    )
+
+
+def _systematic(steps: int, epochs: int) -> LoopTrainer.Config:
+    task = TwoHopSystematic()
+    facts = task.entities * task.degree
+    examples = round(facts * (1 + task.inferred_ratio * (1 - task.ood_share)))
+    batch = 512 * SYSTEMATIC_WINDOW
+    config = LoopTrainer.Config(
+        total_tokens=epochs * examples * SYSTEMATIC_WINDOW,
+        model=RecurrentDepthOptions(
+            size="published", positions="learned", learned_positions=SYSTEMATIC_WINDOW
+        ),
+        dataloader=TaskLoader.Config(task=task, window="example"),
+        learning_rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
+        suite=SuiteConfig(interval=10_000, tasks=[task.name], depths=[1, 2, 4, 8], questions=2_000),
+    )
+    config.training.seq_len = SYSTEMATIC_WINDOW
+    config.training.local_batch_size = 512
+    config.checkpoint.interval = 50_000
+    return config
+
+
+def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
+    task = PermutationHops()
+    window = task.longest_example - 1
+    batch = 128 * window
+    config = LoopTrainer.Config(
+        total_tokens=3_000_000 * batch,
+        model=RecurrentDepthOptions(size="published"),
+        dataloader=TaskLoader.Config(
+            task=task,
+            window="example",
+            curriculum=Curriculum(
+                enabled=True,
+                interval=1_000,
+                questions=750,
+                recurrent_steps=recurrence.max_steps or round(recurrence.steps.largest),
+                limit_tokens=1_500_000 * batch,
+                restart_optimizer=True,
+                restart_learning_rate=True,
+            ),
+        ),
+        learning_rate=Schedule.warmup_constant(1e-4, warmup_tokens=2_000 * batch),
+        recurrence=recurrence,
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        adamw=AdamWConfig(beta2=0.999, weight_decay=0.01),
+        suite=SuiteConfig(
+            interval=100_000, tasks=[task.name], depths=[2, 4, 8, 12, 16, 24, 40], questions=750
+        ),
+    )
+    config.training.seq_len = window
+    config.training.local_batch_size = 128
+    config.checkpoint.interval = 50_000
+    return config
+
+
+def _small_systematic(steps: int) -> LoopTrainer.Config:
+    return _small(
+        SMALL_SYSTEMATIC,
+        RecurrenceConfig(steps=Schedule.constant(steps)),
+        RecurrentDepthOptions(
+            size="debugmodel", positions="learned", learned_positions=SMALL_WINDOW
+        ),
+        weight_decay=0.5,
+        suite=SuiteConfig(interval=500, depths=[1, 2, 4, 8], questions=256),
+    )
+
+
+def _small_depth(
+    recurrence: RecurrenceConfig, curriculum: Curriculum | None = None
+) -> LoopTrainer.Config:
+    steps = recurrence.max_steps or round(recurrence.steps.largest)
+    return _small(
+        SMALL_DEPTH,
+        recurrence,
+        RecurrentDepthOptions(size="debugmodel"),
+        weight_decay=0.1,
+        suite=SuiteConfig(interval=2_000, depths=SMALL_DEPTHS, questions=128),
+        curriculum=curriculum
+        or Curriculum(enabled=True, interval=250, questions=256, recurrent_steps=steps),
+    )
+
+
+def _small(
+    task: Task,
+    recurrence: RecurrenceConfig,
+    model: RecurrentDepthOptions,
+    *,
+    weight_decay: float,
+    suite: SuiteConfig,
+    curriculum: Curriculum | None = None,
+) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=SMALL_TOKENS,
+        model=model,
+        dataloader=TaskLoader.Config(task=task, curriculum=curriculum or Curriculum()),
+        learning_rate=Schedule.warmup_constant(3e-3, warmup_tokens=200 * SMALL_BATCH_TOKENS),
+        recurrence=recurrence,
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH_TOKENS)),
+        adamw=AdamWConfig(beta2=0.98, weight_decay=weight_decay),
+        suite=suite,
+    )
+    suite.tasks = [task.name]
+    config.training.seq_len = SMALL_WINDOW
+    config.training.local_batch_size = SMALL_BATCH_TOKENS // SMALL_WINDOW
+    config.checkpoint.interval = 2_000
+    config.checkpoint.keep_latest_k = 2
+    config.metrics.log_freq = 100
+    return config
+
+
+TABLES = {
+    "recurrent_depth_small": [
+        ResultTable(
+            name="systematic",
+            title="% right of two hops",
+            rows={
+                f"R = {steps}": {"stage": f"systematic_r{steps}", "reading": f"static:{steps}"}
+                for steps in (1, 2, 4)
+            },
+            columns={
+                "trained": {"task": "two_hop_systematic/train_2"},
+                "in distribution": {"task": "two_hop_systematic/id_2"},
+                "systematic (OOD)": {"task": "two_hop_systematic/ood_2"},
+            },
+            everywhere={"metric": "acc,none"},
+            paper={"R = 1": {"systematic (OOD)": 0.0}},
+        ),
+        *(
+            ResultTable(
+                name=stage,
+                title=f"% right, {stage}",
+                rows={f"r = {steps}": {"reading": f"static:{steps}"} for steps in SMALL_DEPTHS},
+                columns={
+                    str(hops): {"task": f"permutation_hops/{hops}_hops"}
+                    for hops in range(1, SMALL_DEPTH.asked_hops + 1)
+                },
+                everywhere={"metric": "acc,none", "stage": stage},
+                columns_are="hops",
+            )
+            for stage in ("depth_dynamic", "depth_r8", "depth_r4")
+        ),
+    ]
+}
