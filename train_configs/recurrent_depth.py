@@ -36,7 +36,9 @@ EPOCHS = {1: 7_000, 2: 7_000, 4: 2_000, 8: 2_000}
 SMALL_SYSTEMATIC = TwoHopSystematic(
     entities=40, relations=10, degree=10, ood_share=0.1, inferred_ratio=7.5
 )
-SMALL_DEPTH = PermutationHops(entities=20, relations=8, hops=12, asked_hops=16)
+SMALL_DEPTH = PermutationHops(
+    entities=16, relations=10, hops=12, asked_hops=16, trained_questions=3_000
+)
 SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
 SMALL_WINDOW = 48
 SMALL_BATCH_TOKENS = 20 * SMALL_WINDOW
@@ -89,12 +91,12 @@ def recurrent_depth_small() -> Recipe:
 
 def recurrent_depth_short() -> Recipe:
     """A stage of each kind for a few steps: shows that they run, not that they learn."""
-    every_exam_passes = Curriculum(enabled=True, interval=20, accuracy=0.0, questions=32)
+    every_exam_passes = Curriculum(enabled=True, interval=8, accuracy=0.0, questions=16)
     systematic, depth = _small_systematic(2), _small_depth(DYNAMIC, every_exam_passes)
     for config in (systematic, depth):
-        config.total_tokens = 40 * SMALL_BATCH_TOKENS
-        config.suite.interval = config.checkpoint.interval = 20
-        config.suite.questions = 32
+        config.total_tokens = 16 * SMALL_BATCH_TOKENS
+        config.checkpoint.interval = 8
+        config.suite.interval, config.suite.depths, config.suite.questions = 16, [2, 12], 8
     return Recipe(
         name="recurrent_depth_short",
         stages=[
