@@ -234,6 +234,7 @@ TABLES = {
             },
             everywhere={"metric": "acc,none"},
             paper={"R = 1": {"systematic (OOD)": 0.0}},
+            over_training=("in distribution", "systematic (OOD)"),
         ),
         *(
             ResultTable(

@@ -21,6 +21,7 @@ TABLE = ResultTable(
     columns={"2": {"task": "mano/2"}, "8": {"task": "mano/8"}},
     everywhere={"metric": "acc,none", "reading": "static:4"},
     paper={"looped": {"2": 100, "8": 97.62}},
+    over_training=("2", "8"),
     columns_are="operations",
 )
 COMMAND = ["titan-loop", "train", "tests.analysis.test_results:mine", "--stage", "looped"]
@@ -62,11 +63,26 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
     assert (result.steps, result.tokens, result.seconds) == (100, 1000, 200.0)
     assert result.results["mano/2/acc,none/static:4"] == 0.5
     assert result.results["mano/8/acc,none/static:4"] == 0.75
+    assert [(step, found["mano/2/acc,none/static:4"]) for step, found in result.evaluations] == [
+        (50, 0.25),
+        (100, 0.5),
+    ]
+    assert list(TABLE.curves([result], "looped", "2")) == [[(50, 25.0), (100, 50.0)]]
+    assert list(TABLE.curves([result], "not", "2")) == []
     assert len(result.losses) <= 40
     assert result.losses[-1] == [100, 0.01]
     (saved,) = RunResult.all_of(result.save(tmp_path / "results").parent)
     assert saved == result
     assert saved.commit == run.read_run()["commit"]
+
+
+def test_a_run_that_was_stopped_has_the_newest_evaluation(tmp_path):
+    run = trained(tmp_path)
+    for step in (30, 60):
+        append_evaluation(run, asked(run, step, _2=step / 100), asked=WHILE_TRAINING, seconds=1)
+    result = RunResult.of(run)
+    assert result.steps == 100
+    assert result.results["mano/2/acc,none/static:4"] == 0.6
 
 
 def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
@@ -93,7 +109,8 @@ def test_the_commands_write_and_show(tmp_path, capsys):
     assert capsys.readouterr().out == f"{written}\n"
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 0
     assert "| looped | - | 50.0 |" in capsys.readouterr().out
-    assert (tmp_path / "plots" / "mine-solved.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("mine-solved.png", "mine-solved-training.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 2
     assert f"{written} is damaged" in capsys.readouterr().err

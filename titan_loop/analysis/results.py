@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from titan_loop.analysis.drawing import draw_axes
+from titan_loop.analysis.drawing import draw_axes, draw_panels
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
+_MOST_EVALUATIONS = 20
 _PLACES = ("--stage", "--dump-folder")
 """Flags that say which run it is, not what it does."""
 
@@ -52,6 +53,7 @@ class ResultTable:
         columns_are: Label of the plot's horizontal axis.
         factor: Unit of the shown numbers: 100 for per cent.
         digits: Decimal places.
+        over_training: Columns that are also drawn over the steps of training.
     """
 
     name: str
@@ -63,13 +65,30 @@ class ResultTable:
     columns_are: str = ""
     factor: float = 100.0
     digits: int = 1
+    over_training: Sequence[str] = ()
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
-        where = {**self.everywhere, **self.rows[row], **self.columns[column]}
-        name = "/".join(where.get(part, "") for part in ("task", "metric", "reading"))
+        where, name = self._address(row, column)
         found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
         return [self.factor * value for _, value in found]
+
+    def curves(
+        self, results: Sequence["RunResult"], row: str, column: str
+    ) -> Iterator[list[tuple[int, float]]]:
+        """Yield (step, number) pairs of a cell over the training of every run that has it."""
+        where, name = self._address(row, column)
+        for result in results:
+            if result.has(where, name):
+                yield [
+                    (step, self.factor * found[name])
+                    for step, found in result.evaluations
+                    if name in found
+                ]
+
+    def _address(self, row: str, column: str) -> tuple[Where, str]:
+        where = {**self.everywhere, **self.rows[row], **self.columns[column]}
+        return where, "/".join(where.get(part, "") for part in ("task", "metric", "reading"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +107,9 @@ class RunResult:
         steps: Training steps.
         seconds: Duration of training, without evaluation.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
-        results: TASK/METRIC/READING → value at the end, as in `evals.jsonl`.
+        results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
+            `evals.jsonl`.
+        evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         format_version: Of the file.
     """
 
@@ -104,6 +125,7 @@ class RunResult:
     seconds: float
     losses: list[list[float]]
     results: dict[str, float]
+    evaluations: list[list[Any]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
     def has(self, where: Where, name: str) -> bool:
@@ -130,7 +152,7 @@ class RunResult:
         if not records:
             raise UserError(f"{run.path} has no metrics.jsonl; train it first")
         config = SavedRun(run.path).config
-        last = records[-1]
+        last, evaluated = records[-1], _evaluated(run)
         return cls(
             recipe=recipe,
             stage=config.get("stage") or short_name(recipe),
@@ -142,8 +164,12 @@ class RunResult:
             tokens=last["tokens"],
             steps=last["step"],
             seconds=round(_seconds(records), 1),
-            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records)],
-            results=dict(sorted(_results(run, last["step"]).items())),
+            losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records, _MOST_LOSSES)],
+            results=dict(sorted(_results(run, evaluated).items())),
+            evaluations=[
+                [record["step"], {name: round(x, 5) for name, x in record["results"].items()}]
+                for record in _thinned(evaluated, _MOST_EVALUATIONS)
+            ],
         )
 
     @classmethod
@@ -206,25 +232,38 @@ def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
     )
 
 
-def _thinned(records: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    stride = -(-len(records) // _MOST_LOSSES)
-    yield from records[(len(records) - 1) % stride :: stride]
+def _thinned(records: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
+    stride = max(1, -(-len(records) // most))
+    return records[(len(records) - 1) % stride :: stride] if records else []
 
 
-def _results(run: RunDirectory, step: int) -> dict[str, float]:
-    """Return what evaluations found of the last checkpoint; later ones count."""
-    found: dict[str, float] = {}
-    for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
-        if record["asked"] == WHILE_TRAINING and record["step"] == step:
-            found |= record["results"]
-    for path in run.evaluations.glob(f"depth-step-{step}.json"):
-        for source, depths in DepthReport.load(path).sources.items():
-            for depth, interval in depths.depths.items():
-                found[f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}"] = interval.value
-    for report in TaskReport.all_of(run):
-        if report.step == step:
-            found |= report.flat()
-    return found
+def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
+    """Return the evaluations while it trained; of a repeated step the later one."""
+    records = read_jsonl(run.evals_jsonl, EVALS_FIELDS)
+    kept: dict[int, dict[str, Any]] = {}
+    for record in records:
+        if record["asked"] == WHILE_TRAINING:
+            before = kept.get(record["step"], {"results": {}})
+            kept[record["step"]] = {**record, "results": before["results"] | record["results"]}
+    return [kept[step] for step in sorted(kept)]
+
+
+def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what evaluations found at the newest step that has one; later ones count."""
+    found = [(record["step"], record["results"]) for record in evaluated]
+    for path in run.evaluations.glob("depth-step-*.json"):
+        report = DepthReport.load(path)
+        depths = {
+            f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}": interval.value
+            for source, depths in report.sources.items()
+            for depth, interval in depths.depths.items()
+        }
+        found.append((report.step, depths))
+    found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
+    newest = max((step for step, _ in found), default=0)
+    return {
+        name: value for step, results in found if step == newest for name, value in results.items()
+    }
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
@@ -287,3 +326,17 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
         axes.figure.legend(loc="outside right upper", frameon=False)
 
     return draw_axes(draw, path)
+
+
+def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
+    """Draw what `over_training` names over the steps of training, a line a row and run."""
+
+    def draw(axes: "Axes", column: str) -> None:
+        for number, row in enumerate(table.rows):
+            for run, curve in enumerate(table.curves(results, row, column)):
+                label = row if run == 0 else None
+                axes.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
+        axes.set_xlabel("training steps")
+
+    columns = list(table.over_training)
+    return draw_panels(columns, draw, path, title=table.title, columns=2, legend=True)

@@ -36,7 +36,14 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
             are written to the folder plots beside it.
         plot: Whether to draw.
     """
-    from titan_loop.analysis.results import RunResult, draw_table, runs_text, short_name, table_text
+    from titan_loop.analysis.results import (
+        RunResult,
+        draw_curves,
+        draw_table,
+        runs_text,
+        short_name,
+        table_text,
+    )
     from titan_loop.recipes.registry import recipe_module
 
     place = folder or _beside(recipe) / _RESULTS
@@ -53,6 +60,9 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         if plot:
             path = place.parent / _PLOTS / f"{name}-{table.name}.png"
             print(f"\n{draw_table(table, results, path)}")
+            if table.over_training:
+                curves = path.with_name(f"{path.stem}-training.png")
+                print(draw_curves(table, results, curves))
 
 
 def _beside(recipe: str) -> Path:
