@@ -63,11 +63,25 @@ def test_it_equals_greedy_decoding_at_every_depth():
     for depth in DEPTHS:
         for name, accuracy in decoded_accuracy(model, depth).items():
             for results in (read, streamed):
-                assert results[name][f"static:{depth}"].metrics == {"acc,none": accuracy}
+                metrics = {**results[name][f"static:{depth}"].metrics}
+                assert metrics.pop("acc,none") == accuracy
+                assert [*metrics] == ["labels_acc,none"] * (not name.endswith("1_letters"))
+                assert all(accuracy <= share <= 1 for share in metrics.values())
                 assert results[name][f"static:{depth}"].mean_steps == depth
     for name in ("backwards/1_letters", "backwards/3_letters"):
         assert all(0 < result.metrics["acc,none"] < 1 for result in streamed[name].values())
     assert 1 <= read["backwards/3_letters"]["q:0.5"].mean_steps <= 3
+
+
+def test_strata_without_room_are_left_out_if_that_is_asked(caplog):
+    fitting = {"vocab_size": TASK.vocab_size, "room": 4}
+    exam = Exam(TASK, 5, **fitting, leave_out=True)
+    assert list(exam.windows) == ["backwards/1_letters", "backwards/2_letters"]
+    assert "not asked while training: backwards/3_letters" in caplog.text
+    with pytest.raises(UserError, match="backwards/3_letters: an exam of"):
+        Exam(TASK, 5, **fitting)
+    with pytest.raises(UserError, match="backwards/1_letters: an exam of"):
+        Exam(TASK, 5, vocab_size=TASK.vocab_size, room=1, leave_out=True)
 
 
 def test_windows_end_with_the_last_label_and_grade_the_answer_alone():

@@ -212,6 +212,16 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
             "Where exit policies halt",
             "Mean recurrent steps, and the share of right answers.",
         ),
+        "head-groups.png": (
+            "Head groups",
+            "Relative variance of each head's output at the result of an equation, where one name "
+            "(first layer) or one value (last layer) changes.",
+        ),
+        "frequencies.png": (
+            "Sums in the frequency domain",
+            "Mean norm of the DFT over all values of three operands, by pattern of frequencies; "
+            "j j j is a function of the sum.",
+        ),
         "patching.png": (
             "Activation patching",
             "Change of the answer's logit margin when one state is replaced by another question's.",

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
 _MOST_EVALUATIONS = 20
+_REPORTED_BY = ("task", "stratum", "metric", "reading")
 _PLACES = ("--stage", "--dump-folder")
 """Flags that say which run it is, not what it does."""
 
 Where: TypeAlias = Mapping[str, str]
-"""Part of the address of a number: its stage, and the task, metric and reading that report it."""
+"""Part of the address of a number: its `stage`, and `task`, `stratum` (where the task has several),
+`metric` and `reading`, by which an evaluation reports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class ResultTable:
 
     def _address(self, row: str, column: str) -> tuple[Where, str]:
         where = {**self.everywhere, **self.rows[row], **self.columns[column]}
-        return where, "/".join(where.get(part, "") for part in ("task", "metric", "reading"))
+        return where, "/".join(where[part] for part in _REPORTED_BY if part in where)
 
 
 @dataclass(frozen=True, kw_only=True)

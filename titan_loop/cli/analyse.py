@@ -4,11 +4,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_loop.cli import analyse_latent
 from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
-    from titan_loop.data.tasks.task import Task
     from titan_loop.evaluation.step_answers import Item
     from titan_loop.inference.loading import Loaded
 
@@ -30,6 +30,7 @@ def agreement(
         limit: Number of items, the first ones.
     """
     from titan_loop.analysis.step_agreement import draw_agreement
+    from titan_loop.evaluation.analysed_run import save_analysis
     from titan_loop.tables import columns
 
     loaded, chosen, steps, answers, matrix = _answers(run, items, depths, limit)
@@ -48,7 +49,7 @@ def agreement(
         "answers": answers.tolist(),
         "right_answers": [item.answer for item in chosen],
     }
-    print(_save(loaded, "agreement", record))
+    print(save_analysis(loaded, "agreement", record))
     print(draw_agreement(matrix, steps, loaded.run.directory.plots / "agreement.png"))
 
 
@@ -73,6 +74,7 @@ def probes(
         seed: Seed of folds and resamplings.
     """
     from titan_loop.analysis.step_agreement import draw_probes, probe
+    from titan_loop.evaluation.analysed_run import save_analysis
     from titan_loop.tables import columns
 
     depths = () if recurrent_steps is None else tuple(range(1, recurrent_steps + 1))
@@ -92,7 +94,7 @@ def probes(
         )
     print("\n".join(columns(rows, left=(0, 1))))
     record = {"items": items, "seed": seed, "probes": [asdict(score) for score in scores]}
-    print(_save(loaded, "probes", record))
+    print(save_analysis(loaded, "probes", record))
     print(draw_probes(scores, loaded.run.directory.plots / "probes.png"))
 
 
@@ -115,6 +117,7 @@ def pca(
     import numpy as np
 
     from titan_loop.analysis.step_agreement import draw_components, principal_components
+    from titan_loop.evaluation.analysed_run import save_analysis
 
     loaded, chosen = _open(run, items, limit)
     steps = recurrent_steps or loaded.recurrent_steps
@@ -126,7 +129,7 @@ def pca(
         "points": points.tolist(),
         "right_answers": [item.answer for item in chosen],
     }
-    print(_save(loaded, "pca", record))
+    print(save_analysis(loaded, "pca", record))
     print(draw_components(points, kinds, shares, loaded.run.directory.plots / "pca.png"))
 
 
@@ -152,6 +155,7 @@ def safety(
         max_new_tokens: Length of a completion, at most; completions are greedy.
         limit: Number of prompts, the first ones.
     """
+    from titan_loop.evaluation.analysed_run import save_analysis
     from titan_loop.evaluation.safety import read_prompts
     from titan_loop.evaluation.safety import safety as judged
     from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
@@ -168,7 +172,7 @@ def safety(
     ]
     print("\n".join(columns(rows)))
     record = {"prompts": str(prompts), "judge": judge, "depths": [asdict(r) for r in results]}
-    print(_save(loaded, "safety", record))
+    print(save_analysis(loaded, "safety", record))
 
 
 def lens(
@@ -189,10 +193,11 @@ def lens(
         questions: Number of questions of each stratum.
     """
     from titan_loop.analysis.step_plots import draw_lens
+    from titan_loop.evaluation.analysed_run import open_task, save_analysis
     from titan_loop.evaluation.logit_lens import logit_lens
     from titan_loop.tables import columns
 
-    loaded, task, names = _open_task(run, strata, questions)
+    loaded, task, names = open_task(run, strata, questions)
     steps = _steps(recurrent_steps, loaded)
     lenses = [
         lens
@@ -219,7 +224,7 @@ def lens(
             for lens in lenses
         ],
     }
-    print(_save(loaded, "lens", record))
+    print(save_analysis(loaded, "lens", record))
     print(draw_lens(lenses, loaded.run.directory.plots / "lens.png"))
 
 
@@ -246,10 +251,11 @@ def steps(
         questions: Number of questions of each stratum.
     """
     from titan_loop.analysis.step_plots import draw_halting, draw_margins, draw_step_accuracy
+    from titan_loop.evaluation.analysed_run import open_task, save_analysis
     from titan_loop.evaluation.step_exam import reach, step_exam
     from titan_loop.tables import columns
 
-    loaded, task, names = _open_task(run, strata, questions)
+    loaded, task, names = open_task(run, strata, questions)
     recurrence = loaded.manifest["trainer"].get("recurrence", {})
     trained = recurrence.get("max_steps") or loaded.recurrent_steps
     depth = _steps(recurrent_steps or 2 * trained, loaded)
@@ -272,7 +278,7 @@ def steps(
         far = reach([*found.values()], trained)
         print(f"learned {far.learned}, reached {far.reached}: generalisation ratio {far.ratio:.2f}")
         record |= {"learned": far.learned, "reached": far.reached}
-    print(_save(loaded, "steps", record))
+    print(save_analysis(loaded, "steps", record))
     plots = loaded.run.directory.plots
     print(draw_step_accuracy(found, trained, plots / "step-accuracy.png"))
     print(draw_margins(found, trained, plots / "step-margin.png"))
@@ -299,10 +305,11 @@ def patching(
         questions: Number of questions, each patched with the states of the next.
     """
     from titan_loop.analysis.step_plots import draw_patching
+    from titan_loop.evaluation.analysed_run import open_task, save_analysis
     from titan_loop.evaluation.patching import patching as patched
 
     asked = () if stratum is None else (stratum,)
-    loaded, task, names = _open_task(run, asked, questions, least=2)
+    loaded, task, names = open_task(run, asked, questions, least=2)
     visits, change = patched(
         loaded.model, task, names[-1], steps=_steps(recurrent_steps, loaded), count=questions
     )
@@ -318,29 +325,9 @@ def patching(
         "visits": visits,
         "change": change.tolist(),
     }
-    print(_save(loaded, "patching", record))
+    print(save_analysis(loaded, "patching", record))
     plot = loaded.run.directory.plots / "patching.png"
     print(draw_patching(visits, change, names[-1], plot))
-
-
-def _open_task(
-    run: Path, strata: tuple[str, ...], questions: int, *, least: int = 1
-) -> tuple["Loaded", "Task", list[str]]:
-    """Return a run on a generated task, the task, and the names of its strata to ask."""
-    from titan_loop.data.tasks.registry import recorded_task
-    from titan_loop.errors import nearest
-    from titan_loop.inference.loading import load_checkpoint
-
-    if questions < least:
-        raise UserError(f"questions={questions} must be at least {least}")
-    loaded = load_checkpoint(run, use="analyse")
-    task = recorded_task(loaded.manifest["data"])
-    if task is None:
-        raise UserError(f"{run} was trained on text; this analysis asks a generated task's exam")
-    for name in strata:
-        if name not in task.strata:
-            raise UserError(f"strata={name}: {task.name} has none{nearest(name, task.strata)}")
-    return loaded, task, [*(strata or task.strata)]
 
 
 def _steps(recurrent_steps: int | None, loaded: "Loaded") -> int:
@@ -380,16 +367,6 @@ def _states(loaded: "Loaded", items: list["Item"], steps: int) -> Any:
     return last_token_states(loaded.model, prompts, steps)
 
 
-def _save(loaded: "Loaded", name: str, record: dict[str, Any]) -> Path:
-    from titan_loop.storage.json_files import write_json
-
-    folder = loaded.run.directory.evaluations
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-step-{loaded.manifest['step']}.json"
-    write_json(path, {"manifest_sha256": loaded.manifest["sha256"], **record})
-    return path
-
-
 VERBS = {
     "agreement": agreement,
     "probes": probes,
@@ -398,6 +375,7 @@ VERBS = {
     "lens": lens,
     "steps": steps,
     "patching": patching,
+    **analyse_latent.VERBS,
 }
 
 run = group("analyse", VERBS)

@@ -7,6 +7,7 @@ several tokens is what greedy decoding would have produced. The same windows are
 training (`right_at_depths`), where ranks may share it, and of a checkpoint (`right_at_readings`).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,7 +31,11 @@ from titan_loop.evaluation.task_report import ReadingResult, Results
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 
+logger = logging.getLogger(__name__)
+
 ACCURACY = "acc,none"
+LABELS = "labels_acc,none"
+"""Share of single labels that are right, where an example has several."""
 
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Right labels and recurrent steps of P readings and W windows, summed over a window's labels."""
@@ -46,6 +51,8 @@ class Exam:
         room: Longest window in tokens.
         multiple: Windows are as long as the longest example, rounded up to this.
         strata: Strata to ask; None for all.
+        leave_out: Whether strata that do not fit into the room are left out, with a warning; the
+            first one never is.
 
     Attributes:
         windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
@@ -66,6 +73,7 @@ class Exam:
         room: int,
         multiple: int = 1,
         strata: Sequence[str] | None = None,
+        leave_out: bool = False,
     ) -> None:
         if task.vocab_size > vocab_size:
             raise UserError(
@@ -76,9 +84,14 @@ class Exam:
         self.windows: dict[str, HeldOutWindows] = {}
         for stratum, examples in task.exam(count, strata=strata).items():
             name = task.name if alone else f"{task.name}/{stratum}"
-            self.windows[name] = example_windows(
-                name, examples, task.columns, room=room, multiple=multiple
-            )
+            try:
+                self.windows[name] = example_windows(
+                    name, examples, task.columns, room=room, multiple=multiple
+                )
+            except UserError as error:
+                if not leave_out or not self.windows:
+                    raise
+                logger.warning("not asked while training: %s", error)
 
     def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
         """Return name → reading → accuracy and mean steps.
@@ -97,6 +110,10 @@ class Exam:
                 reading: ReadingResult(metrics={ACCURACY: float(share)}, mean_steps=float(steps))
                 for reading, share, steps in zip(readings, accuracy_P, mean_steps_P, strict=True)
             }
+            if labels_W.max() > 1:
+                shares_P = right_PW.sum(axis=1) / labels_W.sum()
+                for reading, share in zip(readings, shares_P, strict=True):
+                    results[name][reading].metrics[LABELS] = float(share)
         return results
 
 

@@ -208,6 +208,7 @@ class TaskExam(TrainingTask):
             room=trainer.config.training.seq_len,
             multiple=window_multiple(trainer),
             strata=strata,
+            leave_out=strata is None,
         )
 
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:

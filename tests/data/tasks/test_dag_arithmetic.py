@@ -91,6 +91,10 @@ def test_training_graphs_are_as_configured():
     assert max(depths) == TASK.most_depth
     # 3,600 nodes have 1, 2 or 3 parents equally often; five standard deviations.
     assert all(abs(parents[count] - 1200) < 5 * (3600 * 2 / 9) ** 0.5 for count in (1, 2, 3))
+    mixed = DagArithmetic(**SMALL, fewest_nodes=5)
+    sizes = Counter(len(question) for question in islice(mixed.questions(key=2), 800))
+    assert {*sizes} == {*range(5, 13)}
+    assert all(abs(count - 100) < 5 * 10 for count in sizes.values())
     deep = TASK.draw(random.Random(0), TASK.strata["20_nodes"])
     assert max(node.depth for node in deep) > TASK.most_depth
 
@@ -150,6 +154,8 @@ def test_a_checkpoint_knows_its_task(task: Task):
         ({"test_nodes": (20, 41)}, "graphs of 41 nodes need as many names, there are names 40"),
         ({"operations": "+/"}, r"operations '\+/' must be some of"),
         ({"operations": ""}, "operations '' must be some of"),
+        ({"fewest_nodes": 13}, "fewest_nodes 13 must be at most its nodes 12"),
+        ({"fewest_nodes": 2}, "graphs of 2 nodes are smaller than their leaves 3"),
         ({"leaves": 0}, "leaves 0 must be at least 1"),
         ({"most_parents": 0}, "most_parents 0 must be at least 1"),
         ({"most_depth": 1}, "most_depth 1 must be at least 2"),

@@ -13,7 +13,7 @@ node by node how they are solved.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (003), section 3.1, Appendices A.2 and B.1. What the paper leaves open is as in the
-authors' code: training graphs of exactly `nodes` nodes, of which `leaves` are numbers; 1 to
+authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
 `most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
 names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 64, chosen
 by hash, is never trained on.
@@ -103,7 +103,10 @@ class DagArithmetic(Task):
     """Characters of +-* that occur."""
 
     nodes: int = 32
-    """Nodes of a training graph."""
+    """Nodes of a training graph, or of the largest."""
+
+    fewest_nodes: int | None = None
+    """Training graphs then have from so many nodes to `nodes`, equally often; None for `nodes`."""
 
     leaves: int = 6
     """Nodes of any graph that are numbers."""
@@ -134,7 +137,12 @@ class DagArithmetic(Task):
             raise UserError(
                 f"{self.name} operations {self.operations!r} must be some of {OPERATIONS}"
             )
-        for nodes in (self.nodes, *self.test_nodes):
+        fewest = self.nodes if self.fewest_nodes is None else self.fewest_nodes
+        if fewest > self.nodes:
+            raise UserError(
+                f"{self.name} fewest_nodes {fewest} must be at most its nodes {self.nodes}"
+            )
+        for nodes in (fewest, self.nodes, *self.test_nodes):
             if nodes < self.leaves:
                 raise UserError(
                     f"{self.name} graphs of {nodes} nodes are smaller than their leaves "
@@ -182,8 +190,10 @@ class DagArithmetic(Task):
         return {f"{nodes}_nodes": Size(nodes, None) for nodes in self.test_nodes}
 
     def choose(self, generator: random.Random, level: int) -> Size:
-        """Return the size of every training graph."""
-        return Size(self.nodes, self.most_depth)
+        """Choose the size of a training graph."""
+        fewest = self.nodes if self.fewest_nodes is None else self.fewest_nodes
+        nodes = fewest + int(generator.random() * (self.nodes - fewest + 1))
+        return Size(nodes, self.most_depth)
 
     def draw(self, generator: random.Random, stratum: Size) -> Graph:
         """Draw names, then leaves and nodes in order, each from those before it."""

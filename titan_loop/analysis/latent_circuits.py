@@ -1,0 +1,397 @@
+"""What the layers of a latent-space model compute at the name behind an equals sign.
+
+    probe x1 + x2 + x3 = y ─► heads of the first layer, names changed ─► relative variance ─► groups
+                           ─► heads of the last layer, values changed ─► the same
+    OV matrices of the groups × embeddings of a factor ─► norm amplification
+    all m³ values ─► MLP before and behind its gate, its output, logits ─► 3-D DFT, by frequencies
+    equations of test graphs at the step that should solve them ─► which of the three went wrong
+
+The values before the step are told, so that one step is looked at.
+
+Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
+Deviations: a head belongs to the name or value that moves it most, if its relative variance is
+above `_MOVED`; amplification includes the gain of the norm before the attention.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, Graph, Node, Size, combined
+from titan_loop.models.families.latent import LatentDecoder
+
+Floats = NDArray[np.float64]
+
+OPERANDS = 3
+FACTORS = ("value", "syntax", "variable", "operation")
+SITES = ("mlp_pre", "mlp_post", "mlp_out", "logits")
+_MOVED = 0.3
+"""Relative variance above which a head counts as moved."""
+
+_ATTENDED, _COPIED = 0.5, 0.9
+"""Attention of a group on its name, and cosine of its output with the value's, below which an error
+is theirs."""
+
+
+def relative_variance(outputs_MD: Tensor) -> float:
+    """Return tr Cov(o) / mean ‖o‖² of M outputs."""
+    centred_MD = outputs_MD - outputs_MD.mean(dim=0)
+    return float(centred_MD.square().sum(dim=1).mean() / outputs_MD.square().sum(dim=1).mean())
+
+
+def norm_amplification(matrix: Tensor, vectors_MD: Tensor) -> float:
+    """Return the mean of ‖W x‖ / ‖x‖ over M vectors."""
+    return float(((vectors_MD @ matrix.T).norm(dim=1) / vectors_MD.norm(dim=1)).mean())
+
+
+def frequency_groups(outputs: Floats) -> dict[str, float]:
+    """Return the mean norm of the 3-D DFT of outputs (m, m, m, D), by pattern of the frequencies.
+
+    Seven patterns: all three 0; one, two or three of them not 0, and in the latter two cases equal
+    or not; where two of three are equal and not 0, the third may be anything else.
+    """
+    modulus = outputs.shape[0]
+    norms = np.linalg.norm(np.fft.fftn(outputs, axes=(0, 1, 2)), axis=-1) / modulus**3
+    sums: dict[str, list[float]] = {name: [] for name in FREQUENCIES}
+    for place in np.ndindex(*norms.shape):
+        sums[_pattern(*place)].append(float(norms[place]))
+    return {name: float(np.mean(values)) if values else 0.0 for name, values in sums.items()}
+
+
+FREQUENCIES = ("0 0 0", "j 0 0", "j j 0", "j k 0", "j j j", "j j k", "j k l")
+
+
+def _pattern(*frequencies: int) -> str:
+    others = [frequency for frequency in frequencies if frequency]
+    different = len(set(others))
+    match len(others), different:
+        case 0, _:
+            return "0 0 0"
+        case 1, _:
+            return "j 0 0"
+        case 2, 1:
+            return "j j 0"
+        case 2, _:
+            return "j k 0"
+        case _, 1:
+            return "j j j"
+        case _, 2:
+            return "j j k"
+    return "j k l"
+
+
+class Probe(NamedTuple):
+    """A graph whose last equation is looked at.
+
+    Attributes:
+        factors: (L, 4) of the graph; the values of all but the last node are told.
+        operands: Positions of the three names in the last equation.
+        solved_at: Positions behind the equals signs of the nodes they name.
+        result: Position of the last name.
+        sources: Positions behind the equals signs of all nodes but the last.
+    """
+
+    factors: Tensor
+    operands: tuple[int, ...]
+    solved_at: tuple[int, ...]
+    result: int
+    sources: tuple[int, ...]
+
+
+def probe_of(
+    task: DagArithmetic,
+    graph: Graph,
+    parents: Sequence[int],
+    name: int,
+    operations: tuple[str, ...] = (),
+) -> Probe:
+    """Append an equation to a graph; without operations, of the task's first one."""
+    operations = operations or (task.operations[0],) * (len(parents) - 1)
+    value = combined(operations, [graph[p].value for p in parents], task.modulus)
+    depth = 1 + max(graph[parent].depth for parent in parents)
+    example = task.encode((*graph, Node(name, (*parents,), operations, value, depth)))
+    results = np.flatnonzero(example.columns["depth"]).tolist()
+    told = np.where(np.arange(len(example.tokens)) < results[-1], example.labels, example.tokens)
+    factors = np.concatenate([told[:, None], example.columns["factors"]], axis=1)
+    end = results[-1] - 1  # the equals sign
+    return Probe(
+        torch.from_numpy(factors),
+        tuple(range(end - 2 * len(parents) + 1, end, 2)),
+        tuple(results[parent] for parent in parents),
+        results[-1],
+        tuple(results[:-1]),
+    )
+
+
+@dataclass
+class Seen:
+    """What one step of a model showed at the result of every probe.
+
+    Attributes:
+        heads: Layer → (M, N, H) outputs of its heads.
+        attention: Layer → (M, N, L) weights.
+        sites: Site → (M, …).
+        values: (M,) values that the step says.
+    """
+
+    heads: dict[int, Tensor]
+    attention: dict[int, Tensor]
+    sites: dict[str, Tensor]
+    values: Tensor
+
+
+@torch.no_grad()
+def look(model: LatentDecoder, factors_MLF: Tensor, results: Sequence[int]) -> Seen:
+    """Run one step on told states and keep what stands at one position of each."""
+    rows, at = torch.arange(len(factors_MLF)), torch.tensor(results)
+    heads: dict[int, Tensor] = {}
+    attention: dict[int, Tensor] = {}
+    sites: dict[str, Tensor] = {}
+
+    def keep_heads(layer: int) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, named: Any, out: Tensor) -> None:
+            heads[layer] = out[rows, at].clone()
+            attention[layer] = _weights(*given[:2], **named)[rows, :, at]
+
+        return hook
+
+    def keep(site: str, side: int) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, out: Tensor) -> None:
+            sites[site] = (given[0] if side == 0 else out)[rows, at].clone()
+
+        return hook
+
+    layers: list[Any] = list(model.layers.values())
+    with _hooked() as hooks:
+        for number, layer in enumerate(layers):
+            inner = layer.attention.inner_attention
+            hooks.append(inner.register_forward_hook(keep_heads(number), with_kwargs=True))
+        last = layers[-1].feed_forward
+        hooks.append(last.w1.register_forward_hook(keep("mlp_pre", 1)))
+        hooks.append(last.w2.register_forward_hook(keep("mlp_post", 0)))
+        hooks.append(last.w2.register_forward_hook(keep("mlp_out", 1)))
+        values_ML = factors_MLF[..., 0]
+        context = model.make_context(values_ML, columns={"factors": factors_MLF[..., 1:]})
+        hidden_MLD = model.read(model.step(model.start(values_ML, context), 1, context), context)
+    sites["logits"] = model.lm_head(hidden_MLD[rows, at].unsqueeze(1)).squeeze(1)
+    return Seen(heads, attention, sites, sites["logits"].argmax(dim=-1))
+
+
+@contextmanager
+def _hooked() -> Iterator[list[Any]]:
+    handles: list[Any] = []
+    try:
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _weights(
+    q_BLNH: Tensor,
+    k_BLNH: Tensor,
+    *,
+    attention_masks: Tensor | None,
+    scores_BNLS: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """Return the attention weights (B, N, L, S) of the kernel's arguments."""
+    scores = q_BLNH.transpose(1, 2) @ k_BLNH.permute(0, 2, 3, 1)
+    if scores_BNLS is not None:
+        scores = scores + scores_BNLS
+    if attention_masks is None:
+        attention_masks = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+    scores = scores * q_BLNH.shape[-1] ** -0.5
+    return scores.masked_fill(~attention_masks, -torch.inf).softmax(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circuits:
+    """What was found; JSON through `asdict`.
+
+    Attributes:
+        name_variance: Relative variance of every head of the first layer, where the first, second
+            or third name changes: (3, heads).
+        value_variance: The same of the last layer, where the first, second or third value changes.
+        name_groups: Heads of the first layer that belong to each name.
+        value_groups: Heads of the last layer that belong to each value.
+        amplification: Group → factor → norm amplification of its OV matrix.
+        frequencies: Site → pattern → mean norm of the DFT.
+        right: Share of probes, over all values, that are solved.
+    """
+
+    name_variance: list[list[float]]
+    value_variance: list[list[float]]
+    name_groups: list[list[int]]
+    value_groups: list[list[int]]
+    amplification: dict[str, dict[str, float]]
+    frequencies: dict[str, dict[str, float]]
+    right: float
+
+
+def find_circuits(
+    model: LatentDecoder, task: DagArithmetic, *, nodes: int, samples: int = 128, seed: int = 0
+) -> Circuits:
+    """Look at a probe equation behind one held-out graph.
+
+    Args:
+        model: In evaluation mode, whole.
+        task: What it was trained on.
+        nodes: Nodes of the graph, more than three.
+        samples: Number of names, and of values, that a probe is changed to.
+        seed: Chooses the graph and the changes.
+    """
+    (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
+    generator = random.Random(seed)
+    unused = next(n for n in range(task.names) if all(n != node.name for node in graph))
+    parents = generator.sample(range(nodes), OPERANDS)
+    last = len(model.layers) - 1
+    names, values = [], []
+    for operand in range(OPERANDS):
+        changed = [[*parents] for _ in range(samples)]
+        free = [p for p in range(nodes) if p not in parents or p == parents[operand]]
+        for choice in changed:
+            choice[operand] = generator.choice(free)
+        probes = [probe_of(task, graph, choice, unused) for choice in changed]
+        states = torch.stack([probe.factors for probe in probes])
+        seen = look(model, states, [probe.result for probe in probes])
+        names.append([relative_variance(o) for o in seen.heads[0].unbind(dim=1)])
+        probe = probe_of(task, graph, parents, unused)
+        states = probe.factors.repeat(task.modulus, 1, 1)
+        states[:, probe.solved_at[operand], 0] = torch.arange(task.modulus)
+        seen = look(model, states, [probe.result] * task.modulus)
+        values.append([relative_variance(o) for o in seen.heads[last].unbind(dim=1)])
+    name_groups, value_groups = _groups(names), _groups(values)
+    frequencies, right = _frequencies(model, task, probe_of(task, graph, parents, unused))
+    return Circuits(
+        name_variance=names,
+        value_variance=values,
+        name_groups=name_groups,
+        value_groups=value_groups,
+        amplification={
+            f"layer {layer + 1}, operand {operand + 1}": _amplification(model, layer, group)
+            for layer, groups in ((0, name_groups), (last, value_groups))
+            for operand, group in enumerate(groups)
+            if group
+        },
+        frequencies=frequencies,
+        right=right,
+    )
+
+
+def _groups(variance: Sequence[Sequence[float]]) -> list[list[int]]:
+    table = np.array(variance)
+    best = table.argmax(axis=0)
+    return [
+        [h for h in range(table.shape[1]) if best[h] == operand and table[operand, h] > _MOVED]
+        for operand in range(len(table))
+    ]
+
+
+def _amplification(model: LatentDecoder, layer: int, group: Sequence[int]) -> dict[str, float]:
+    """Return factor → amplification of Σ_h W_O^h W_V^h diag(gain) over the heads of a group."""
+    block: Any = list(model.layers.values())[layer]
+    attention, width = block.attention, block.attention.head_dim
+    shared = attention.n_heads // attention.n_kv_heads
+    of_values, out = attention.qkv_linear.wv.weight, attention.wo.weight
+    matrix = torch.zeros(out.shape[0], of_values.shape[1])
+    for head in group:
+        rows = slice(head // shared * width, (head // shared + 1) * width)
+        matrix += (out[:, head * width : (head + 1) * width] @ of_values[rows]).detach()
+    matrix = matrix * block.attention_norm.weight.detach()
+    tables = model.tok_embeddings.weight.detach().split(model.config.sizes)
+    return {
+        factor: norm_amplification(matrix, table)
+        for factor, table in zip(FACTORS, tables, strict=True)
+    }
+
+
+def _frequencies(
+    model: LatentDecoder, task: DagArithmetic, probe: Probe
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Return site → pattern → norm over all m³ values of a probe, and the share that is right."""
+    m = task.modulus
+    grid = torch.cartesian_prod(*[torch.arange(m)] * OPERANDS)
+    parts: dict[str, list[Tensor]] = {site: [] for site in SITES}
+    right = 0
+    for values in grid.split(256):
+        states = probe.factors.repeat(len(values), 1, 1)
+        for operand, at in enumerate(probe.solved_at):
+            states[:, at, 0] = values[:, operand]
+        seen = look(model, states, [probe.result] * len(values))
+        for site in SITES:
+            parts[site].append(seen.sites[site])
+        wanted = [combined((task.operations[0],) * 2, row, m) for row in values.tolist()]
+        right += int((seen.values == torch.tensor(wanted)).sum())
+    return {
+        site: frequency_groups(torch.cat(tensors).double().view(m, m, m, -1).numpy())
+        for site, tensors in parts.items()
+    }, right / m**OPERANDS
+
+
+def classify_errors(
+    model: LatentDecoder, task: DagArithmetic, circuits: Circuits, graphs: Sequence[Graph]
+) -> Mapping[str, int]:
+    """Count the equations of graphs that the step which should solve them solves, and who erred.
+
+    An error is of the first layer if a group attends to its name less than `_ATTENDED`; else of the
+    copy if the last layer's group returns another vector than it usually does for that value; else
+    of the feed-forward layer. Only equations of three operands are looked at, as groups are theirs.
+
+    Args:
+        model: In evaluation mode, whole.
+        task: What it was trained on.
+        circuits: Of this model.
+        graphs: The graphs.
+    """
+    last = len(model.layers) - 1
+    looked: list[_Solving] = []
+    for graph in graphs:
+        for index, node in enumerate(graph):
+            if len(node.parents) == OPERANDS:
+                probe = probe_of(task, graph[:index], node.parents, node.name, node.operations)
+                seen = look(model, probe.factors.unsqueeze(0), [probe.result])
+                values = [graph[parent].value for parent in node.parents]
+                looked.append(_Solving(seen, probe, node.value, values))
+    counts = {"right": 0, "first attention": 0, "copy": 0, "feed-forward": 0}
+    for solving in looked:
+        counts[_class(solving, looked, circuits, last)] += 1
+    return counts
+
+
+class _Solving(NamedTuple):
+    """An equation at the step that should solve it: its value, and those of its operands."""
+
+    seen: Seen
+    probe: Probe
+    value: int
+    operands: list[int]
+
+    def copied(self, layer: int, group: Sequence[int]) -> Tensor:
+        """Return what a group of heads of a layer returns."""
+        return self.seen.heads[layer][0, group].flatten()
+
+
+def _class(solving: _Solving, looked: Sequence[_Solving], circuits: Circuits, last: int) -> str:
+    if int(solving.seen.values[0]) == solving.value:
+        return "right"
+    for operand, group in enumerate(circuits.name_groups):
+        at = solving.probe.operands[operand]
+        if group and solving.seen.attention[0][0, group, at].mean() < _ATTENDED:
+            return "first attention"
+    for operand, group in enumerate(circuits.value_groups):
+        value = solving.operands[operand]
+        same = [s.copied(last, group) for s in looked if s.operands[operand] == value and group]
+        if same:
+            usual = torch.stack(same).mean(dim=0)
+            if torch.cosine_similarity(solving.copied(last, group), usual, dim=0) < _COPIED:
+                return "copy"
+    return "feed-forward"
