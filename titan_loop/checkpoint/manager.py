@@ -212,7 +212,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         }
         if self._stager is None or last_step:
             # The last one is waited for in any case: its failure is the run's failure.
-            return self._write(self._tensors, content, must_succeed=last_step)
+            return self._write(self.tensors, content, must_succeed=last_step)
         self.staging_future = self._stage(self._stager)
         self.save_future = self._writer.submit(self._write, self.staging_future.result, content)
         return True
@@ -223,7 +223,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         try:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # the stager copies on another stream
-            staged = stager.stage(self._tensors())
+            staged = stager.stage(self.tensors())
         except Exception as error:
             done.set_exception(error)
             return done
@@ -238,7 +238,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         first = step == 1 and self.config.enable_first_step_checkpoint
         return first or last_step or step % self.config.interval == 0
 
-    def _tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of model and optimisers."""
         return {OPTIMIZER: self.optimizers.state_dict(), **self.model.state_dict()}
 
     def _write(

@@ -3,13 +3,17 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from titan_loop.cli.arguments import command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError
+
+if TYPE_CHECKING:
+    from titan_loop.planning.cluster import Cluster
+    from titan_loop.recipes.recipe import Recipe
 
 _PRECISION_FLAG = "--training.mixed-precision-param"
 
@@ -31,6 +35,7 @@ def plan(
     mfu: float = 0.4,
     stage: str | None = None,
     scaling_fit: Path | None = None,
+    rehearse: bool = False,
 ) -> None:
     """Print what every stage of a recipe needs on a cluster, without a GPU and without the data.
 
@@ -52,8 +57,10 @@ def plan(
         stage: Plan this stage alone.
         scaling_fit: The scaling.json of titan-loop scaling; adds what the recurrent steps are worth
             in nats and GPU-days against the same model without loops and against one unrolled.
+        rehearse: Assemble every stage as one rank of the cluster, with the real trainer on fake
+            tensors: a training step, a held-out pass, a checkpoint's plan. Takes minutes.
     """
-    resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
+    resolved = _resolved(recipe, flags, stage, for_cuda=rehearse)
 
     from titan_loop.distributed.devices import get_device
     from titan_loop.planning.cluster import Cluster
@@ -80,6 +87,33 @@ def plan(
     if refused:
         stages_refused = sum(bool(need.refusals) for need in needs)
         raise UserError(f"plan: {stages_refused} of {len(needs)} stages do not fit; {refused[0]}")
+    if rehearse:
+        _rehearse(resolved, cluster, stage)
+
+
+def _resolved(recipe: str, flags: Sequence[str], stage: str | None, *, for_cuda: bool) -> "Recipe":
+    """Return the recipe with the defaults of this machine, or of one with a GPU."""
+    if not for_cuda:
+        return resolve_recipe(recipe, flags, verb="plan", only=stage)
+    import titan_loop.compat as compat
+
+    with compat.assuming("cuda"):
+        return resolve_recipe(recipe, flags, verb="plan", only=stage)
+
+
+def _rehearse(recipe: "Recipe", cluster: "Cluster", stage: str | None) -> None:
+    import titan_loop.compat as compat
+
+    from titan_loop.planning.rehearsal import rehearsal_lines, rehearse
+
+    compat.quiet_upstream()
+    found = list(rehearse(recipe, cluster, only=stage))
+    print("\n" + "\n".join(rehearsal_lines(found, cluster)))
+    faults = [f"{one.needs.name}: {one.fault}" for one in found if one.fault]
+    if faults:
+        raise UserError(
+            f"plan: {len(faults)} of {len(found)} stages were not assembled; {faults[0]}"
+        )
 
 
 def _asks_for_fp32(flags: Sequence[str]) -> bool:

@@ -143,9 +143,9 @@ def stage_needs(
     trained = parent is not None or bool(config.checkpoint.carry.parent)
     refusals += map(str, setting_refusals(config, starts_trained=trained))
     refusals += map(str, suite_refusals(config))
-    model = _architecture(config)
+    model = stage_architecture(config)
     if stage and parent:
-        before = _architecture(parent.config).architecture()
+        before = stage_architecture(parent.config).architecture()
         carried = carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
         refusals += map(str, carried)
     unfit = _layout_refusals(config, model, cluster.ranks)
@@ -216,7 +216,8 @@ def stage_needs(
     )
 
 
-def _architecture(config: LoopTrainer.Config) -> LoopDecoder.Config:
+def stage_architecture(config: LoopTrainer.Config) -> LoopDecoder.Config:
+    """Return the architecture of a stage; without prepared data its vocabulary is the default."""
     options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
     if options.vocab_size is None and _are_prepared(config):
         options.vocab_size = config.dataloader.vocabulary().size

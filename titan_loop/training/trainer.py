@@ -182,24 +182,11 @@ class LoopTrainer(GradientTrainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        self.plan = plan = self._plan(self.step)
-        self.loss_fn.set_schedules(plan.schedules)
-        self.lr_schedulers.set_tokens(plan.rate_tokens)
-        # A CUDA graph adds to the gradients it was captured with.
-        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
-        first_window = self.dataloader.windows_consumed
-
-        loss, metrics = self.forward_backward(plan)
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model.parameters()), self.config.training.max_norm, foreach=True
-        )
-        verdict = agree_on_step(loss, grad_norm, stop=self._asked_to_stop)
-        self.checkpointer.maybe_wait_for_staging()
-        update_unless_skipped(self.optimizers, verdict)
+        plan, first_window = self._plan(self.step), self.dataloader.windows_consumed
+        loss, metrics, grad_norm, verdict = self.update(plan)
         windows = range(first_window, first_window + plan.windows)
         self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
         self.tokens += plan.windows * self.config.training.seq_len
-        self.optimizers.update_average(step=plan.step, tokens=self.tokens)
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.skipped.read(newest=waits)
@@ -208,6 +195,29 @@ class LoopTrainer(GradientTrainer):
         self._finish_step(loss, grad_norm, metrics, verdict)
         if stop and not self.at_last_step:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
+
+    def update(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor], Tensor, StepVerdict]:
+        """Compute a step's gradients and update the weights, without waiting for the device.
+
+        Returns:
+            This rank's share of loss and metrics, the gradient norm before clipping, and what all
+            ranks agreed on.
+        """
+        self.plan = plan
+        self.loss_fn.set_schedules(plan.schedules)
+        self.lr_schedulers.set_tokens(plan.rate_tokens)
+        # A CUDA graph adds to the gradients it was captured with.
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        loss, metrics = self.forward_backward(plan)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.training.max_norm, foreach=True
+        )
+        verdict = agree_on_step(loss, grad_norm, stop=self._asked_to_stop)
+        self.checkpointer.maybe_wait_for_staging()
+        update_unless_skipped(self.optimizers, verdict)
+        tokens = plan.tokens + plan.windows * self.config.training.seq_len
+        self.optimizers.update_average(step=plan.step, tokens=tokens)
+        return loss, metrics, grad_norm, verdict
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""

@@ -1,0 +1,137 @@
+"""Rehearsal: the real trainer as one rank of a world that is not there, and what it counts."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchtitan.config import CompileConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from titan_loop.cli.main import main
+from titan_loop.distributed.devices import DEVICES
+from titan_loop.planning.cluster import Cluster
+from titan_loop.planning.rehearsal import NOT_REHEARSED, Rehearsed, rehearse
+from titan_loop.planning.step_meter import StepMeter
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.trainer import LoopTrainer
+
+EIGHT = Cluster(nodes=2, gpus_per_node=4, gpu=DEVICES["h100-80gb"], mfu=0.4)
+WIDEST = 0.35
+"""Largest relative distance of plan's peak from what is measured: at a width of 64, temporaries and
+index tensors that plan leaves out are a part of the whole."""
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """torchtitan's trainer turns automatic garbage collection off."""
+    yield
+    gc.enable()
+    assert not dist.is_initialized()
+
+
+def stage(**parallelism: int) -> LoopTrainer.Config:
+    with compat.assuming("cuda"):
+        config = tiny_config(Path("nowhere"), Path("nowhere"))
+        config.training.mixed_precision_param = "bfloat16"
+        for name, degree in parallelism.items():
+            setattr(config.parallelism, f"{name}_degree", degree)
+        config.model.vocab_size = 512
+        config.training.local_batch_size = 1
+        config.compile = CompileConfig(enable=False)
+    return config
+
+
+def rehearsed(config: LoopTrainer.Config, cluster: Cluster = EIGHT) -> Rehearsed:
+    (found,) = rehearse(Recipe(name="tiny", stages=[Stage(name="only", config=config)]), cluster)
+    return found
+
+
+def assert_as_planned(found: Rehearsed) -> None:
+    assert not found.fault
+    assert found.moved.keys() == found.planned.keys()
+    for kind, planned in found.planned.items():
+        assert found.moved[kind].count == planned.count, kind
+        # Padding, and a byte or two of what plan says it leaves out.
+        assert found.moved[kind].received_bytes == pytest.approx(planned.received_bytes, rel=0.01)
+    assert found.needs.memory.peak == pytest.approx(found.peak_bytes, rel=WIDEST)
+
+
+def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
+    """Flex, selective checkpointing, FSDP in bf16 and the gather of keys, in one full graph."""
+    config = stage(context_parallel=2)
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.compile = CompileConfig(enable=True, components=["model"])
+    counters.clear()
+    found = rehearsed(config)
+    assert_as_planned(found)
+    assert found.micro_batches == 2
+    assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_hsdp_with_tensor_parallelism_moves_what_plan_says():
+    assert_as_planned(rehearsed(stage(tensor_parallel=2, data_parallel_replicate=2)))
+
+
+def test_offloaded_weights_with_an_average_are_assembled():
+    config = stage()
+    config.training.enable_cpu_offload = True
+    config.ema.decay = 0.9
+    found = rehearsed(config)
+    assert not found.fault
+    assert found.moved["reduce-scatter"] == found.planned["reduce-scatter"]
+
+
+def test_what_breaks_is_one_line_and_leaves_no_trace():
+    new_group, resize = dist.new_group, torch.UntypedStorage.resize_
+    config = stage()
+    config.optimizer.name = "muon"
+    assert "optimizer.name=muon cannot be rehearsed" in rehearsed(config).fault
+    config = stage()
+    config.model.attention = "varlen"
+    assert (
+        rehearsed(config).fault
+        == "aten.nonzero.default needs values, which fake tensors do not have"
+    )
+    assert dist.new_group is new_group
+    assert torch.UntypedStorage.resize_ is resize
+    assert "pin_memory" not in vars(torch.Tensor)
+    assert compat.device_type() == "cpu"
+
+
+def test_the_command_says_what_was_and_what_was_not_rehearsed(capsys):
+    flags = ["--stage", "1a", "--gpus-per-node", "8", "--rehearse", "--model.size", "debugmodel"]
+    flags += ["--training.seq-len", "64", "--batch.global-batch-tokens", "1024"]
+    flags += ["--batch.multiple-of-windows", "8"]
+    assert main(["plan", "ouro_1_4b", *flags, "--compile.no-enable"]) == 0
+    printed = capsys.readouterr().out
+    assert "rehearsed as rank 0 of 8" in printed
+    (row,) = [line for line in printed.splitlines() if line.startswith("1a  ")]
+    assert row.split()[1:5] == ["assembled", "2", "of", "2"]
+    for what in NOT_REHEARSED:
+        assert what in printed
+
+
+def test_the_meter_sees_the_most_that_is_held_at_once():
+    fake_mode = FakeTensorMode()
+    with fake_mode, StepMeter(fake_mode) as meter:
+        kept = torch.empty(256, dtype=torch.float32)
+        view = kept[1:].view(-1)
+        both = torch.empty(512) + torch.empty(512)
+        assert meter.live_bytes == 1024 + 2048
+        assert meter.peak_bytes == 1024 + 3 * 2048
+        del both
+        meter.reset()
+        assert meter.peak_bytes == 1024
+        kept.untyped_storage().resize_(0)
+        with meter.paused():
+            torch.empty(4096)
+        del view
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 1024

@@ -1,0 +1,165 @@
+"""Ranks and a GPU that are not there, for one process that goes through the motions of a rank.
+
+    process group   torch's fake one: of any size, every collective returns at once
+    tensors         FakeTensorMode: shapes and dtypes without values
+    device          tensors say "cpu", configs are those of CUDA (`compat.assuming`), and what
+                    CUDA would run instead of the CPU's kernels is put in their place below
+
+A CPU build of torch cannot run autograd on fake CUDA tensors, hence the third line.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.nn.attention import flex_attention as torch_flex
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.distributed import compile as titan_compile
+from torchtitan.models.common import attention as titan_attention
+from torchtitan.tools import utils as titan_utils
+
+from titan_loop.errors import UserError
+from titan_loop.planning.cluster import Cluster
+from titan_loop.training.stability import StepVerdict
+
+
+@contextmanager
+def absent_gpu(
+    cluster: Cluster, build_mask: Callable[..., Any] = torch_flex.create_block_mask
+) -> Iterator[None]:
+    """Let this process be rank 0 of a cluster, until the end of the block.
+
+    Args:
+        cluster: Its size and the memory of its GPUs.
+        build_mask: Called instead of the compiled `create_block_mask`.
+
+    Raises:
+        UserError: This process has ranks already.
+    """
+    if dist.is_initialized():
+        raise UserError("--rehearse needs a process of its own: start it without torchrun")
+    gpu = _Gpu(cluster.gpu.memory_bytes)
+    composite, new_group = F.rms_norm, dist.new_group
+
+    def rms_norm(
+        input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        if weight is None or weight.dtype != input.dtype:
+            return composite(input, normalized_shape, weight, eps)  # CUDA has no kernel for these
+        return _fused_rms_norm(input, weight)[0]
+
+    replacements: list[tuple[Any, str, Any]] = [
+        (titan_utils, "device_module", gpu),
+        (dist, "new_group", lambda *args, **options: new_group(*args, **options | _FAKE)),
+        (F, "rms_norm", rms_norm),
+        (Tensor, "pin_memory", lambda tensor, *args: tensor),
+        (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it looks at values
+        (StepVerdict, "read", lambda verdict: (True, False)),  # finite, and nobody asks to stop
+        # Flex: no check for a GPU, and nothing handed to inductor, whose kernels need one.
+        (torch_flex, "_validate_device", lambda *tensors: None),
+        (titan_attention, "_compiled_create_block_mask", build_mask),
+        (titan_attention.FlexAttention, "_compiled_flex_attn", torch_flex.flex_attention),
+        (titan_compile, "_maybe_regional_inductor_backend", lambda model, backend: backend),
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of DTensor and FSDP, about fake tensors on a CPU
+        stack.enter_context(compat.assuming("cuda"))
+        for owner, name, replacement in replacements:
+            stack.enter_context(_replaced(owner, name, replacement))
+        # As torchtitan does where it makes the process group.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    inherited = name not in vars(owner)
+    before = None if inherited else vars(owner)[name]
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+_FAKE = {"backend": "fake"}
+
+
+class _Gpu(compat.CpuDevice):
+    def __init__(self, memory_bytes: float) -> None:
+        super().__init__()
+        self._memory_bytes = int(memory_bytes)
+
+    def get_device_properties(  # type: ignore[override]
+        self, device: torch.device | None = None
+    ) -> SimpleNamespace:
+        return SimpleNamespace(name="GPU", total_memory=self._memory_bytes)
+
+
+# On a CPU, `F.rms_norm` is several operations that keep other tensors than CUDA's one kernel does.
+
+
+@torch.library.custom_op("titan_loop::fused_rms_norm", mutates_args=())
+def _fused_rms_norm(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+@_fused_rms_norm.register_fake
+def _(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input), input.new_empty(*input.shape[:-1], 1, dtype=torch.float32)
+
+
+@torch.library.custom_op("titan_loop::fused_rms_norm_backward", mutates_args=())
+def _fused_rms_norm_backward(
+    gradient: Tensor, input: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+@_fused_rms_norm_backward.register_fake
+def _(gradient: Tensor, input: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(input), torch.empty_like(weight)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    input, weight, scale = ctx.saved_tensors
+    return _fused_rms_norm_backward(gradient, input, scale, weight)
+
+
+_fused_rms_norm.register_autograd(_backward, setup_context=_save)
+
+
+@register_sharding(torch.ops.titan_loop.fused_rms_norm.default)
+def _(input: Any, weight: Any) -> list[Any]:
+    one = Replicate()
+    cut = [([Shard(axis), Shard(axis)], [Shard(axis), one]) for axis in range(input.ndim - 1)]
+    return [([one, one], [one, one]), *cut]
+
+
+@register_sharding(torch.ops.titan_loop.fused_rms_norm_backward.default)
+def _(gradient: Any, input: Any, scale: Any, weight: Any) -> list[Any]:
+    one = Replicate()
+    cut = [
+        ([Shard(axis), Partial()], [Shard(axis), Shard(axis), Shard(axis), one])
+        for axis in range(input.ndim - 1)
+    ]
+    return [([one, one], [one, one, one, one]), *cut]

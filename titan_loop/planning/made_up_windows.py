@@ -1,0 +1,67 @@
+"""Windows without content, in the place of data that are not here."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from titan_loop.data.columns import Column
+from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
+from titan_loop.data.load.held_out import HeldOutWindows
+
+
+class MadeUpWindows(GlobalBatchLoader):
+    """Has the batches of another loader, by their shapes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GlobalBatchLoader.Config):
+        """Whose batches, and how many different tokens there are in them."""
+
+        instead_of: GlobalBatchLoader.Config
+        vocab_size: int = 0
+        prefetch: bool = field(default=False)
+
+        def vocabulary(self) -> DataVocabulary:
+            """Return the vocabulary it was given."""
+            return DataVocabulary(self.vocab_size, self.vocab_size - 1)
+
+        def source_paths(self) -> list[str]:
+            """Return nothing: no data are read."""
+            return []
+
+        def columns(self) -> tuple[Column, ...]:
+            """Return the columns of the other loader."""
+            return self.instead_of.columns()
+
+        def knows_depth(self) -> bool:
+            """Return whether the other loader knows the depth of its windows."""
+            return self.instead_of.knows_depth()
+
+    def __init__(self, config: Config, **split: Any) -> None:
+        super().__init__(config, {}, **split)
+
+    def read(self, position: Position) -> BatchesRead:
+        """Return micro-batches, made where they are asked for: fake under a fake mode."""
+        windows = position.windows // self._dp_world_size
+        made = made_up(self._local_batch_size, self._seq_len, self.columns)
+        own = {"input": made.input, "positions": made.positions, **made.columns}
+        count = windows // self._local_batch_size
+        return BatchesRead(
+            [({**own}, made.labels.clone()) for _ in range(count)], position.data_hash
+        )
+
+
+def made_up(count: int, seq_len: int, columns: tuple[Column, ...] = ()) -> HeldOutWindows:
+    """Return `count` windows of `seq_len` tokens of zeros."""
+
+    def zeros(*shape: int, dtype: str = "int64") -> torch.Tensor:
+        return torch.zeros(*shape, dtype=getattr(torch, dtype))
+
+    return HeldOutWindows(
+        *(zeros(count, seq_len) for _ in range(4)),
+        columns={
+            column.name: zeros(*column.batch_shape(count, seq_len), dtype=column.dtype)
+            for column in columns
+        },
+        whole={column.name for column in columns if not column.per_token},
+    )

@@ -1,0 +1,153 @@
+"""Counts what a training step holds and moves, below autograd, FSDP, compiled graphs and DTensor.
+
+torch's own tracker of FSDP's memory hooks into every module, which layers compiled as a full graph
+do not allow, and ends at the second micro-batch. What a step holds is simpler: storages that were
+made and are still referred to, at the size they have now.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+}
+"""Collectives that are counted, by the name of their operator. Functional sums are not, nor those
+outside of the backward pass: they are of scalars, and of softmax under tensor parallelism."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """Collectives of one kind, and the bytes they bring to this rank.
+
+    Attributes:
+        count: Number of collectives.
+        received_bytes: Bytes in a ring, as in `titan_loop/distributed/communication.py`.
+    """
+
+    count: int = 0
+    received_bytes: float = 0.0
+
+
+class StepMeter(TorchDispatchMode):
+    """Measures what runs in its block, with fake tensors of one mode.
+
+    Args:
+        fake_mode: Tensors made in others, as when a graph is traced, do not count.
+
+    Attributes:
+        live_bytes: Bytes of all storages there are.
+        peak_bytes: The most there were since `reset`.
+        moved: Collectives since `reset` by kind.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let layers be compiled in the block."""
+        return True
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self.moved: dict[str, Moved] = defaultdict(Moved)
+        self._fake_mode = fake_mode
+        self._sizes: dict[int, int] = {}
+        self._paused = False
+
+    def reset(self) -> None:
+        """Begin to measure: the peak is what there is."""
+        self.peak_bytes = self.live_bytes
+        self.moved = defaultdict(Moved)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what the block makes."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def __enter__(self) -> "StepMeter":
+        """Measure from here on, with what FSDP frees and allocates by itself."""
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set_size(storage)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Measure no longer."""
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator, and count what it made or moved."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # come back with the local tensors
+        result = func(*args, **(kwargs or {}))
+        if self._paused or active_fake_mode() is not self._fake_mode:
+            return result
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    weakref.finalize(storage, self._forget, storage._cdata)
+                    self._set_size(storage)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func, args, result)
+        return result
+
+    def _set_size(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self.live_bytes += size - self._sizes.get(storage._cdata, 0)
+        self._sizes[storage._cdata] = size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, storage: int) -> None:
+        self.live_bytes -= self._sizes.pop(storage)
+
+    def _count(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        name = func._schema.name.split("::")[1]
+        kind = KINDS.get(name)
+        if kind is None or (kind == "all-reduce" and not _in_backward()):
+            return
+        if kind == "all-reduce":
+            (tensor,) = args[0]
+            ranks = dist.ProcessGroup.unbox(args[1]).size()
+            received = 2 * tensor.nbytes * (1 - 1 / ranks)
+        else:
+            sides = args[:2] if func.namespace == "c10d" else (args[0], result)
+            whole = max(side.nbytes for side in sides)
+            received = whole - min(side.nbytes for side in sides)
+        self.moved[kind].count += 1
+        self.moved[kind].received_bytes += received
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
