@@ -16,7 +16,7 @@ from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.retention import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
@@ -34,8 +34,10 @@ def memory() -> Iterator[Any]:
     file_system.store.clear()
 
 
-def remote(run: Path, url: str = "memory://bucket/runs") -> RemoteCheckpoints:
-    return RemoteCheckpoints(url, stage="base", run=run)
+def remote(
+    run: Path, url: str = "memory://bucket/runs", *, adopt: bool = True
+) -> RemoteCheckpoints:
+    return RemoteCheckpoints(url, stage="base", run=run, adopt=adopt)
 
 
 def uploader(run: Path, **settings: Any) -> Uploader:
@@ -146,6 +148,39 @@ def test_the_remote_of_another_run_is_refused(memory, tmp_path):
         remote(tmp_path / "two")
 
 
+def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, tmp_path):
+    upload_all(tmp_path / "one", [2])
+    with pytest.raises(UserError, match=r"go on with that run in .*: --checkpoint.adopt-remote"):
+        remote(tmp_path / "two", adopt=False)
+    assert not (tmp_path / "two" / "remote.json").exists()
+    remote(tmp_path / "two")
+    remote(tmp_path / "two", adopt=False)  # it is its own from now on
+    remote(tmp_path / "one", adopt=False)
+
+
+def test_tagged_checkpoints_stay_there_whenever_they_were_tagged(memory, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    add_tag(committed(checkpoints, 2), "before it was copied")
+    upload_all(tmp_path, [2, 4])
+    add_tag(checkpoints / "step-4", "after")
+    there = upload_all(tmp_path, [6, 8, 10])
+    assert there.steps() == [2, 4, 8, 10]
+    shutil.rmtree(checkpoints)
+    there = upload_all(tmp_path, [12, 14])  # what it knows of 2 and 4 is what is there
+    assert there.steps() == [2, 4, 12, 14]
+    memory.rm("/bucket/runs/base/step-14", recursive=True)
+    memory.rm("/bucket/runs/base/step-12", recursive=True)
+    fetch_if_needed(remote(tmp_path / "other"), tmp_path / "other")
+    assert read_tags(tmp_path / "other" / "checkpoints" / "step-4") == ["after"]
+
+
+def test_a_tag_taken_away_is_taken_away_there(memory, tmp_path):
+    add_tag(committed(tmp_path / "checkpoints", 2), "x")
+    upload_all(tmp_path, [2, 4])
+    remove_tag(tmp_path / "checkpoints" / "step-2", "x")
+    assert upload_all(tmp_path, [6]).steps() == [4, 6]
+
+
 @pytest.mark.parametrize(
     ("url", "complaint"),
     [
@@ -171,6 +206,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
         made = tiny_config(source, tmp_path / name, steps=6)
         made.training.steps = limit
         made.checkpoint.remote = url
+        made.checkpoint.adopt_remote = True
         return made
 
     run_training(config("whole"))

@@ -89,6 +89,10 @@ class LoopCheckpointManager(BaseCheckpointManager):
         """Folder in an object store that every checkpoint is copied to, s3://…, gs://… or file://…;
         a start without a whole local one fetches the newest. Empty for none."""
 
+        adopt_remote: bool = False
+        """Go on with the run whose checkpoints `remote` holds although this run directory is new,
+        as after the loss of a disk."""
+
         retry_seconds: float = 10.0
         """Wait before the second attempt; it doubles each time."""
 

@@ -1,7 +1,7 @@
 """Copies of a run's checkpoints in an object store: `checkpoint.remote`.
 
     REMOTE/STAGE/owner.json            which run writes here
-    REMOTE/STAGE/step-N/…              the files, and manifest.json last: the commit record
+    REMOTE/STAGE/step-N/…              files and tags, and manifest.json last: the commit record
 
 A thread of rank 0 copies every checkpoint after its local commit, then applies the keep policy
 there. A start without a whole local checkpoint fetches the newest whole remote one. What an
@@ -20,7 +20,15 @@ from typing import Any
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
-from titan_loop.checkpoint.retention import CHECKPOINTS, STEP_NAME, stale_steps, step_folder
+from titan_loop.checkpoint.retention import (
+    CHECKPOINTS,
+    STEP_NAME,
+    TAGS,
+    is_committed,
+    read_tags,
+    stale_steps,
+    step_folder,
+)
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
@@ -40,16 +48,17 @@ class RemoteCheckpoints:
         url: `checkpoint.remote`.
         stage: Name of the run's stage: a recipe's stages share the address.
         run: The run directory.
+        adopt: Whether a run directory without checkpoints goes on with the run that writes there.
 
     Raises:
         UserError: See `RemoteFolder`; or the folder belongs to another run.
     """
 
-    def __init__(self, url: str, *, stage: str, run: Path) -> None:
+    def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
         check_address(url, FIELD)
         self._folder = RemoteFolder(f"{url.rstrip('/')}/{stage}" if stage else url, FIELD)
         self._checkpoints = run / CHECKPOINTS
-        self._claim(run)
+        self._claim(run, adopt=adopt)
 
     def steps(self) -> list[int]:
         """Return the steps of all committed remote checkpoints, in increasing order."""
@@ -64,7 +73,8 @@ class RemoteCheckpoints:
         manifest, name = read_manifest(checkpoint), checkpoint.name
         self._folder.delete(f"{name}/{MANIFEST}")
         self._folder.delete(name)
-        for file in manifest["files"]:
+        tags = [TAGS] if read_tags(checkpoint) else []
+        for file in (*manifest["files"], *tags):
             self._folder.upload(checkpoint / file, f"{name}/{file}")
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
@@ -73,6 +83,7 @@ class RemoteCheckpoints:
         steps = self.steps()
         kept = [step for step in steps if self._manifest(step).get("stage_end")]
         stale = stale_steps(steps, kept=kept, latest=latest, every=every)
+        stale = [step for step in stale if not self._is_tagged(step)]
         unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]
         for step in {*stale, *(set(unfinished) - set(steps))}:
             self._folder.delete(f"step-{step}/{MANIFEST}")
@@ -111,11 +122,25 @@ class RemoteCheckpoints:
         """Copy one checkpoint; return what is wrong with it, nothing if it is whole."""
         self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
         files = read_manifest(arriving)["files"]
-        for file in files:
+        tags = {TAGS} & {*self._folder.names(f"step-{step}")}
+        for file in (*files, *tags):
             self._folder.download(f"step-{step}/{file}", arriving / file)
         return "; ".join(find_damage(arriving, files).values())
 
-    def _claim(self, run: Path) -> None:
+    def _is_tagged(self, step: int) -> bool:
+        """Return whether a checkpoint has a name here; if it is there alone, whether it has there.
+
+        Names may have been given since it was copied: they are copied now.
+        """
+        local, there = step_folder(self._checkpoints, step), f"step-{step}/{TAGS}"
+        if is_committed(local):
+            tagged = bool(read_tags(local))
+            if tagged:
+                self._folder.upload(local / TAGS, there)
+            return tagged
+        return TAGS in self._folder.names(f"step-{step}")
+
+    def _claim(self, run: Path, *, adopt: bool) -> None:
         """Note whose folder this is; refuse another run's."""
         try:
             owner: str | None = json.loads(self._folder.read(OWNER))["run"]
@@ -126,16 +151,17 @@ class RemoteCheckpoints:
         except FileNotFoundError:
             own = None
         fresh = own is None and newest_good(self._checkpoints, look_at="manifest") is None
-        if owner is not None and owner != own and not fresh:
+        if owner is not None and owner != own and not (fresh and adopt):
+            fix = f", or go on with that run in {run}: --checkpoint.adopt-remote" if fresh else ""
             raise UserError(
                 f"{FIELD}={self._folder.url} holds the checkpoints of another run; choose another "
-                "folder"
+                f"folder{fix}"
             )
         identity = owner or own or secrets.token_hex(8)
+        if identity != own:
+            write_json(run / OWN_RECORD, {"run": identity})
         if owner is None:
             self._folder.write(OWNER, json.dumps({"run": identity}).encode())
-        if own is None:
-            write_json(run / OWN_RECORD, {"run": identity})
 
     def _all_steps(self) -> list[int]:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())

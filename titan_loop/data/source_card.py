@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_loop.data.remote_source import copy_if_remote
 from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import finite_or_null, read_json_object, write_json
@@ -135,6 +136,7 @@ class SourceCard:
                 EOS id lies outside the vocabulary.
         """
         path = folder / CARD_NAME
+        copy_if_remote(folder, CARD_NAME)
         if not folder.is_dir():
             raise UserError(
                 f"source {folder} is not a folder{seen_from(folder)}: prepare it with titan-loop "

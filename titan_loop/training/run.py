@@ -149,7 +149,10 @@ def _say_how_it_ended(trainer: LoopTrainer) -> None:
 
 def _remote(config: RunConfig) -> RemoteCheckpoints:
     return RemoteCheckpoints(
-        config.checkpoint.remote, stage=config.stage, run=Path(config.dump_folder)
+        config.checkpoint.remote,
+        stage=config.stage,
+        run=Path(config.dump_folder),
+        adopt=config.checkpoint.adopt_remote,
     )
 
 

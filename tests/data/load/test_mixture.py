@@ -108,7 +108,7 @@ def test_options_of_an_entry() -> None:
         ("a=1:max_epochs=0", "max_epochs=0 must be at least 1"),
         ("a=1:max_epochs=two", "max_epochs=two must be at least 1"),
         ("a=1:pakced", r"'a=1:pakced' is not PATH=WEIGHT\[:packed\]"),
-        ("s3://bucket/a=1", "s3://bucket/a is in an object store, which is not read"),
+        ("s4://bucket/a=1", "dataloader.mixture=s4://bucket/a is not a remote folder"),
     ],
 )
 def test_mistakes_in_an_entry(entry: str, message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from titan_loop.data.remote_source import is_remote, local_folder
 from titan_loop.errors import UserError
 
 PERIOD_WINDOWS = 10_000
@@ -27,7 +28,7 @@ class MixtureEntry:
     """One source of a mixture.
 
     Attributes:
-        path: Folder of a prepared source.
+        path: Folder of a prepared source; of one in an object store, where it is copied to.
         weight: Its share of the windows; any positive sum.
         packed: Read its packed index (whole documents, padded) instead of fixed cuts.
         max_epochs: Number of times it may be read; None leaves that to `dataloader.max_epochs`.
@@ -44,7 +45,8 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
 
     Raises:
         UserError: For no entry, an unreadable, negative or non-finite weight, an unknown option,
-            weights that sum to zero or overflow, a path given twice, or one in an object store.
+            weights that sum to zero or overflow, a path given twice, or an address of an unknown
+            scheme.
     """
     if not entries:
         raise UserError("dataloader.mixture is empty: give at least one source, as PATH=WEIGHT")
@@ -90,11 +92,8 @@ def _parse_entry(text: str) -> MixtureEntry:
             f"dataloader.mixture: {text!r} is not PATH=WEIGHT[:packed][:max_epochs=N] with a "
             "finite weight >= 0"
         )
-    if "://" in path:
-        raise UserError(
-            f"dataloader.mixture: {path} is in an object store, which is not read: copy it to a "
-            "local or mounted file system"
-        )
+    if is_remote(path):
+        path = local_folder(path)
     return MixtureEntry(path=path, weight=weight, packed=packed, max_epochs=max_epochs)
 
 

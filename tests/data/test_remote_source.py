@@ -1,0 +1,117 @@
+"""Sources in an object store: copied once, whole, and read like local ones."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from titan_loop.data import remote_source
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.mixture import parse_mixture
+from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.errors import RunFailedError, UserError
+from titan_loop.testing.tiny import tiny_source
+
+ADDRESS = "memory://bucket/corpora/tiny"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_source(tmp_path_factory.mktemp("remote"), documents=12)
+
+
+@pytest.fixture
+def memory(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The source in a store of its own, and an empty cache."""
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    file_system.put(str(source), "/bucket/corpora/tiny", recursive=True)
+    monkeypatch.setenv(remote_source.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote_source, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(remote_source, "_complete", set())
+    yield file_system
+    file_system.store.clear()
+
+
+def loader(source: str | Path) -> WindowLoader:
+    config = WindowLoader.Config(mixture=[f"{source}=1"], prefetch=False)
+    return config.build(
+        dp_world_size=1,
+        dp_rank=0,
+        local_batch_size=4,
+        seq_len=32,
+        tokenizer=None,
+        snapshot_every_n_steps=None,
+    )
+
+
+def cached() -> Path:
+    return Path(parse_mixture([ADDRESS])[0].path)
+
+
+def test_what_is_read_is_what_a_local_source_gives(memory, source):
+    assert not cached().exists()
+    remote, local = loader(ADDRESS), loader(source)
+    assert cached().name == "tiny"
+    for _ in range(3):
+        ((here, labels),) = remote.read_step(4)
+        ((there, expected),) = local.read_step(4)
+        assert here["input"].equal(there["input"])
+        assert labels.equal(expected)
+    for file in source.rglob("*"):
+        copy = cached() / file.relative_to(source)
+        assert not file.is_file() or copy.read_bytes() == file.read_bytes()
+
+
+def test_an_interrupted_copy_is_completed_and_nothing_is_copied_twice(memory, monkeypatch):
+    get, copied, fails = type(memory).get_file, [], True
+
+    def get_file(self, path, local, *arguments, **keywords):
+        if fails and ".index" in path:
+            raise ConnectionResetError("reset")
+        copied.append(path)
+        return get(self, path, local, *arguments, **keywords)
+
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+    with pytest.raises(RunFailedError, match="reset; the store did not answer 5 times"):
+        SourceCard.read(cached())
+    assert not (cached() / CARD_NAME).exists()
+    fails = False
+    SourceCard.read(cached())
+    assert len(copied) == len(set(copied)) > 3
+    SourceCard.read(cached())
+    monkeypatch.setattr(remote_source, "_complete", set())  # as in another process
+    SourceCard.read(cached())
+    assert len(copied) == len(set(copied))
+
+
+def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
+    get, shortened = type(memory).get_file, []
+
+    def get_file(self, path, local, *arguments, **keywords):
+        get(self, path, local, *arguments, **keywords)
+        if not shortened:
+            shortened.append(path)
+            Path(local).write_bytes(b"half")
+
+    monkeypatch.setattr(type(memory), "get_file", get_file)
+    with caplog.at_level(logging.WARNING):
+        loader(ADDRESS)
+    assert "4 of" in caplog.text
+
+
+def test_another_source_at_the_same_address_is_refused(memory, monkeypatch):
+    SourceCard.read(cached())
+    card = memory.cat_file(f"/bucket/corpora/tiny/{CARD_NAME}")
+    memory.pipe_file(f"/bucket/corpora/tiny/{CARD_NAME}", card + b"\n")
+    SourceCard.read(cached())  # this process has looked
+    monkeypatch.setattr(remote_source, "_complete", set())
+    with pytest.raises(UserError, match=r"tiny has changed since it was copied; delete .*/cache/"):
+        SourceCard.read(cached())
+    memory.rm(f"/bucket/corpora/tiny/{CARD_NAME}")
+    with pytest.raises(UserError, match=r"tiny has no source.json: it is not a prepared source"):
+        SourceCard.read(cached())
