@@ -138,6 +138,24 @@ def test_what_is_missing_is_said(capsys, monkeypatch):
     assert "sbatch is not on PATH" in refused(capsys, RECIPE, *FLAGS)
 
 
+def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarked(capsys):
+    def said(gpus: str, window: int = 32) -> str:
+        flags = [f"--training.seq-len={window}", f"--batch.global-batch-tokens={4 * window}"]
+        flags += [f"--total-tokens={12 * window}", f"--gpus-per-node={gpus}", "--dry-run"]
+        main(["slurm", "submit", RECIPE, "--nodes=2", "--time=1:00:00", *flags])
+        return capsys.readouterr().err
+
+    assert "memory was not checked: no kind of GPU is named" in said("1")
+    assert "memory was not checked: the GPU rtx9 is unknown" in said("rtx9:1")
+    assert "stage" not in said("h100:1")
+    most = 2_900_000  # tokens of a window; 26 bytes a token of one of these layers
+    assert "titan-loop: stage first needs 75 GiB of the 79 GiB of a h100" in said("h100:1", most)
+    refusal = (
+        "error: stage first needs 109 GiB of the 79 GiB of a h100, by estimate; titan-loop plan"
+    )
+    assert refusal in said("h100:1", 1 << 22)
+
+
 def test_outside_of_a_cluster_verbs_say_so(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert main(["slurm", "run", RECIPE, "--dump-folder", str(tmp_path)]) == 2

@@ -66,11 +66,14 @@ def submit(
             "with --dry-run"
         )
 
+    import titan_loop.compat as compat
+
     from titan_loop.slurm.site import Site, find_site, source_site, split_words
 
     site_file = find_site(site)
     environment = source_site(site_file)
-    resolved = resolve_recipe(recipe, flags, only=stage)
+    with compat.assuming("cuda" if gpus else "cpu"):  # what the jobs run on
+        resolved = resolve_recipe(recipe, flags, only=stage)
     names = [one.name for one in resolved.stages]
     common, own = split_by_stage(flags, names)
 
@@ -96,8 +99,9 @@ def submit(
         environment=environment,
     )
     root, jobs = plan_jobs(request)
+    remarked = remarks(request, jobs)
     numbers = {} if dry_run else submit_jobs(request, root, jobs)
-    for remark in remarks(request):
+    for remark in remarked:
         print(f"titan-loop: {remark}", file=sys.stderr)
     if dry_run:
         for job in jobs:

@@ -17,6 +17,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import check_recipe, is_complete
 from titan_loop.slurm.chain import read_chain
 from titan_loop.slurm.commands import CommandFailedError, parse_seconds, show, slurm
+from titan_loop.slurm.memory_check import memory_remarks
 from titan_loop.slurm.record import slurm_folder, write_jobs
 from titan_loop.slurm.site import Site
 
@@ -271,8 +272,12 @@ def _check_sbatch_flags(flags: Sequence[str]) -> None:
             )
 
 
-def remarks(request: Request) -> list[str]:
-    """Return lines about what a job would probably lack."""
+def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
+    """Return lines about what a job would probably lack.
+
+    Raises:
+        UserError: A stage needs more memory than its GPUs have.
+    """
     site, resources = request.site, request.resources
     flags = (*site.sbatch_flags, *resources.sbatch_flags)
     names = {name.partition("=")[0] for name in flags}
@@ -287,6 +292,14 @@ def remarks(request: Request) -> list[str]:
             "nothing asks for CPUs, memory or whole nodes, of which a rank may get one CPU and "
             "little memory: set TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0', or "
             "--cpus-per-task=N and --mem-per-gpu=SIZE, in the site file"
+        )
+    if resources.gpus_per_node:
+        found += memory_remarks(
+            request.recipe,
+            [request.recipe.stage(job.stage) for job in jobs],
+            nodes=resources.nodes,
+            gpus_per_node=resources.ranks_per_node,
+            gpu=resources.gpu_type,
         )
     return found
 

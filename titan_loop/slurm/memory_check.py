@@ -1,0 +1,61 @@
+"""Whether the stages of a recipe fit the GPUs that a job asks for, by the estimate of `plan`."""
+
+from collections.abc import Sequence
+
+import titan_loop.compat as compat  # before any torchtitan module
+
+from titan_loop.distributed.devices import DEVICES
+from titan_loop.distributed.memory import USABLE_SHARE
+from titan_loop.errors import UserError
+from titan_loop.planning.cluster import Cluster
+from titan_loop.planning.stage_needs import stage_needs
+from titan_loop.recipes.recipe import Recipe, Stage
+
+_MFU = 0.4  # no part of the check
+
+
+def memory_remarks(
+    recipe: Recipe, stages: Sequence[Stage], *, nodes: int, gpus_per_node: int, gpu: str
+) -> list[str]:
+    """Return a line for each stage that hardly fits, or one that says why nothing was checked.
+
+    Args:
+        recipe: The recipe, whose data are here.
+        stages: Stages to be submitted.
+        nodes: Number of nodes.
+        gpus_per_node: Number of GPUs per node, one rank each.
+        gpu: Kind of GPU: a name of `plan --gpu`, or SLURM's, such as a100.
+
+    Raises:
+        UserError: A stage needs more than the whole memory of a GPU.
+    """
+    kinds = [name for name in DEVICES if gpu and name.startswith(gpu.lower())]
+    if not kinds:
+        return [
+            f"memory was not checked: {'the GPU ' + gpu if gpu else 'no kind of GPU'} is "
+            f"{'unknown' if gpu else 'named'}; look at titan-loop plan {recipe.name} --gpu NAME"
+        ]
+    device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
+    found: list[str] = []
+    for stage in stages:
+        cluster = Cluster(
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            gpu=device,
+            mfu=_MFU,
+            compute_bytes=4 if stage.config.training.mixed_precision_param == "float32" else 2,
+        )
+        with compat.assuming("cuda"):
+            peak = stage_needs(stage.name, stage.config, cluster, recipe=recipe).memory.peak
+        if peak <= USABLE_SHARE * device.memory_bytes:
+            continue
+        line = (
+            f"stage {stage.name} needs {peak / 2**30:.0f} GiB of the "
+            f"{device.memory_bytes / 2**30:.0f} GiB of a {gpu}, by estimate; titan-loop plan "
+            f"{recipe.name} --stage {stage.name} --nodes {nodes} --gpus-per-node {gpus_per_node} "
+            "says what helps"
+        )
+        if peak > device.memory_bytes:
+            raise UserError(line)
+        found.append(line)
+    return found
