@@ -218,6 +218,9 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
     whole, run = (RunDirectory(tmp_path / name).read_metrics() for name in ("whole", "run"))
     assert [r["loss"] for r in run] == [r["loss"] for r in whole[4:]]
     assert committed_steps(tmp_path / "run" / "checkpoints") == [4, 6]
+    shutil.rmtree(tmp_path / "remote" / "step-6")  # killed after the last save, before its copy
+    run_training(config("run", url=url))
+    assert read_manifest(tmp_path / "remote" / "step-6")["step"] == 6
 
 
 @pytest.fixture

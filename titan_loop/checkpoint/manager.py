@@ -188,16 +188,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def copy_to(self, remote: RemoteCheckpoints) -> None:
         """From now on copy what is committed; on rank 0, once the run directory is locked."""
-        self.uploader = Uploader(
-            remote,
-            attempts=self.retry.attempts,
-            wait_seconds=self.retry.wait_seconds,
-            latest=self.config.keep_latest_k,
-            every=self.config.keep_every,
-        )
-        newest = max(committed_steps(self.path), default=None)
-        if newest is not None and newest not in remote.steps():
-            self.uploader.submit(step_folder(self.path, newest))  # of a start that was interrupted
+        self.uploader = uploader(remote, self.config)
+        self.uploader.catch_up(self.path)  # with the last one of a start that was interrupted
 
     # Saving
 
@@ -426,6 +418,17 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 except RuntimeError as error:
                     logger.warning("Not all ranks ended together: %s", error)
             dist.destroy_process_group(self.group)
+
+
+def uploader(remote: RemoteCheckpoints, config: LoopCheckpointManager.Config) -> Uploader:
+    """Return what copies checkpoints to `remote`, with the attempts and keep policy of a run."""
+    return Uploader(
+        remote,
+        attempts=config.save_attempts,
+        wait_seconds=config.retry_seconds,
+        latest=config.keep_latest_k,
+        every=config.keep_every,
+    )
 
 
 def _stager(mode: str) -> DefaultStager:

@@ -24,6 +24,7 @@ from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
     STEP_NAME,
     TAGS,
+    committed_steps,
     is_committed,
     read_tags,
     stale_steps,
@@ -203,6 +204,12 @@ class Uploader:
     def submit(self, checkpoint: Path) -> None:
         """Copy a committed checkpoint when those before it are there."""
         self._pending[checkpoint.name] = self._thread.submit(self._upload, checkpoint)
+
+    def catch_up(self, checkpoints: Path) -> None:
+        """Copy the newest checkpoint of a run if a start that ended early did not."""
+        newest = max(committed_steps(checkpoints), default=None)
+        if newest is not None and newest not in self.remote.steps():
+            self.submit(step_folder(checkpoints, newest))
 
     def is_uploading(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint waits to be copied or is; it must not be deleted yet."""

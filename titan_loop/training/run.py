@@ -15,6 +15,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
+from titan_loop.checkpoint.manager import uploader
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
@@ -80,7 +81,10 @@ def run_training(
     def look() -> bool:
         _require_readable(run_directory)
         fetch_checkpoints(run.config)
-        return check_resumable(run)
+        left = check_resumable(run)
+        if not left:
+            copy_last_checkpoint(run.config)
+        return left
 
     if not decided_by_rank_zero(look):
         logger.info("Nothing left to train in %s", config.dump_folder)
@@ -165,6 +169,14 @@ def fetch_checkpoints(config: RunConfig) -> None:
     """
     if config.checkpoint.remote and config.checkpoint.enable:
         fetch_if_needed(_remote(config), Path(config.dump_folder))
+
+
+def copy_last_checkpoint(config: RunConfig) -> None:
+    """Copy the last checkpoint of a run that is done, if it ended before that was; on rank 0."""
+    if config.checkpoint.remote and config.checkpoint.enable:
+        copies = uploader(_remote(config), config.checkpoint)
+        copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
+        copies.close()
 
 
 @contextmanager
