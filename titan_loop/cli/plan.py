@@ -1,6 +1,7 @@
 """`titan-loop plan RECIPE [--nodes N …]`: estimate what every stage needs, without a GPU."""
 
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -104,10 +105,14 @@ def _resolved(recipe: str, flags: Sequence[str], stage: str | None, *, for_cuda:
 def _rehearse(recipe: "Recipe", cluster: "Cluster", stage: str | None) -> None:
     import titan_loop.compat as compat
 
-    from titan_loop.planning.rehearsal import rehearsal_lines, rehearse
+    from titan_loop.planning.rehearsal import Rehearsed, rehearsal_lines, rehearse
 
     compat.quiet_upstream()
-    found = list(rehearse(recipe, cluster, only=stage))
+    found: list[Rehearsed] = []
+    for one in rehearse(recipe, cluster, only=stage):
+        found.append(one)
+        said = one.fault or "assembled"
+        print(f"titan-loop: {one.needs.name}: {said}, {one.seconds:.0f} s", file=sys.stderr)
     print("\n" + "\n".join(rehearsal_lines(found, cluster)))
     faults = [f"{one.needs.name}: {one.fault}" for one in found if one.fault]
     if faults:
