@@ -49,7 +49,8 @@ def uploader(run: Path, **settings: Any) -> Uploader:
 def upload_all(run: Path, steps: list[int], **settings: Any) -> RemoteCheckpoints:
     copies = uploader(run, **settings)
     for step in steps:
-        copies.submit(committed(run / "checkpoints", step))
+        there = run / "checkpoints" / f"step-{step}"
+        copies.submit(there if there.exists() else committed(run / "checkpoints", step))
     copies.close()
     return copies.remote
 

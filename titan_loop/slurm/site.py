@@ -10,6 +10,7 @@ the jobs' environment.
     TITAN_LOOP_SRUN_FLAGS                 flags of every srun
     TITAN_LOOP_NETWORK_INTERFACE          network of NCCL and gloo
     TITAN_LOOP_RENDEZVOUS_HOST            address of rank 0; its node's name by default
+    TITAN_LOOP_SOURCE_CACHE               folder for sources from object stores
 """
 
 import os
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_loop.data.remote_source import CACHE_VARIABLE
 from titan_loop.errors import UserError, nearest
 
 DEFAULT_SITE = Path("slurm/site.sh")
@@ -30,6 +32,7 @@ _VARIABLES = {
     "TITAN_LOOP_SRUN_FLAGS",
     "TITAN_LOOP_NETWORK_INTERFACE",
     "TITAN_LOOP_RENDEZVOUS_HOST",
+    CACHE_VARIABLE,
 }
 
 

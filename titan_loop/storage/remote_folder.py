@@ -62,7 +62,11 @@ class RemoteFolder:
         """Return the size of every file below the folder, by its name from there."""
         self._fs.invalidate_cache()
         found = self._fs.find(self.path, detail=True)
-        return {path[len(self.path) :].lstrip("/"): info["size"] for path, info in found.items()}
+        return {
+            path[len(self.path) :].lstrip("/"): info["size"]
+            for path, info in found.items()
+            if not path.endswith("/")  # what some tools leave where a folder was made
+        }
 
     def read(self, name: str) -> bytes:
         """Return the content of a file.
