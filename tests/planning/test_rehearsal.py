@@ -108,7 +108,7 @@ def test_what_breaks_is_one_line_and_leaves_no_trace():
 def test_the_command_says_what_was_and_what_was_not_rehearsed(capsys):
     flags = ["--stage", "1a", "--gpus-per-node", "8", "--rehearse", "--model.size", "debugmodel"]
     flags += ["--training.seq-len", "64", "--batch.global-batch-tokens", "1024"]
-    flags += ["--batch.multiple-of-windows", "8"]
+    flags += ["--batch.multiple-of-windows", "8", "--recurrence.steps", "2"]
     assert main(["plan", "ouro_1_4b", *flags, "--compile.no-enable"]) == 0
     printed = capsys.readouterr().out
     assert "rehearsed as rank 0 of 8" in printed
