@@ -153,7 +153,10 @@ def test_gradients_of_the_copies_add_up_to_that_of_the_shared_layer(tmp_path: Pa
 
 
 def test_of_one_layer_both_modes_are_the_same(tmp_path: Path):
-    assert Upcycling(3, "stacked").sources(1) == Upcycling(3, "interleaved").sources(1) == [0] * 3
+    one = {"n_layers": 1}
+    assert (
+        Upcycling(3, "stacked").sources(one) == Upcycling(3, "interleaved").sources(one) == [0] * 3
+    )
 
 
 def optimiser_entries(n_layers: int) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 HELD = FSDPConfig(policy="per_step")
+OUTSIDE = (("n_layers", 4), ("prelude_layers", 1), ("coda_layers", 1))
 LAYOUTS = {
     "dp2": (2, Layout()),
     "tp2": (2, Layout(tp=2)),
@@ -249,6 +250,11 @@ MORE_CASES = {
             ("injection", "diagonal"),
         )
     ),
+    "outside": Case(options=OUTSIDE),
+    "held-outside-by-step": Case(fsdp=HELD, checkpointing="recurrent-step", options=OUTSIDE),
+    "outside-truncated": Case(
+        backward_steps=2, exit_gate=False, options=(*OUTSIDE, ("injection", "additive"))
+    ),
     "recurrent-depth": Case(
         tie_weights=True,
         exit_gate=False,
@@ -280,6 +286,8 @@ PAIRS = [
     *(("dp2", case) for case in MORE_CASES),
     *(("cp2", case) for case in ("R-changes", "R-changes-full", "held")),
     *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),
+    *((layout, "outside") for layout in ("tp2", "tp2-no-sp", "cp2", "dp2-tp2")),
+    ("tp2", "held-outside-by-step"),
     ("cp2-tp2", "held"),
     ("cp4", "R-changes-selective"),
     *((layout, case) for layout in THREE_WAYS for case in ("R-changes-full", "held")),

@@ -22,10 +22,12 @@ def reference_forward(
     *,
     norm_at_readout: bool = False,
     kind: str = "rope",
+    outside: tuple[int, int] = (0, 0),
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return what is read of the state after every step, and its exit logits.
 
-    `following(weights, embedding, states so far)` is what the next step starts from.
+    `following(weights, embedding, states so far)` is what the next step starts from. `outside` is
+    the number of layers before and after the loop.
     """
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
     document = (positions == 0).cumsum(1)
@@ -76,12 +78,19 @@ def reference_forward(
     if kind == "learned":
         h = embedding = embedding + weights["positions.table.weight"][positions]
     states: list[Tensor] = []
+    prelude, coda = outside
+    for index in range(prelude):
+        h = embedding = layer(h, f"layers.{index}")
     for step in range(steps):
         if step:
             h = following(weights, embedding, states)
-        for index in range(len(model.layers)):
+        for index in range(prelude, len(model.layers) - coda):
             h = layer(h, f"layers.{index}")
         states.append(h if norm_at_readout else norm(h, "norm"))
-    read = [norm(state, "norm") if norm_at_readout else state for state in states]
+    read = []
+    for h in states:
+        for index in range(len(model.layers) - coda, len(model.layers)):
+            h = layer(h, f"layers.{index}")
+        read.append(norm(h, "norm") if norm_at_readout or coda else h)
     gate = weights["exit_gate.weight"][0]
     return read, [state @ gate + weights["exit_gate.bias"] for state in read]

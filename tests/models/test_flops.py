@@ -7,7 +7,7 @@ from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
-from titan_loop.models.flops import training_flops_per_token
+from titan_loop.models.flops import LayerVisits, training_flops_per_token
 
 SEQ_LEN = 512
 
@@ -41,8 +41,8 @@ def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
     assert (
         expected
         == training_flops_per_token(
+            visits=LayerVisits(6 * steps, 6 * steps),
             layer_parameters=500_000,
-            n_layers=6,
             query_width=16 * 16,
             dim=256,
             vocab_size=2048,

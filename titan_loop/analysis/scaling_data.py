@@ -183,7 +183,7 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     size: dict[str, Any] = {
         "run": str(folder),
         "parameters": sum(unit.parameters() for unit in units),
-        "looped": sum(unit.parameters() for unit in units if unit.unit.place == "step"),
+        "looped": sum(unit.parameters() for unit in units if unit.unit.is_looped),
         "steps": steps,
     }
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)

@@ -15,7 +15,7 @@ from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.retention import CHECKPOINTS, is_committed, step_folder
 from titan_loop.checkpoint.safe_reading import read_metadata
-from titan_loop.checkpoint.upcycling import Moments, Upcycling
+from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
 from titan_loop.errors import UserError, nearest, seen_from
 
 
@@ -108,12 +108,12 @@ def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Car
     may_differ = {"rope_theta"}
     upcycling = carry.upcycling(wanted["n_layers"])
     if upcycling is not None:
-        upcycling.sources(saved["n_layers"])  # refuses a number that is not a multiple
+        upcycling.sources(saved)  # refuses a number that is not a multiple
         may_differ.add("n_layers")
     if any(pattern.startswith("exit_gate") for pattern in carry.keep_initial):
         may_differ.add("exit_gate")
     rest_fits = different_options(saved, wanted) <= {*may_differ, "n_layers"}
-    deeper = rest_fits and wanted["n_layers"] % saved["n_layers"] == 0
+    deeper = rest_fits and len(looped_layers(wanted)) % len(looped_layers(saved)) == 0
     check_architecture(
         saved,
         wanted,

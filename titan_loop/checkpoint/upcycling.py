@@ -4,12 +4,12 @@
     interleaved   0 0 1 1 … N-1 N-1      every layer is visited k times in a row
 
 Embedding, head, norm, gate, their moments, the counters and the position in the data are copied
-unchanged. One tensor is in memory at a time. UPCYCLING.md explains the effect on the model's
-outputs and the treatment of the moments.
+unchanged, and so are layers outside the loop (prelude and coda). One tensor is in memory at a time.
+UPCYCLING.md explains the effect on the model's outputs and the treatment of the moments.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -35,7 +35,7 @@ class Upcycling:
     """A way to give a model more layers."""
 
     n_layers: int
-    """Layers of the new model: a multiple of the old one's."""
+    """Layers of the new model; of those that are looped a multiple of the old one's."""
 
     mode: Mode = "stacked"
     """The whole stack again and again, or every layer next to its copies."""
@@ -52,24 +52,35 @@ class Upcycling:
             if value not in known:
                 raise UserError(f"upcycling {name}={value} is unknown{nearest(value, known)}")
 
-    def sources(self, n_layers: int) -> list[int]:
+    def sources(self, architecture: Mapping[str, Any]) -> list[int]:
         """Return, for every new layer, the old layer it is a copy of.
 
         Args:
-            n_layers: N, layers of the old model.
+            architecture: Record of the old model, with N looped layers.
 
         Raises:
-            UserError: `self.n_layers` is not k·N with k ≥ 2.
+            UserError: The new model does not have k·N looped layers with k ≥ 2.
         """
-        copies, rest = divmod(self.n_layers, n_layers)
+        n_layers, looped = architecture["n_layers"], looped_layers(architecture)
+        outside = n_layers - len(looped)
+        copies, rest = divmod(self.n_layers - outside, len(looped))
         if rest or copies < 2:
+            beside = f" beside {outside} outside the loop" if outside else ""
             raise UserError(
-                f"layers={self.n_layers} is not a multiple of the checkpoint's {n_layers} layers; "
-                f"use {2 * n_layers}, {3 * n_layers} or more"
+                f"layers={self.n_layers} is not a multiple of the checkpoint's {len(looped)} "
+                f"layers{beside}; use {outside + 2 * len(looped)}, {outside + 3 * len(looped)} or "
+                "more"
             )
-        if self.mode == "stacked":
-            return [*range(n_layers)] * copies
-        return [index for index in range(n_layers) for _ in range(copies)]
+        copied = [*looped] * copies
+        if self.mode == "interleaved":
+            copied.sort()
+        return [*range(looped.start), *copied, *range(looped.stop, n_layers)]
+
+
+def looped_layers(architecture: Mapping[str, Any]) -> range:
+    """Return the layers that every recurrent step applies."""
+    coda = architecture.get("coda_layers", 0)
+    return range(architecture.get("prelude_layers", 0), architecture["n_layers"] - coda)
 
 
 def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None:
@@ -93,7 +104,7 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     reader = CheckpointReader(source)
     keys = reader.keys()
     n_layers = _count_layers(reader, keys)
-    layers = upcycling.sources(n_layers)
+    layers = upcycling.sources(reader.manifest["trainer"]["architecture"])
     has_moments = any(key.startswith(_STATE) for key in keys)
     entries: dict[str, Any] = {}
     tensors = set(reader.tensor_keys())
@@ -103,7 +114,7 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
             entries.update(dict.fromkeys(_new_names(key, layers), value))
             continue
         shape, dtype = tuple(reader.shape(key)), reader.dtype(key)
-        change = _change(key, upcycling.moments, copies=len(layers) // n_layers)
+        change = _change(key, upcycling.moments, layers)
         for name in _new_names(key, layers):
             produce = partial(_produce, reader, key, change)
             entries[name] = LazyTensor(shape, dtype, produce)
@@ -156,9 +167,13 @@ def _new_names(key: str, layers: Sequence[int]) -> list[str]:
     ]
 
 
-def _change(key: str, moments: Moments, *, copies: int) -> Callable[[Tensor], Tensor]:
+def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return what happens to a tensor on its way."""
-    if not key.startswith(_STATE) or _LAYER.fullmatch(key) is None or moments == "duplicate":
+    match = _LAYER.fullmatch(key)
+    if not key.startswith(_STATE) or match is None or moments == "duplicate":
+        return _keep
+    copies = layers.count(int(match["index"]))
+    if copies == 1:
         return _keep
     if moments == "reset":
         return torch.zero_

@@ -33,10 +33,9 @@ from torchtitan.distributed.activation_checkpoint import (
 from torchtitan.tools.logging import logger
 
 from titan_loop.errors import UserError
-from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import draws
-from titan_loop.models.recurrence import Carry, Step
+from titan_loop.models.recurrence import Part
 
 Checkpointing = Literal[
     "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
@@ -58,7 +57,7 @@ class RecurrentStepAC(ActivationCheckpointing):
     config: Config
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap the recurrent steps of a `LoopDecoder`."""
+        """Wrap the recurrent steps of a `LoopDecoder`, and what stands before and after them."""
         assert isinstance(model, LoopDecoder)
         random = draws(model)
         model.recurrence.wrap_steps(partial(_recompute, random=random))
@@ -68,19 +67,13 @@ class RecurrentStepAC(ActivationCheckpointing):
         logger.info("Applied activation checkpointing by recurrent step")
 
 
-def _recompute(step: Step, *, random: bool) -> Step:
-    def run(carry: Carry, number: int, context: LoopContext) -> Tensor:
+def _recompute(part: Part, *, random: bool) -> Part:
+    def run(*args: Any) -> Tensor:
         if not torch.is_grad_enabled():
-            return step(carry, number, context)
+            return part(*args)
         # Stopping early would leave FSDP's units without their post-forward hook.
         state = checkpoint(
-            step,
-            carry,
-            number,
-            context,
-            use_reentrant=False,
-            preserve_rng_state=random,
-            early_stop=False,
+            part, *args, use_reentrant=False, preserve_rng_state=random, early_stop=False
         )
         assert isinstance(state, Tensor)
         return state

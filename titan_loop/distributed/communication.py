@@ -155,9 +155,9 @@ def _context_parallel(
     window_bytes = shape.tokens * degree * 2 * key_width * shape.compute_bytes
     received = window_bytes / shape.tensor_parallel_degree * (1 - 1 / degree)
     recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)
-    layers = micro_batches * len(config.layers) * (degree > 1)
-    back = layers * shape.steps_with_backward
-    gathers = layers * shape.recurrent_steps + recomputed * back
+    visits = config.layer_visits(shape.recurrent_steps, shape.steps_with_backward)
+    forward, back = (int(micro_batches * (degree > 1) * count) for count in visits)
+    gathers = forward + recomputed * back
     return [
         Traffic(
             kind="all-gather",
@@ -188,6 +188,7 @@ def _tensor_parallel(
     recomputed = {"none": 0, "recurrent-step+full": 2}.get(shape.checkpointing, 1)
     back = shape.steps_with_backward
     embedding_back = back == shape.recurrent_steps
+    visits = config.layer_visits(shape.recurrent_steps, back)
     once = {
         "all-gather": shape.recurrent_steps + embedding_back,
         "reduce-scatter": 1 + back,
@@ -195,8 +196,7 @@ def _tensor_parallel(
     traffic: list[Traffic] = []
     for kind, others in once.items():
         again = 0 if (kind, shape.checkpointing) == ("reduce-scatter", "selective") else recomputed
-        visits = 2 * len(config.layers) * (shape.recurrent_steps + (1 + again) * back)
-        count = times * (visits + others)
+        count = times * int(2 * (visits.forward + (1 + again) * visits.backward) + others)
         traffic.append(
             Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
         )

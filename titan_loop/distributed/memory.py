@@ -225,6 +225,8 @@ def _visits(part: MemoryPart, shape: StepShape) -> int:
         "step": shape.steps_with_backward,
         "state": shape.recurrent_steps,
     }
+    if part.recomputed == "layer" and shape.steps_with_backward == 0:
+        return 0
     return part.visits * times[part.visited]
 
 

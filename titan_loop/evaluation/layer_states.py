@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from titan_loop.models.decoder import LoopDecoder
 
 Act = Callable[[int, int, Tensor], Tensor | None]
-"""(step from 1, layer from 1, state (B, L, D)) → the state to go on with; None for the same."""
+"""(step from 1, looped layer from 1, state (B, L, D)) → state to go on with; None for the same."""
 
 
 @contextmanager
 def at_layer_visits(model: LoopDecoder, act: Act) -> Iterator[None]:
-    """Call `act` after every layer of every recurrent step of the one forward pass inside.
+    """Call `act` after every looped layer of every recurrent step of the one forward pass inside.
 
     The state is what a layer hands to the next, before any norm between steps.
 
@@ -34,7 +34,7 @@ def at_layer_visits(model: LoopDecoder, act: Act) -> Iterator[None]:
 
     hooks = [
         layer.register_forward_hook(hook_of(number))
-        for number, layer in enumerate(model.layers.values(), start=1)
+        for number, layer in enumerate(model.looped_layers(), start=1)
     ]
     try:
         yield

@@ -99,7 +99,7 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
             collect="last",
             columns=batch.columns or None,
         )
-    return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.layers)))
+    return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.looped_layers())))
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def nats_of_choices(
 def last_token_states(
     model: LoopDecoder, prompts: Sequence[Sequence[int]], steps: int, *, batch_rows: int = 8
 ) -> np.ndarray:
-    """Return the last token's state after every layer of every step.
+    """Return the last token's state after every looped layer of every step.
 
     Args:
         model: In evaluation mode.
@@ -134,7 +134,7 @@ def last_token_states(
         padded = [prompt + [0] * (longest - len(prompt)) for prompt in batch]
         last = torch.tensor([len(prompt) - 1 for prompt in batch], device=device)
         states = _states_at(model, torch.tensor(padded, device=device), last, steps)
-        shape = (len(batch), steps, len(model.layers), states.shape[-1])
+        shape = (len(batch), steps, len(model.looped_layers()), states.shape[-1])
         collected.append(states.view(shape).cpu().numpy())
     return np.concatenate(collected)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.upcycling import looped_layers
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.held_out import (
@@ -58,7 +59,7 @@ class UpcyclingReport:
     Attributes:
         step: Training steps of the checkpoint.
         recurrent_steps: R, the last one the parent was trained with.
-        from_layers: N.
+        from_layers: N, the looped ones.
         n_layers: k·N.
         sources: Source name → results, in the order to show them.
     """
@@ -115,7 +116,7 @@ def report_upcycling(
     depths = [*range(1, steps + 1)]
     before, after = _score(parent, held_out, depths), _score(child, held_out, depths)
     from_layers, n_layers = (
-        int(manifest["trainer"]["architecture"]["n_layers"]) for manifest in manifests
+        len(looped_layers(manifest["trainer"]["architecture"])) for manifest in manifests
     )
     return UpcyclingReport(
         step=manifests[0]["step"],

@@ -14,6 +14,9 @@ A prompt runs all R steps, and each step sees the prompt's keys of that same ste
 Those keys are at hand while step r runs, so the shared strategies never hold R caches, not even for
 the prompt.
 
+Layers outside the loop have one cache each, under any strategy: a prelude visits a token once, and
+of a coda later tokens see what it made of the state that was read last.
+
 A row's token at position p is stored at index p. So padding needs no mask (no query looks past its
 own position), and a row is rolled back by shortening it.
 
@@ -35,10 +38,11 @@ from titan_loop.models.context import CacheSlot
 
 
 class CacheShape(NamedTuple):
-    """Sizes of a cache: R, unique layers, B, tokens a row can hold, key-value heads, H."""
+    """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H."""
 
     steps: int
     layers: int
+    outside: int
     rows: int
     capacity: int
     heads: int
@@ -55,6 +59,7 @@ class LoopCache(ABC):
 
     Attributes:
         rows: Number of rows now; they come first in memory.
+        outside: The cache of the layers outside the loop, of which it keeps the latest visit.
         allocated_bytes: Bytes allocated for the largest number of rows.
     """
 
@@ -62,10 +67,15 @@ class LoopCache(ABC):
         self.shape = shape
         self.rows = 0
         self._memory = torch.zeros(
-            (2, self.kept_steps, shape.layers, shape.rows, *shape[3:]), dtype=dtype, device=device
+            (2, self.kept_steps, shape.layers, shape.rows, *shape[4:]), dtype=dtype, device=device
         )
         self._every_row = torch.arange(shape.rows, device=device).unsqueeze(1)
         self.allocated_bytes = self._memory.nbytes
+        self.outside: LastCache | None = None
+        if shape.outside:
+            shape = shape._replace(steps=1, layers=shape.outside, outside=0)
+            self.outside = LastCache(shape, dtype=dtype, device=device)
+            self.allocated_bytes += self.outside.allocated_bytes
 
     @property
     def kept_steps(self) -> int:
@@ -89,6 +99,8 @@ class LoopCache(ABC):
         """
         first, self.rows = self.rows, self.rows + rows
         assert self.rows <= self.shape.rows
+        if self.outside is not None:
+            self.outside.admit(rows)
         return PromptVisit(self, first)
 
     def tokens(self, positions_BL: Tensor, seen: int) -> "TokenVisit":
@@ -106,6 +118,8 @@ class LoopCache(ABC):
             if target != row:
                 self._memory[:, :, :, target] = self._memory[:, :, :, row]
         self.rows = len(rows)
+        if self.outside is not None:
+            self.outside.select(rows)
 
     @abstractmethod
     def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
@@ -267,9 +281,9 @@ class PromptVisit:
 
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
         """Store, and return the same keys and values: all rows are at one step."""
-        assert isinstance(slot.step, int), "a prompt's rows share their step"
-        new_2BLNH = _stacked(k_BLNH, v_BLNH)
-        self._cache.write_prompt(slot.step, slot.layer, self._first_row, new_2BLNH)
+        cache, step = _addressed(self._cache, slot)
+        assert isinstance(step, int), "a prompt's rows share their step"
+        cache.write_prompt(step, slot.layer, self._first_row, _stacked(k_BLNH, v_BLNH))
         return k_BLNH, v_BLNH
 
 
@@ -283,10 +297,19 @@ class TokenVisit:
 
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
         """Store, and return the first S keys and values of every row."""
-        keys_BSNH, values_BSNH = self._cache.write_tokens(
-            slot.step, slot.layer, _stacked(k_BLNH, v_BLNH), self._positions_BL, self._seen
+        cache, step = _addressed(self._cache, slot)
+        keys_BSNH, values_BSNH = cache.write_tokens(
+            step, slot.layer, _stacked(k_BLNH, v_BLNH), self._positions_BL, self._seen
         )
         return keys_BSNH, values_BSNH
+
+
+def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:
+    """Return the cache that a slot is in, and its step there."""
+    if slot.step is not None:
+        return cache, slot.step
+    assert cache.outside is not None
+    return cache.outside, 1
 
 
 def _stacked(k_BLNH: Tensor, v_BLNH: Tensor) -> Tensor:

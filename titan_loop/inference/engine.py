@@ -142,7 +142,7 @@ class Engine:
             The step from 1 to R, and (B, V) logits.
         """
         self._check_prompts(prompts)
-        for step, state_BLD, _ in self._prompt_states(prompts, None):
+        for step, state_BLD, _ in self._prompt_states(prompts, None, None):
             yield step, self.stack.readout(state_BLD)[:, 0]
 
     def _rows(
@@ -205,7 +205,8 @@ class Engine:
         decider = self._decider()
         left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
         read_BLD: Tensor | None = None
-        states = self._prompt_states([row.prompt for row in rows], batch.cache.admit(len(rows)))
+        visit = batch.cache.admit(len(rows))
+        states = self._prompt_states([row.prompt for row in rows], visit, decider)
         for step, state_BLD, before_BLD in states:
             leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD)
             leaves &= left == 0
@@ -220,9 +221,15 @@ class Engine:
             yield row.accept(token, step)
 
     def _prompt_states(
-        self, prompts: Sequence[Sequence[int]], visit: PromptVisit | None
+        self,
+        prompts: Sequence[Sequence[int]],
+        visit: PromptVisit | None,
+        decider: ExitDecider | None,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (step, state after it, state before it) of each prompt's last token, as read."""
+        """Yield (step, state after it, state before it) of each prompt's last token, as read.
+
+        Without a decider every state is read.
+        """
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         row_B = torch.arange(len(prompts), device=self.stack.device)
@@ -232,7 +239,9 @@ class Engine:
         state = None
         before_BLD: Tensor | None = None
         for step in range(1, self.recurrent_steps + 1):
-            state = self.stack.step(state, tokens_BL, [step] * len(prompts), context)
+            reads = decider is None or decider.reads([step])
+            steps = [step] * len(prompts)
+            state = self.stack.step(state, tokens_BL, steps, context, reads=reads)
             state_BLD = state.read_BLD[row_B, last_B].unsqueeze(1)
             yield step, state_BLD, state_BLD if before_BLD is None else before_BLD
             before_BLD = state_BLD

@@ -17,7 +17,7 @@ never exceeds its logarithm.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -58,6 +58,7 @@ class ExitPolicy(ABC):
     name: ClassVar[str]
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False  # costs a readout after every step
+    reads_states: ClassVar[bool] = True  # costs a coda after every step
 
     @abstractmethod
     def fires(self, evidence: Evidence) -> Tensor:
@@ -74,6 +75,7 @@ class StaticStep(ExitPolicy):
 
     step: int | None = None
     name: ClassVar[str] = "static"
+    reads_states: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.step is not None and self.step < 1:
@@ -267,6 +269,10 @@ class ExitDecider:
             self._log_prob_BLV = log_prob_BLV
             evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
+
+    def reads(self, steps: Iterable[int]) -> bool:
+        """Return whether the policy, or the head, reads a state after one of these steps."""
+        return self.policy.reads_states or self.deepest_step in steps
 
     def admit(self, rows: int) -> None:
         """Append rows that are about to start a token."""

@@ -104,7 +104,8 @@ class SelfSpeculation:
             context = stack.token_context(self._positions(batch, offset, offset + 1), batch.cache)
             state = None
             for step in range(1, self.draft_step + 1):
-                state = stack.step(state, token_BL, [step] * len(rows), context)
+                reads = step == self.draft_step and offset < count
+                state = stack.step(state, token_BL, [step] * len(rows), context, reads=reads)
             assert state is not None
             states.append(state)
             if offset == count:
@@ -126,7 +127,8 @@ class SelfSpeculation:
         positions_BL = self._positions(batch, 0, state.hidden_BLD.shape[1])
         context = batch.stack.token_context(positions_BL, batch.cache)
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
-            state = batch.stack.step(state, None, [step] * len(batch.rows), context)
+            reads = step == batch.recurrent_steps
+            state = batch.stack.step(state, None, [step] * len(batch.rows), context, reads=reads)
         return probabilities(batch.stack.readout(state.read_BLD), batch.sampling)
 
     def _positions(self, batch: Batch, start: int, stop: int) -> Tensor:

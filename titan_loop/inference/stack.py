@@ -44,7 +44,8 @@ class LoopState(NamedTuple):
     Attributes:
         carry: What the latest step started from.
         hidden_BLD: State after it.
-        read_BLD: What head, gate and exit policies see of that state.
+        read_BLD: What head, gate and exit policies see of that state; the state itself where
+            none of them looks at it.
     """
 
     carry: Carry
@@ -130,6 +131,8 @@ class Stack:
         tokens_BL: Tensor | None,
         steps: Sequence[int],
         context: LoopContext,
+        *,
+        reads: bool = True,
     ) -> LoopState:
         """Run one more step, each row its own.
 
@@ -138,12 +141,13 @@ class Stack:
             tokens_BL: The tokens that rows at step 1 start from; None if there are none.
             steps: The step of every row.
             context: From `prompt_context` or `token_context`.
+            reads: Whether anything reads a state after this step; if not, no coda runs.
         """
         same = min(steps) == max(steps)
         step = steps[0] if same else torch.tensor(steps, device=self.device)
         carry = self._placed(self._carry(state, tokens_BL, step, context))
         hidden_BLD = self.model.step(carry, step, context)
-        read_BLD = self.model.read(hidden_BLD, context)
+        read_BLD = self.model.read(hidden_BLD, context) if reads else hidden_BLD
         self.work.applications += 1
         self.work.token_steps += hidden_BLD[..., 0].numel()
         return self._plain(LoopState(carry, hidden_BLD, read_BLD))

@@ -15,13 +15,15 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
     rows, stack = batch.rows, batch.stack
     for row in rows:
         row.step += 1
-    step_BL = batch.column(row.step for row in rows)
+    steps = [row.step for row in rows]
+    step_BL = batch.column(steps)
     position_BL = batch.column(row.position for row in rows)
     state = stack.step(
         batch.state,
         batch.column(row.token for row in rows),
-        [row.step for row in rows],
+        steps,
         stack.token_context(position_BL, batch.cache),
+        reads=batch.decider.reads(steps),
     )
     before = state if batch.state is None else batch.state
     batch.state = state

@@ -26,11 +26,12 @@ class CacheSlot(NamedTuple):
     """Address of one layer visit in a cache.
 
     Attributes:
-        step: Recurrent step from 1; a (B,) tensor when the rows of a batch are at different steps.
-        layer: Unique layer from 0.
+        step: Recurrent step from 1; a (B,) tensor when the rows of a batch are at different steps;
+            None for a layer outside the loop.
+        layer: From 0, among the looped layers or among those outside the loop.
     """
 
-    step: int | Tensor
+    step: int | Tensor | None
     layer: int
 
 

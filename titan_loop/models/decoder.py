@@ -4,14 +4,19 @@
     h_r = norm(layer_N(… layer_1(h_{r-1}) …)),   r = 1 … R
     exit logit_r = gate(read(h_r)),   logits_r = lm_head(read(h_r)),   read(h) = h
 
-With the norm at the readout only, h_r is what the layers return and read(h) = norm(h).
+With the norm at the readout only, h_r is what the layers return and read(h) = norm(h). The first
+`prelude_layers` and the last `coda_layers` may stand outside the loop:
+
+    h_0 = prelude(embed(x)),   read(h) = norm(coda(h))
 
 R is runtime state (`recurrent_steps`): it may differ from batch to batch and be any positive
 number, without rebuilding or recompiling anything. With R = 1 and no gate this is an ordinary
 decoder.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.1 Eq. 1; norm after every step, no input
-injection and no step embedding as in the released checkpoints.
+injection and no step embedding as in the released checkpoints. Prelude and coda: Geiping et al.
+2025, arXiv 2502.05171, §3.1, whose code too applies one and the same norm after a step and after
+the coda.
 """
 
 from collections.abc import Mapping
@@ -34,17 +39,8 @@ from titan_loop.models.context import (
     LoopContext,
     WindowShare,
 )
-from titan_loop.models.exit_gate import ExitGate, Trainable
-from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.flops import Flops, training_flops_per_token
-from titan_loop.models.injection import AdditiveInjection, Injected
-from titan_loop.models.memory_parts import (
-    MemoryPart,
-    ReadoutMemory,
-    Spread,
-    norm_bytes,
-    part,
-)
+from titan_loop.models.decoder_costs import DecoderCosts
+from titan_loop.models.injection import Injected
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import (
@@ -53,7 +49,6 @@ from titan_loop.models.positions import (
     RelativePositions,
     RotaryPositions,
 )
-from titan_loop.models.readout import LMHead
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.sharding import (
     gathered_state,
@@ -62,7 +57,7 @@ from titan_loop.models.sharding import (
     replicated_table,
     set_block_sharding,
 )
-from titan_loop.models.units import LAYERS, NORM_AND_GATE, TABLES, Unit
+from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
 
 class LoopDecoder(Decoder):
@@ -74,20 +69,16 @@ class LoopDecoder(Decoder):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Decoder.Config):
+    class Config(DecoderCosts):
         """Architecture of a looped decoder."""
 
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that `forward` reads; the loader must declare them."""
 
         family: str = ""  # set by `titan_loop.models.family.decoder_config`
-        recurrent_steps: int = 4
-        exit_gate: ExitGate.Config | None = None
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
-        norm_placement: NormPlacement = "every_step"
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
-        injection: AdditiveInjection.Config | None = None
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
@@ -154,63 +145,9 @@ class LoopDecoder(Decoder):
                 "norm_placement": self.norm_placement,
                 **self.positions.options(),
                 "injection": "none" if self.injection is None else self.injection.kind,
+                "prelude_layers": self.prelude_layers,
+                "coda_layers": self.coda_layers,
             }
-
-        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-            """Return (parameters, training FLOPs per token at this config's R)."""
-            return (
-                sum(p.numel() for p in model.parameters()),
-                int(self.training_flops(seq_len, self.recurrent_steps).total),
-            )
-
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
-            """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
-            return training_flops_per_token(
-                layer_parameters=self.layers[0].matrix_elements,
-                n_layers=len(self.layers),
-                query_width=self.layers[0].attention.widths[0],
-                dim=self.dim,
-                vocab_size=self.vocab_size,
-                seq_len=seq_len,
-                recurrent_steps=recurrent_steps,
-                gate=self.exit_gate is not None,
-                trainable=trainable,
-                backward_steps=backward_steps,
-            )
-
-        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
-            """List what a micro-batch keeps for its backward pass, beside the readout.
-
-            Args:
-                spread: What the bytes of one token depend on.
-            """
-            c, norm = spread.compute_bytes, norm_bytes(self.dim, spread)
-            at_readout = part(norm, "once" if self.exit_gate is None else "state")
-            every_step = self.norm_placement == "every_step"
-            parts = [
-                MemoryPart(self.layers[0].kept_bytes(spread), "step", "layer", len(self.layers)),
-                part(norm, "step", "step") if every_step else at_readout,
-                part(c * self.dim, "state"),  # for the next step and the readout
-            ]
-            if self.exit_gate is not None and c < 4:
-                parts.append(part(4 * self.dim, "state"))  # the gate's input in fp32
-            if self.injection is not None:
-                parts += self.injection.memory_parts(self.dim, spread)
-            return parts
-
-        def readout_memory(
-            self, tokens: float, recurrent_steps: int, spread: Spread
-        ) -> ReadoutMemory:
-            """Return what is alive while the streamed loss of a micro-batch is computed."""
-            assert isinstance(self.lm_head, LMHead.Config)
-            states = recurrent_steps if self.exit_gate is not None else 1
-            return self.lm_head.memory(tokens, states, spread)
 
     config: Config
 
@@ -307,8 +244,12 @@ class LoopDecoder(Decoder):
         )
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the embedding, or it and a state with input injection."""
+        """Return the carry of step 1: the embedding, or it and a state with input injection.
+
+        With a prelude its output takes the place of the embedding.
+        """
         embedding_BLD = self.positions.embedded(self.tok_embeddings(tokens), context.positions_BL)
+        embedding_BLD = self._outside(range(self.config.looped.start), embedding_BLD, context)
         return embedding_BLD if self.injection is None else self.injection.start(embedding_BLD)
 
     def input(self, carry: Carry) -> Tensor:
@@ -332,7 +273,7 @@ class LoopDecoder(Decoder):
         return Injected(hidden_BLD, carry.embedding_BLD)
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
-        """Apply every layer once, and the final norm if it is there: return h_step, (B, L, D).
+        """Apply every looped layer once, and the final norm if it is there; return h_step.
 
         Args:
             carry: From `start` or `advance`.
@@ -340,16 +281,43 @@ class LoopDecoder(Decoder):
                 weights; only addresses the cache.
             context: From `make_context`.
         """
-        hidden_BLD = self.input(carry)
-        for index, layer in enumerate(self.layers.values()):
-            # Without a cache the slot stays None, lest compiled blocks specialise on it.
-            slot = None if context.cache is None else CacheSlot(step, index)
-            hidden_BLD = layer(hidden_BLD, context, slot)
+        looped = self.config.looped
+        hidden_BLD = self._visit(looped, self.input(carry), context, step, -looped.start)
         return self.norm(hidden_BLD) if self.norm_placement == "every_step" else hidden_BLD
 
     def read(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
         """Return what head, gate and distances between states see of the state after a step."""
-        return hidden_BLD if self.norm_placement == "every_step" else self.norm(hidden_BLD)
+        coda = range(self.config.looped.stop, len(self.layers))
+        if not coda and self.norm_placement == "every_step":
+            return hidden_BLD
+        return self.norm(self._outside(coda, hidden_BLD, context))
+
+    def looped_layers(self) -> list[nn.Module]:
+        """Return the layers that every step applies."""
+        return [self.layers[str(index)] for index in self.config.looped]
+
+    def _outside(self, layers: range, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
+        """Apply layers outside the loop."""
+        if not layers:
+            return hidden_BLD
+        looped = self.config.looped
+        shift = 0 if layers.start < looped.start else -len(looped)
+        return self.recurrence.wrapped(self._visit)(layers, hidden_BLD, context, None, shift)
+
+    def _visit(
+        self,
+        layers: range,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        step: int | Tensor | None,
+        shift: int,
+    ) -> Tensor:
+        """Apply layers one after the other; their numbers in a cache are shifted."""
+        for index in layers:
+            # Without a cache the slot stays None, lest compiled blocks specialise on it.
+            slot = None if context.cache is None else CacheSlot(step, index + shift)
+            hidden_BLD = self.layers[str(index)](hidden_BLD, context, slot)
+        return hidden_BLD
 
     def readout(self, read_BLD: Tensor) -> Tensor:
         """Map what `read` returned, (B, L, D), to logits (B, L, V)."""
@@ -372,8 +340,16 @@ class LoopDecoder(Decoder):
         """
         small = [m for m in (self.injection, self.norm, self.exit_gate) if m is not None]
         reads_all_states = self.exit_gate is not None or self.norm_placement == "readout"
+        looped, layers = self.config.looped, list(self.layers.values())
+        prelude = [Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]]
+        gated = self.exit_gate is not None  # then the coda reads every state
+        coda = [
+            Unit(OUTSIDE, (layer,), place="step" if gated else "after", reads_all_states=gated)
+            for layer in layers[looped.stop :]
+        ]
         steps = [
-            *(Unit(LAYERS, (layer,)) for layer in self.layers.values()),
+            *prelude,
+            *(Unit(LAYERS, (layer,)) for layer in self.looped_layers()),
             # Gate arithmetic is never rounded to bf16.
             Unit(
                 NORM_AND_GATE,
@@ -382,6 +358,7 @@ class LoopDecoder(Decoder):
                 kept=True,
                 reads_all_states=reads_all_states,
             ),
+            *coda,
         ]
         embedding: tuple[nn.Module, ...] = (self.tok_embeddings, *self.positions.tables())
         if self.config.enable_weight_tying:
@@ -395,9 +372,10 @@ class LoopDecoder(Decoder):
             Unit(TABLES, (self.lm_head,), place="after", kept=True),
         ]
 
-    def cache_slots(self, recurrent_steps: int) -> tuple[int, int]:
-        """Return how many steps and layers an engine's cache addresses at this R."""
-        return recurrent_steps, len(self.layers)
+    def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
+        """Return the steps, looped layers and other layers that an engine's cache addresses."""
+        looped = len(self.config.looped)
+        return recurrent_steps, looped, len(self.layers) - looped
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats one of this model's parameters.

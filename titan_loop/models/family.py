@@ -37,10 +37,17 @@ EXIT_POLICIES = frozenset(("static", "hidden", "q", "kl"))
 """Names of all exit policies; full depth is a static step."""
 
 RUNTIME_OPTIONS = frozenset(
-    ("size", "recurrent_steps", "attention", "readout_chunk_tokens", "dropout")
+    (
+        "size",
+        "recurrent_steps",
+        "attention",
+        "readout_chunk_tokens",
+        "dropout",
+        "residual_scale",
+    )
 )
 """Options in which two models of one checkpoint may differ: they resolve to others, change only how
-the same is computed, or act in training alone."""
+the same is computed, or act in training or on initial weights alone."""
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,22 @@ class Flops(NamedTuple):
         return sum(self)
 
 
+class LayerVisits(NamedTuple):
+    """Number of layers that a micro-batch visits; a layer counts as often as it is visited.
+
+    Attributes:
+        forward: In the forward pass.
+        backward: In the backward pass.
+    """
+
+    forward: float
+    backward: float
+
+
 def training_flops_per_token(
     *,
+    visits: LayerVisits,
     layer_parameters: int,
-    n_layers: int,
     query_width: int,
     dim: int,
     vocab_size: int,
@@ -47,17 +59,17 @@ def training_flops_per_token(
 ) -> Flops:
     """Return forward and backward FLOPs per token.
 
-        6·R·n_layers·(layer_parameters + 2·query_width·L) + 6·readouts·D·V + 6·R·D [gate]
+        (2·forward + 4·backward)·(layer_parameters + 2·query_width·L)
+        + 6·readouts·D·V + 6·R·D [gate]
 
     The last state alone is read out without a gate, else all R are. Steps that the backward pass
-    does not reach run forward only: 2 instead of 6 for their layers, and 4 for their readout and
-    gate, whose input needs no gradient. If only the gate trains: 2 instead of 6 for layers and
-    readouts, which run forward only, and 4 for the gate, likewise. All of it is linear in R and in
-    the steps that are reached, so means of both give the mean.
+    does not reach have 4 instead of 6 for their readout and gate, whose input needs no gradient. If
+    only the gate trains: 2 instead of 6 for readouts, which run forward only, and 4 for the gate,
+    whose input needs no gradient.
 
     Args:
+        visits: Visits of layers.
         layer_parameters: Number of weights of one layer that take part in matrix products.
-        n_layers: Number of unique layers.
         query_width: N·H.
         dim: D.
         vocab_size: V.
@@ -69,15 +81,15 @@ def training_flops_per_token(
             all.
     """
     forward_only = recurrent_steps - min(recurrent_steps, backward_steps or recurrent_steps)
-    layer_factor = 6 * recurrent_steps - 4 * forward_only
+    layer_factor = 2 * visits.forward + 4 * visits.backward
     gate_factor = 6 * recurrent_steps - 2 * forward_only
     readout_factor = gate_factor if gate else 6
     if trainable == "exit_gate":
-        layer_factor, gate_factor = 2 * recurrent_steps, 4 * recurrent_steps
+        gate_factor = 4 * recurrent_steps
         readout_factor = 2 * recurrent_steps if gate else 2
     return Flops(
-        matrices=layer_factor * n_layers * layer_parameters,
-        attention=layer_factor * n_layers * 2 * query_width * seq_len,
+        matrices=layer_factor * layer_parameters,
+        attention=layer_factor * 2 * query_width * seq_len,
         readouts=readout_factor * dim * vocab_size,
         gate=gate_factor * dim if gate else 0,
     )

@@ -23,8 +23,8 @@ Carry: TypeAlias = Any
 """A pytree of tensors (B, L, …), of any dtypes: each token has its own part, so that the engine can
 keep, drop and append rows and tokens."""
 
-Step: TypeAlias = Callable[[Carry, int, LoopContext], Tensor]
-"""(carry_r, r, context) → h_r."""
+Part: TypeAlias = Callable[..., Tensor]
+"""A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
 
 
 class LoopedModel(Protocol):
@@ -55,11 +55,15 @@ class Recurrence(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.backward_steps = config.backward_steps
-        self._wrap: Callable[[Step], Step] | None = None
+        self._wrap: Callable[[Part], Part] | None = None
 
-    def wrap_steps(self, wrap: Callable[[Step], Step]) -> None:
+    def wrap_steps(self, wrap: Callable[[Part], Part]) -> None:
         """Run `wrap(step)` in place of every step, for example to recompute it when needed."""
         self._wrap = wrap
+
+    def wrapped(self, part: Part) -> Part:
+        """Return a step, or the layers before or after the loop, as they are to be run."""
+        return part if self._wrap is None else self._wrap(part)
 
     def run(
         self, model: LoopedModel, carry: Carry, recurrent_steps: int, context: LoopContext
@@ -76,7 +80,7 @@ class Recurrence(Module):
             recurrent_steps: R.
             context: Shared by all visits.
         """
-        run_step = model.step if self._wrap is None else self._wrap(model.step)
+        run_step = self.wrapped(model.step)
         recorded_from = 1
         if self.backward_steps is not None:
             recorded_from = recurrent_steps - self.backward_steps + 1

@@ -13,7 +13,12 @@ from torch import nn
 
 from titan_loop.models.exit_gate import Trainable
 
-LAYERS, TABLES, NORM_AND_GATE = "layers", "embedding, head", "norm, gate"
+LAYERS, OUTSIDE, TABLES, NORM_AND_GATE = (
+    "layers",
+    "prelude, coda",
+    "embedding, head",
+    "norm, gate",
+)
 
 
 class Unit(NamedTuple):
@@ -42,6 +47,11 @@ class Unit(NamedTuple):
     fp32: bool = False
     kept: bool = False
     reads_all_states: bool = False
+
+    @property
+    def is_looped(self) -> bool:
+        """Whether it is a part of every step; a coda may be visited in each, and is none."""
+        return self.place == "step" and self.name != OUTSIDE
 
     def visited(self, recurrent_steps: int) -> int:
         """Return the visits of a forward pass of so many steps."""

@@ -70,7 +70,7 @@ def worth_lines(worth: FittedWorth, needs: Sequence[StageNeeds], cluster: Cluste
         if need.shape.trainable != "all":
             continue  # the gate alone changes no prediction
         total = sum(unit.parameters() for unit in need.units)
-        looped = sum(unit.parameters() for unit in need.units if unit.unit.place == "step")
+        looped = sum(unit.parameters() for unit in need.units if unit.unit.is_looped)
         steps, flops, once = need.mean_recurrent_steps, need.flops_per_token, need.flops_at_one
         unrolled = total + (steps - 1) * looped
         unrolled_flops = flops.total - flops.readouts + once.readouts

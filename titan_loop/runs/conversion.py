@@ -49,7 +49,7 @@ def upcycle_run(
     saved = source.manifest["trainer"]["architecture"]
     check_architecture(saved, decoder_config(run.model_options, max_seq_len=1).architecture())
     get_family(run.model_options.family).require("upcycle")
-    upcycling.sources(saved["n_layers"])  # before any file is read
+    upcycling.sources(saved)  # before any file is read
     config = {
         **run.config,
         "dump_folder": str(output),

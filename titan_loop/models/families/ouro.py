@@ -13,6 +13,7 @@ Initialisation; the paper does not publish its own:
 - Norms: ones, but 1/sqrt(2·layers) on branch outputs. That is GPT-2's residual scaling (Radford et
   al. 2019, §2.3); it must sit in the gain, because a norm undoes any scaling of the matrix before
   it. Without it the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128.
+  `residual_scale=visits` counts every visit of a layer instead: 1/sqrt(2·layers·R).
 - Gate: zeros, so that λ = 1/2 at first.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released checkpoints.
@@ -21,7 +22,7 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
 from torch import nn
 from torchtitan.models.common.attention import QKVLinear
@@ -78,6 +79,9 @@ SIZES = {
 }
 
 
+ResidualScale: TypeAlias = Literal["layers", "visits"]
+
+
 @dataclass(kw_only=True, slots=True)
 class OuroOptions(ModelOptions):
     """Which Ouro model to train; every field can be set on the command line."""
@@ -106,6 +110,17 @@ class OuroOptions(ModelOptions):
     injection: InjectionKind = "none"
     """How every recurrent step reads the embedding again: not at all, as in Ouro; additive; or
     diagonal, a learned contraction."""
+
+    prelude_layers: int = 0
+    """The first of the layers, which run once, before the loop."""
+
+    coda_layers: int = 0
+    """The last of the layers, which run after the loop: once, but with an exit gate for each of the
+    R states that are read."""
+
+    residual_scale: ResidualScale = "layers"
+    """What n counts in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
+    at the model's recurrent_steps."""
 
     dropout: float = 0.0
     """Share of what a layer's attention and feed-forward add to the state that is zeroed in
@@ -164,13 +179,27 @@ def _injection(options: OuroOptions, shape: ModelSize) -> AdditiveInjection.Conf
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> LoopDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
+    outside = options.prelude_layers, options.coda_layers
+    if min(outside) < 0 or sum(outside) >= shape.n_layers:
+        raise UserError(
+            f"model.prelude_layers={outside[0]} and model.coda_layers={outside[1]} leave none of "
+            f"model.n_layers={shape.n_layers} to loop; use fewer, and none below 0"
+        )
     theta = 10_000.0 if options.rope_theta is None else options.rope_theta
     if not 0.0 <= options.dropout < 1.0:
         raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
-    branch_gain = {"weight": partial(nn.init.constant_, val=(2 * shape.n_layers) ** -0.5)}
+    if options.residual_scale not in get_args(ResidualScale):
+        raise UserError(
+            f"model.residual_scale={options.residual_scale} is unknown"
+            f"{nearest(options.residual_scale, get_args(ResidualScale))}"
+        )
+    depth = shape.n_layers
+    if options.residual_scale == "visits":
+        depth += (shape.n_layers - sum(outside)) * (shape.recurrent_steps - 1)
+    branch_gain = {"weight": partial(nn.init.constant_, val=(2 * depth) ** -0.5)}
 
     def norm(gain: dict[str, Callable] = _NORM) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=gain)
@@ -230,6 +259,8 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         norm_placement=options.norm_placement,
         positions=positions,
         injection=_injection(options, shape),
+        prelude_layers=options.prelude_layers,
+        coda_layers=options.coda_layers,
         norm=FinalNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=_NORM),
         lm_head=head,
         enable_weight_tying=options.tie_weights,

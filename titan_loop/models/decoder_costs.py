@@ -1,0 +1,125 @@
+"""What a looped decoder costs: visits of layers, FLOPs, and bytes for the backward pass.
+
+The part of a decoder's config that these follow from. A family whose forward pass differs overrides
+the methods.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torchtitan.models.common.decoder import Decoder
+
+from titan_loop.models.exit_gate import ExitGate, Trainable
+from titan_loop.models.final_norm import NormPlacement
+from titan_loop.models.flops import Flops, LayerVisits, training_flops_per_token
+from titan_loop.models.injection import AdditiveInjection
+from titan_loop.models.memory_parts import (
+    MemoryPart,
+    ReadoutMemory,
+    Spread,
+    norm_bytes,
+    part,
+)
+from titan_loop.models.readout import LMHead
+
+
+@dataclass(kw_only=True, slots=True)
+class DecoderCosts(Decoder.Config):
+    """Which layers are looped, and what is computed at every step beside them."""
+
+    recurrent_steps: int = 4
+    exit_gate: ExitGate.Config | None = None
+    norm_placement: NormPlacement = "every_step"
+    injection: AdditiveInjection.Config | None = None
+    prelude_layers: int = 0
+    coda_layers: int = 0
+
+    @property
+    def looped(self) -> range:
+        """Indices of the layers that every step applies; the others run once."""
+        return range(self.prelude_layers, len(self.layers) - self.coda_layers)
+
+    def layer_visits(
+        self, recurrent_steps: float, backward_steps: float | None = None
+    ) -> LayerVisits:
+        """Return how many layers a micro-batch visits, forward and backward.
+
+        Args:
+            recurrent_steps: R, or its mean.
+            backward_steps: Number of last steps that the backward pass reaches, or its mean; 0
+                for a frozen model, None for all.
+        """
+        reached = recurrent_steps if backward_steps is None else backward_steps
+        # A coda reads every state that has an exit logit.
+        coda = self.coda_layers * (recurrent_steps if self.exit_gate is not None else 1)
+        to_start = reached >= recurrent_steps or (reached > 0 and self.injection is not None)
+        return LayerVisits(
+            self.prelude_layers + recurrent_steps * len(self.looped) + coda,
+            self.prelude_layers * to_start + reached * len(self.looped) + coda * (reached > 0),
+        )
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return (parameters, training FLOPs per token at this config's R)."""
+        return (
+            sum(p.numel() for p in model.parameters()),
+            int(self.training_flops(seq_len, self.recurrent_steps).total),
+        )
+
+    def training_flops(
+        self,
+        seq_len: int,
+        recurrent_steps: float,
+        trainable: Trainable = "all",
+        backward_steps: float | None = None,
+    ) -> Flops:
+        """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
+        reached = min(recurrent_steps, backward_steps or recurrent_steps)
+        return training_flops_per_token(
+            visits=self.layer_visits(recurrent_steps, reached * (trainable == "all")),
+            layer_parameters=self.layers[0].matrix_elements,
+            query_width=self.layers[0].attention.widths[0],
+            dim=self.dim,
+            vocab_size=self.vocab_size,
+            seq_len=seq_len,
+            recurrent_steps=recurrent_steps,
+            gate=self.exit_gate is not None,
+            trainable=trainable,
+            backward_steps=backward_steps,
+        )
+
+    def memory_parts(self, spread: Spread) -> list[MemoryPart]:
+        """List what a micro-batch keeps for its backward pass, beside the readout.
+
+        Args:
+            spread: What the bytes of one token depend on.
+        """
+        c, norm = spread.compute_bytes, norm_bytes(self.dim, spread)
+        at_readout = part(norm, "once" if self.exit_gate is None else "state")
+        every_step = self.norm_placement == "every_step"
+        layer = self.layers[0].kept_bytes(spread)
+        parts = [
+            MemoryPart(layer, "step", "layer", len(self.looped)),
+            part(norm, "step", "step") if every_step else at_readout,
+            part(c * self.dim, "state"),  # for the next step and the readout
+        ]
+        state = c * self.dim / spread.tensor_parallel_degree
+        if self.prelude_layers:
+            parts += [
+                MemoryPart(layer, "once", "layer", self.prelude_layers),
+                part(state, "once"),
+            ]
+        if self.coda_layers:
+            read = at_readout.visited
+            parts += [MemoryPart(layer, read, "layer", self.coda_layers), part(state, read)]
+            parts += [part(norm, read)] * every_step
+        if self.exit_gate is not None and c < 4:
+            parts.append(part(4 * self.dim, "state"))  # the gate's input in fp32
+        if self.injection is not None:
+            parts += self.injection.memory_parts(self.dim, spread)
+        return parts
+
+    def readout_memory(self, tokens: float, recurrent_steps: int, spread: Spread) -> ReadoutMemory:
+        """Return what is alive while the streamed loss of a micro-batch is computed."""
+        assert isinstance(self.lm_head, LMHead.Config)
+        states = recurrent_steps if self.exit_gate is not None else 1
+        return self.lm_head.memory(tokens, states, spread)
