@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Trains and examines the arms of train_configs/depth_pays.py, and prints their tables.
+#
+#   bash tools/depth_pays.sh [--seeds "1 2 3"] [ARM...]
+#
+# Every arm leaves train_configs/results/depth_pays/ARM-seedS.json. What is there is skipped, and an
+# arm that was interrupted goes on from its newest checkpoint.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
+
+seeds="1 2 3"
+if [ "${1:-}" = --seeds ]; then
+    seeds=$2
+    shift 2
+fi
+arms=("$@")
+if [ ${#arms[@]} = 0 ]; then
+    mapfile -t arms < <("$VENV/bin/python" -c \
+        'from train_configs.depth_pays import ARMS; print(*ARMS, sep="\n")')
+fi
+
+corpus=corpora/quickstart # the quick start's
+local_text "$corpus" --code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 \
+    --at-least-megabytes 20
+local_tokenizer "$corpus"
+for domain in code prose math; do
+    local_source "$corpus" $domain
+done
+
+for seed in $seeds; do
+    for arm in "${arms[@]}"; do
+        if [ -f "train_configs/results/depth_pays/$arm-seed$seed.json" ]; then
+            continue
+        fi
+        stage "$arm, seed $seed"
+        folder=runs/depth_pays-seed$seed
+        titan_loop train depth_pays --stage "$arm" --dump-folder "$folder" --debug.seed "$seed"
+        titan_loop eval "$folder/$arm" --windows 128
+        titan_loop results add "$folder/$arm"
+    done
+done
+titan_loop results show depth_pays
