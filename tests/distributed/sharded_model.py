@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from tests.distributed.parallel_model import parallel_model
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
-from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.families.ouro import OuroOptions
@@ -84,42 +82,28 @@ def build(
     trainable: Trainable = "all",
     reshard: Literal["default", "always", "never"] = "default",
 ) -> LoopDecoder:
-    parallelism = ParallelismConfig(
-        spmd_backend="partial_dtensor",
-        fsdp_reshard_after_forward=reshard,
-        data_parallel_replicate_degree=replicate,
-        context_parallel_degree=context,
-        tensor_parallel_degree=tensor,
-    )
-    dist_utils.set_spmd_backend("partial_dtensor")
     options = options or OuroOptions(size="debugmodel", n_layers=LAYERS)
-    torch.manual_seed(0)
-    config = decoder_config(options, max_seq_len=128)
-    config.set_sharding(enable_sp=True)
-    with torch.device("meta"):
-        model = config.build()
-    parallelize_loop_decoder(
-        model,
-        parallel_dims=ParallelDims.from_config(parallelism, dist.get_world_size()),
+    model, _ = parallel_model(
+        decoder_config(options, max_seq_len=128),
+        ParallelismConfig(
+            spmd_backend="partial_dtensor",
+            fsdp_reshard_after_forward=reshard,
+            data_parallel_replicate_degree=replicate,
+            context_parallel_degree=context,
+            tensor_parallel_degree=tensor,
+        ),
         training=TrainingConfig(
             mixed_precision_param=dtype, local_batch_size=WINDOWS, disable_cuda_graphs=True
         ),
-        parallelism=parallelism,
         compile_config=CompileConfig(
             enable=compile_backend is not None,
             components=["model"],
             backend=compile_backend or "inductor",
         ),
         ac_config=CHECKPOINTING[checkpointing],
-        dump_folder="",
         fsdp=fsdp,
         trainable=trainable,
     )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_states()
-        for parameter in model.parameters():  # off the symmetric start, the same under any policy
-            parameter += 0.05 * torch.randn_like(parameter)
     return model
 
 

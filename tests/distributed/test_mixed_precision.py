@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 
-from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from tests.distributed.parallel_model import parallel_model
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -18,23 +16,11 @@ BF16_TOLERANCE = 0.02
 
 def loss_and_dtypes(dtype: str) -> tuple[float, set[torch.dtype], set[torch.dtype]]:
     """Return the loss, the dtypes of states and exit logits, and those of the gate's weights."""
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
-    config = decoder_config(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = config.build()
-    parallelize_loop_decoder(
-        model,
-        parallel_dims=ParallelDims.from_config(parallelism, dist.get_world_size()),
+    model, _ = parallel_model(
+        decoder_config(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN),
+        ParallelismConfig(spmd_backend="partial_dtensor"),
         training=TrainingConfig(mixed_precision_param=dtype),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
     )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_states()
     gate_dtypes: set[torch.dtype] = set()
     model.exit_gate.register_forward_hook(
         lambda module, inputs, output: gate_dtypes.update({module.weight.dtype, output.dtype})

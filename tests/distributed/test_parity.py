@@ -14,22 +14,24 @@ import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from tests.distributed.parallel_model import (
+    global_loss,
+    parallel_model,
+    part_of_rank,
+    whole_gradients,
+)
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC, RecurrentStepAC
-from titan_loop.distributed.context_parallel import share_of_rank
-from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
-from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import ModelOptions, decoder_config
-from titan_loop.models.initialisation import keep_shard
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
 pytestmark = pytest.mark.multiprocess
@@ -73,18 +75,7 @@ class Case:
 
 
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    # Alone there is nothing to place, and no process group that a mesh could be built on.
-    backend = BACKEND if world > 1 else compat.SPMD_BACKEND
-    parallelism = ParallelismConfig(
-        tensor_parallel_degree=layout.tp,
-        context_parallel_degree=layout.cp,
-        data_parallel_replicate_degree=layout.replicate,
-        enable_sequence_parallel=layout.sequence_parallel,
-        spmd_backend=backend,
-    )
-    dist_utils.set_spmd_backend(backend)
-    dims = _meshes(world, layout.tp, layout.cp, layout.replicate, backend)
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
     options = case.family(
         size="debugmodel",
         tie_weights=case.tie_weights,
@@ -92,51 +83,21 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
         **dict(case.options),
     )
     config = decoder_config(options, max_seq_len=SEQ_LEN)
-    config.set_sharding(enable_sp=layout.sequence_parallel)
     config.recurrence.backward_steps = case.backward_steps
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = config.build()
     checkpointing = CHECKPOINTING[case.checkpointing]
-    parallelize_loop_decoder(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
+    return parallel_model(
+        config,
+        ParallelismConfig(
+            tensor_parallel_degree=layout.tp,
+            context_parallel_degree=layout.cp,
+            data_parallel_replicate_degree=layout.replicate,
+            enable_sequence_parallel=layout.sequence_parallel,
+            # Alone there is nothing to place, and no process group that a mesh could be built on.
+            spmd_backend=compat.SPMD_BACKEND if alone else BACKEND,
+        ),
         ac_config=None if checkpointing is None else checkpointing(),
-        dump_folder="",
         fsdp=case.fsdp,
     )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_states()
-        for index, parameter in enumerate(model.parameters()):
-            _perturb(parameter, seed=index)
-    return model, dims
-
-
-@functools.cache
-def _meshes(world: int, tp: int, cp: int, replicate: int, backend: str) -> ParallelDims:
-    """One set of meshes a process: torch 2.15's spmd_types remembers the first of equal ones."""
-    return ParallelDims.from_config(
-        ParallelismConfig(
-            tensor_parallel_degree=tp,
-            context_parallel_degree=cp,
-            data_parallel_replicate_degree=replicate,
-            spmd_backend=backend,
-        ),
-        world,
-    )
-
-
-def _perturb(parameter: Tensor, seed: int) -> None:
-    """Move off the symmetric initial point by the same whole-tensor noise in every layout."""
-    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
-    if isinstance(parameter, DTensor):
-        keep_shard(parameter, parameter.full_tensor() + noise)
-    else:
-        parameter.add_(noise)
 
 
 def batches(count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -159,44 +120,17 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
     loss_fn.set_lm_head(model.lm_head)
     loss_fn.entropy_weight = 0.1
     context = dist_utils.get_spmd_context(parallel_dims=dims)
-    degree, rank = 1, 0
-    if dims.dp_enabled:
-        mesh = dims.get_mesh("batch")
-        degree, rank = mesh.size(), mesh.get_local_rank()
-    mine = slice(rank * WINDOWS // degree, (rank + 1) * WINDOWS // degree)
-    share = share_of_rank(dims, SEQ_LEN, "cpu")
     losses = []
-    for steps, (tokens, positions, labels) in zip(
-        case.steps, batches(len(case.steps)), strict=True
-    ):
-        valid = (labels != IGNORE_INDEX).sum()
-        tokens, positions, labels = tokens[mine], positions[mine], labels[mine]
-        masks = None
-        if share is not None:
-            masks = model.get_attention_masks(positions, share)
-            tokens, positions, labels = (
-                part[:, share.queries_L] for part in (tokens, positions, labels)
-            )
+    for steps, batch in zip(case.steps, batches(len(case.steps)), strict=True):
+        valid = (batch[-1] != IGNORE_INDEX).sum()
+        tokens, positions, masks, labels = part_of_rank(model, dims, batch)
         with context():
             torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
             output = model(tokens, positions, masks, recurrent_steps=steps)
             loss, _ = loss_fn(output, labels, valid)
             loss.backward()
-        total = loss.detach().clone()
-        if dims.dp_cp_enabled:
-            total = dist_utils.dist_sum_tensor(total, dims.get_mesh("loss"))
-        losses.append(float(total))
-    reshard_units(model)
-    gradients = {
-        name.replace("_checkpoint_wrapped_module.", ""): _whole(p.grad)
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    return losses, gradients
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+        losses.append(global_loss(loss, dims))
+    return losses, whole_gradients(model)
 
 
 HELD = FSDPConfig(policy="per_step")

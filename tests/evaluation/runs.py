@@ -1,4 +1,4 @@
-"""Runs on a real source whose checkpoints were written without training."""
+"""Runs whose checkpoints were written without training, and evaluations before the first step."""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +6,12 @@ from typing import Any
 from tests.inference.reference import make_model
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
+from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import SEQ_LEN
+from titan_loop.testing.tiny import SEQ_LEN, act_as_launched
+from titan_loop.training.resolved_run import resolve
+from titan_loop.training.trainer import LoopTrainer
 
 TOKENS_A_STEP, TOTAL_STEPS = 100, 9
 
@@ -51,3 +55,17 @@ def write_checkpoint_of(
             "lineage": {},
         },
     )
+
+
+def ask_untrained(config: LoopTrainer.Config, world: int, layout: dict[str, int]) -> TaskReport:
+    """What the one evaluation of a run finds before its first step, on this rank of `world`."""
+    act_as_launched(world)
+    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
+    config.parallelism.context_parallel_degree = layout.get("cp", 1)
+    trainer = LoopTrainer(resolve(config, world))
+    (evaluation,) = evaluations(config)
+    assert isinstance(evaluation, WhileTraining)
+    evaluation.on_train_start(trainer)
+    report = evaluation.ask(trainer)
+    trainer.close()
+    return report

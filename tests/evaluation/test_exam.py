@@ -9,6 +9,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.data.tasks.toy_run import TASK, toy_config
+from tests.evaluation.runs import ask_untrained
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
@@ -17,14 +18,10 @@ from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
 from titan_loop.evaluation.held_out import sum_windows
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.suites import expand_tasks
-from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import act_as_launched
-from titan_loop.training.resolved_run import resolve
-from titan_loop.training.trainer import LoopTrainer
 
 CPU = torch.device("cpu")
 DEPTHS = [1, 3]
@@ -119,19 +116,10 @@ def test_a_run_is_asked_while_training_from_its_checkpoint_and_in_the_report(tmp
     assert [rows.count(f"<td>backwards/{n}_letters</td>") for n in (1, 2, 3)] == [1, 1, 1]
 
 
-def ask(run: Path, world: int, layout: dict[str, Any]) -> dict[str, float]:
-    act_as_launched(world)
+def ask(run: Path, world: int, layout: dict[str, int]) -> dict[str, float]:
     config = toy_config(run)
     config.suite.interval = 1
-    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
-    config.parallelism.context_parallel_degree = layout.get("cp", 1)
-    trainer = LoopTrainer(resolve(config, world))
-    (asked,) = evaluations(config)
-    assert isinstance(asked, WhileTraining)
-    asked.on_train_start(trainer)
-    report = asked.ask(trainer)
-    trainer.close()
-    return report.flat()
+    return ask_untrained(config, world, layout).flat()
 
 
 @pytest.fixture(scope="module")

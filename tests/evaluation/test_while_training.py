@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
+from tests.evaluation.runs import ask_untrained
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.suites import expand_tasks, suite_refusals
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.while_training import WhileTraining, evaluations
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
-from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.testing.tiny import tiny_config
 from titan_loop.training import preflight
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
@@ -147,19 +147,10 @@ def test_mano_in_token_ids(source: Path, tmp_path: Path):
     assert record["results"] == evaluate_tasks(run.path, options).flat()
 
 
-def ask(source: Path, run: Path, world: int, layout: dict[str, Any]) -> TaskReport:
-    act_as_launched(world)
+def ask(source: Path, run: Path, world: int, layout: dict[str, int]) -> TaskReport:
     config = tiny_config(source, run)
-    config.parallelism.tensor_parallel_degree = layout.get("tp", 1)
-    config.parallelism.context_parallel_degree = layout.get("cp", 1)
     config.suite = suite(["held_out", "multi_hop"])
-    trainer = LoopTrainer(resolve(config, world))
-    (asked,) = evaluations(config)
-    assert isinstance(asked, WhileTraining)
-    asked.on_train_start(trainer)
-    report = asked.ask(trainer)
-    trainer.close()
-    return report
+    return ask_untrained(config, world, layout)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}], ids=["fsdp", "tp", "cp"])

@@ -1,24 +1,26 @@
 """A family that no code of titan_loop knows trains on every layout, and is planned and refused."""
 
-import functools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from tests.distributed.parallel_model import (
+    global_loss,
+    parallel_model,
+    part_of_rank,
+    whole_gradients,
+)
 from tests.families.toy_family import ToyDecoder, ToyOptions
-from titan_loop.distributed.context_parallel import share_of_rank
-from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import UserError
 from titan_loop.models.family import build_decoder, decoder_config
-from titan_loop.models.initialisation import keep_shard
 from titan_loop.models.units import unit_sizes_of
 
 WINDOWS, SEQ_LEN, VOCABULARY, STEPS = 4, 16, 128, 3
@@ -27,83 +29,31 @@ RELATIVE_TOLERANCE = 1e-5
 OPTIONS = ToyOptions(attention="sdpa")
 
 
-def build(degrees: dict[str, int]) -> tuple[ToyDecoder, ParallelDims]:
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **degrees)
-    dist_utils.set_spmd_backend("partial_dtensor")
-    dims = _meshes(world, tuple(degrees.items()))
-    config = decoder_config(OPTIONS, max_seq_len=SEQ_LEN)
-    config.set_sharding(enable_sp=True)
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = config.build()
-    assert isinstance(model, ToyDecoder)
-    parallelize_loop_decoder(
-        model,
-        parallel_dims=dims,
-        training=TrainingConfig(mixed_precision_param="float32"),
-        parallelism=parallelism,
-        compile_config=CompileConfig(),
-        ac_config=None,
-        dump_folder="",
-        fsdp=FSDPConfig(policy="per_step"),
-    )
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_states()
-        for index, parameter in enumerate(model.parameters()):
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            whole = whole + 0.05 * noise
-            if isinstance(parameter, DTensor):
-                keep_shard(parameter, whole)
-            else:
-                parameter.copy_(whole)
-    return model, dims
-
-
-@functools.cache
-def _meshes(world: int, degrees: tuple[tuple[str, int], ...]) -> ParallelDims:
-    config = ParallelismConfig(spmd_backend="partial_dtensor", **dict(degrees))
-    return ParallelDims.from_config(config, world)
-
-
 def loss_and_gradients(degrees: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
     """Return Σ CE + 0.1 · Σ energy over all tokens, and whole gradients."""
-    model, dims = build(degrees)
-    degree, rank = 1, 0
-    if dims.dp_enabled:
-        mesh = dims.get_mesh("batch")
-        degree, rank = mesh.size(), mesh.get_local_rank()
+    model, dims = parallel_model(
+        decoder_config(OPTIONS, max_seq_len=SEQ_LEN),
+        ParallelismConfig(spmd_backend="partial_dtensor", **degrees),
+        fsdp=FSDPConfig(policy="per_step"),
+    )
+    assert isinstance(model, ToyDecoder)
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(VOCABULARY, (WINDOWS, SEQ_LEN + 1), generator=generator)
-    tokens = tokens[rank * WINDOWS // degree : (rank + 1) * WINDOWS // degree]
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = (torch.arange(SEQ_LEN) % 7).expand(len(inputs), -1).contiguous()
-    masks, share = None, share_of_rank(dims, SEQ_LEN, "cpu")
-    if share is not None:
-        masks = model.get_attention_masks(positions, share)
-        inputs, labels, positions = (p[:, share.queries_L] for p in (inputs, labels, positions))
+    positions = (torch.arange(SEQ_LEN) % 7).expand(WINDOWS, -1).contiguous()
+    inputs, positions, masks, labels = part_of_rank(
+        model, dims, (tokens[:, :-1].contiguous(), positions, tokens[:, 1:].contiguous())
+    )
     with dist_utils.get_spmd_context(parallel_dims=dims)():
         output = model(inputs, positions, masks, recurrent_steps=STEPS)
         weight_RBL = torch.full((STEPS, *labels.shape), 1 / STEPS)
         loss, _ = model.lm_head(output.hidden_RBLD, labels_BL=labels, weight_RBL=weight_RBL)
-        energy_BL = output.aux["energy"]
-        if isinstance(energy_BL, DTensor):  # whole on every tensor-parallel rank
-            energy_BL = energy_BL.to_local()
+        energy_BL = _local(output.aux["energy"])  # whole on every tensor-parallel rank
         gate = sum(_local(logit_BL).square().sum() for logit_BL in output.exit_logit_RBL)
         loss = loss + 0.1 * energy_BL.sum() + 0.1 * gate
         loss.backward()
-    total = loss.detach().clone()
-    if dims.dp_cp_enabled:
-        total = torch.as_tensor(dist_utils.dist_sum_tensor(total, dims.get_mesh("loss")))
-    reshard_units(model)
-    gradients: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        gradient: Any = parameter.grad
-        assert gradient is not None, name
-        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return float(total), gradients
+    gradients = whole_gradients(model)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    return global_loss(loss, dims), gradients
 
 
 def _local(tensor: Any) -> Tensor:
@@ -164,7 +114,7 @@ def without_a_placement() -> str:
     with pytest.raises(UserError) as caught:
         parallelize_loop_decoder(
             model,
-            parallel_dims=_meshes(2, (("tensor_parallel_degree", 2),)),
+            parallel_dims=ParallelDims.from_config(parallelism, 2),
             training=TrainingConfig(mixed_precision_param="float32"),
             parallelism=parallelism,
             compile_config=CompileConfig(),
