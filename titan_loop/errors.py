@@ -98,6 +98,12 @@ def seen_from(path: str | os.PathLike[str]) -> str:
     return "" if os.path.isabs(path) else f" (in {os.getcwd()})"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what a library says, or the error's name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return "; nearest: a, b" for what is close to `name`, else "; known: …" with everything.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from titan_loop.errors import RunFailedError, UserError
+from titan_loop.errors import RunFailedError, UserError, first_line
 
 T = TypeVar("T")
 
@@ -47,10 +47,9 @@ def meeting() -> Iterator[None]:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         address = ":".join(os.environ.get(f"MASTER_{name}", "?") for name in ("ADDR", "PORT"))
-        reason = str(error).strip().splitlines()[0]
         raise RunFailedError(
-            f"the ranks could not meet at {address} ({reason:.200}); choose a free port, or look "
-            "for the rank that is missing"
+            f"the ranks could not meet at {address} ({first_line(error):.200}); choose a free "
+            "port, or look for the rank that is missing"
         ) from error
 
 

@@ -276,7 +276,10 @@ def test_the_writing_thread_uses_its_ranks_device(source, tmp_path, monkeypatch)
     """On a GPU a thread begins with device 0, where each rank would take memory."""
     used: list[tuple[int, str]] = []
     monkeypatch.setattr(compat.CpuDevice, "current_device", staticmethod(lambda: 3))
-    note = lambda device: used.append((device, threading.current_thread().name))  # noqa: E731
+
+    def note(device: int) -> None:
+        used.append((device, threading.current_thread().name))
+
     monkeypatch.setattr(compat.CpuDevice, "set_device", staticmethod(note))
     train(source, tmp_path / "run", async_mode="async")
     assert (3, "checkpoint_0") in used

@@ -161,7 +161,7 @@ def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
     )
     tasks = HarnessTasks()
     for name in {**shots, **depth, **scaling}:
-        assert name in tasks.names_near(name)
+        assert name in tasks.find(name).all_tasks
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from titan_loop.inference.exit_policy import QExit, exit_steps
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
@@ -31,6 +32,16 @@ def make_model(seed: int = 0, **options) -> LoopDecoder:
 def prompts(*lengths: int, seed: int = 3, vocabulary: int = VOCABULARY) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def q_exit_steps(exit_logit_RBL: Tensor, threshold: float) -> Tensor:
+    """Return the exit steps under `QExit` of states that are their own exit logits."""
+    return exit_steps(
+        QExit(threshold),
+        list(exit_logit_RBL.unsqueeze(-1)),
+        gate=lambda hidden: hidden.squeeze(-1),
+        readout=lambda hidden: hidden,
+    )
 
 
 class Reference:

@@ -1,14 +1,16 @@
 """The rules by themselves, on whole windows, and how they are written."""
 
+import itertools
 import math
+import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.inference.reference import make_model
+from tests.inference.reference import make_model, q_exit_steps
 from titan_loop.errors import UserError
 from titan_loop.inference.exit_policy import (
     ExitDecider,
@@ -19,33 +21,36 @@ from titan_loop.inference.exit_policy import (
     exit_steps,
     parse_exit_policy,
 )
-from titan_loop.objectives.exit_distribution import q_exit_step
 
 
-def q_steps(exit_logit_RBL: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Run `exit_steps` on states that are their own exit logits."""
-    return exit_steps(
-        QExit(threshold),
-        list(exit_logit_RBL.unsqueeze(-1)),
-        gate=lambda hidden: hidden.squeeze(-1),
-        readout=lambda hidden: hidden,
-    )
+def survivals(logits: list[float]) -> list[float]:
+    """S_m, the probability of having gone on after step m: multiplied out in float64."""
+    going_on = [1 / (1 + math.exp(logit)) for logit in logits]
+    return list(itertools.accumulate(going_on, operator.mul))
 
 
-@given(st.integers(0, 2**31), st.integers(1, 8), st.floats(0, 1), st.sampled_from([1.0, 10.0]))
-@settings(max_examples=100, deadline=None)
-@example(seed=0, steps=4, threshold=1.0, scale=10.0)
-def test_q_exit_agrees_with_the_objective(seed, steps, threshold, scale):
-    """Token by token as over whole columns, also where the CDF rounds to 1 in fp32."""
-    generator = torch.Generator().manual_seed(seed)
-    logit = torch.randn((steps, 2, 5), generator=generator) * scale
-    assert torch.equal(q_steps(logit, threshold), q_exit_step(logit, threshold))
+@settings(deadline=None)
+@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=8), st.floats(0, 1))
+@example([30.0] * 4, 1.0)
+def test_q_exit_is_the_literal_minimum(logits: list[float], threshold: float):
+    *before_last, _ = survivals(logits)
+    assume(all(abs(1 - s - threshold) > 1e-6 for s in before_last) or threshold == 1)  # fp32 sums
+    reached = [m for m, s in enumerate(before_last, start=1) if s <= 1 - threshold]
+    want = min([*reached, len(logits)])
+    assert q_exit_steps(torch.tensor(logits).view(-1, 1, 1), threshold).item() == want
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_threshold_of_one_is_full_depth_however_certain_the_gate(dtype: torch.dtype):
+    certain = torch.full((4, 1, 1), 30.0, dtype=dtype)  # CDF(1) = 1 - 1e-13: 1 in fp32
+    assert q_exit_steps(certain, 1.0).item() == 4
+    assert q_exit_steps(certain, 1 - 1e-14).item() == 2  # between 1 - S_1 and 1 - S_2 = 1 - 1e-26
 
 
 def test_q_exit_uses_at_least_and_the_last_step_takes_the_rest():
     half = torch.zeros((4, 1, 1), dtype=torch.float64)  # λ = 1/2: CDF .5 .75 .875 1
     expected = {0.0: 1, 0.5: 1, 0.51: 2, 0.75: 2, 0.875: 3, 0.9: 4, 1.0: 4}
-    assert {q: q_steps(half, q).item() for q in expected} == expected
+    assert {q: q_exit_steps(half, q).item() for q in expected} == expected
 
 
 @torch.no_grad()

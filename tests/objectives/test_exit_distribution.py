@@ -1,25 +1,21 @@
 """The exit distribution: properties for any logits, a slow float64 reference, printed numbers."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from titan_loop.errors import UserError
 from titan_loop.objectives.exit_distribution import (
-    exit_cdf,
     exit_entropy_nats,
     exit_log_pmf,
     exit_pmf,
     geometric_prior,
     kl_to_prior,
     mean_exit_step,
-    q_exit_step,
-    uniform_prior,
 )
 
 FP32_SUM = 1e-6
@@ -46,6 +42,10 @@ def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.tensor(values, dtype=dtype).view(-1, 1, 1)
 
 
+def uniform(steps: int) -> Tensor:
+    return torch.full((steps,), 1 / steps)
+
+
 def slow_pmf(values: list[float]) -> list[float]:
     """The definition, multiplied out, with λ and 1 − λ each computed without cancellation."""
 
@@ -70,23 +70,12 @@ def test_pmf_is_a_distribution(values: list[float]):
 
 @any_logits
 @given(logits)
-def test_cdf_rises_to_exactly_one(values: list[float]):
-    cdf = exit_cdf(column(values))
-    assert (cdf >= 0).all()
-    assert (cdf <= 1).all()
-    assert (cdf.diff(dim=0) >= -FP32_ULP).all()
-    assert cdf[-1].item() == 1.0
-    torch.testing.assert_close(cdf, exit_pmf(column(values)).cumsum(0), rtol=0, atol=FP32_SUM)
-
-
-@any_logits
-@given(logits)
 def test_entropy_and_gradients_are_finite(values: list[float]):
     logit = column(values).requires_grad_()
     steps = len(values)
     entropy = exit_entropy_nats(logit)
     assert -FP32_SUM <= entropy.item() <= math.log(steps) + FP32_SUM
-    kl = kl_to_prior(logit, uniform_prior(steps))
+    kl = kl_to_prior(logit, uniform(steps))
     mean_step = mean_exit_step(logit)
     assert 1 - FP32_SUM * steps <= mean_step.item() <= steps + FP32_SUM * steps
     (entropy + kl + mean_step).sum().backward()
@@ -114,7 +103,6 @@ def test_gradcheck():
     for function in (
         exit_log_pmf,
         exit_pmf,
-        exit_cdf,
         exit_entropy_nats,
         mean_exit_step,
         lambda x: kl_to_prior(x, prior),
@@ -125,8 +113,6 @@ def test_gradcheck():
 def test_one_step_always_exits_there_and_keeps_the_gate_in_the_graph():
     logit = torch.tensor([[[-3.0, 7.0]]], requires_grad=True)
     assert torch.equal(exit_pmf(logit), torch.ones(1, 1, 2))
-    assert torch.equal(exit_cdf(logit), torch.ones(1, 1, 2))
-    assert torch.equal(q_exit_step(logit, 1.0), torch.ones(1, 2, dtype=torch.int64))
     exit_entropy_nats(logit).sum().backward()
     assert logit.grad is not None
     assert (logit.grad == 0).all()
@@ -138,37 +124,7 @@ def test_entropy_of_the_uniform_distribution_is_log_r():
     logit = torch.cat([torch.logit(rates), torch.zeros(1)]).view(4, 1, 1)
     torch.testing.assert_close(exit_pmf(logit), torch.full((4, 1, 1), 0.25))
     assert exit_entropy_nats(logit).item() == pytest.approx(math.log(4), abs=FP32_SUM)
-    assert kl_to_prior(logit, uniform_prior(4)).item() == pytest.approx(0, abs=FP32_SUM)
-
-
-def test_q_exit_is_the_first_step_that_reaches_the_threshold():
-    logit = torch.logit(torch.tensor([0.25, 0.5, 0.5, 0.5])).view(4, 1, 1)  # CDF .25 .625 .8125 1
-    for threshold, step in ((0.0, 1), (0.2, 1), (0.26, 2), (0.7, 3), (0.9, 4), (1.0, 4)):
-        assert q_exit_step(logit, threshold).item() == step, threshold
-    half = torch.zeros((4, 1, 1), dtype=torch.float64)  # λ = 1/2: CDF .5 .75 .875 1
-    assert q_exit_step(half, 0.75).item() == 2, "at the threshold itself: ≥, not >"
-
-
-@any_logits
-@given(logits, st.floats(0, 1))
-def test_q_exit_is_the_literal_minimum(values: list[float], threshold: float):
-    *cdf, _ = itertools.accumulate(slow_pmf(values))
-    assume(all(abs(mass - threshold) > FP32_SUM for mass in cdf))
-    want = min(m for m, mass in enumerate([*cdf, 1.0], start=1) if mass >= threshold)
-    assert q_exit_step(column(values), threshold).item() == want
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_threshold_of_one_is_full_depth_however_certain_the_gate(dtype: torch.dtype):
-    certain = column([30.0] * 4, dtype)  # CDF(1) = 1 - 1e-13, which fp32 rounds to 1
-    assert q_exit_step(certain, 1.0).item() == 4
-    assert q_exit_step(certain, 1 - 1e-14).item() == 2  # between 1 - S_1 and 1 - S_2 = 1 - 1e-26
-
-
-@pytest.mark.parametrize("threshold", [-0.1, 1.5, math.nan])
-def test_q_exit_rejects_impossible_thresholds(threshold: float):
-    with pytest.raises(UserError, match="threshold="):
-        q_exit_step(torch.zeros(2, 1, 1), threshold)
+    assert kl_to_prior(logit, uniform(4)).item() == pytest.approx(0, abs=FP32_SUM)
 
 
 def test_geometric_prior_is_renormalised():
@@ -178,7 +134,7 @@ def test_geometric_prior_is_renormalised():
     ratios = prior[1:] / prior[:-1]
     torch.testing.assert_close(ratios, torch.full((3,), 0.9))
     # η → 0 is the uniform prior.
-    torch.testing.assert_close(geometric_prior(5, 1e-9), uniform_prior(5))
+    torch.testing.assert_close(geometric_prior(5, 1e-9), uniform(5))
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0, -0.2, math.nan])
@@ -192,9 +148,9 @@ def test_geometric_prior_rejects_impossible_eta(eta: float):
 def test_kl_is_never_negative_and_complements_the_entropy(values: list[float], eta: float):
     logit, steps = column(values), len(values)
     assert kl_to_prior(logit, geometric_prior(steps, eta)).item() >= -FP32_SUM * steps
-    uniform = kl_to_prior(logit, uniform_prior(steps)).item()
+    from_uniform = kl_to_prior(logit, uniform(steps)).item()
     complement = math.log(steps) - exit_entropy_nats(logit).item()
-    assert uniform == pytest.approx(complement, abs=FP32_SUM * steps)
+    assert from_uniform == pytest.approx(complement, abs=FP32_SUM * steps)
 
 
 def test_published_mean_distribution_has_the_published_mean_exit():

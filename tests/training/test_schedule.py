@@ -110,10 +110,6 @@ def test_constructors():
     assert Schedule.warmup_constant(3e-4, warmup_tokens=10) == Schedule.parse("0:0 linear 10:3e-4")
     cosine = Schedule.warmup_cosine(1.0, warmup_tokens=10, total_tokens=110, final=0.1)
     assert str(cosine) == "0:0 linear 10:1 cosine 110:0.1"
-    wsd = Schedule.warmup_stable_decay(1.0, warmup_tokens=5, decay_tokens=20, total_tokens=100)
-    assert str(wsd) == "0:0 linear 5:1 constant 80:1 linear 100:0"
-    with pytest.raises(UserError, match="do not fit in total_tokens=20"):
-        Schedule.warmup_stable_decay(1.0, warmup_tokens=5, decay_tokens=20, total_tokens=20)
 
 
 def test_command_line_field():

@@ -24,7 +24,6 @@ from titan_loop.runs.status import RECIPE_JSON
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
-OPTIONAL = ("looped_parameters", "step", "run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

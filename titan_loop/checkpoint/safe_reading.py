@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from titan_loop.checkpoint.manifest import METADATA, DamagedCheckpointError
 from titan_loop.checkpoint.pickle_programs import MOST_BYTES, check_program
-from titan_loop.errors import RunFailedError, UserError
+from titan_loop.errors import RunFailedError, UserError, first_line
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.transient import count_retry, retried, unreadable
 
@@ -59,7 +59,7 @@ def read_metadata(checkpoint: Path) -> dcp.Metadata:
     except OSError as error:
         raise unreadable(path, error, "check its disk and permissions") from error
     except Exception as error:  # garbled bytes make a pickle fail in any way
-        raise DamagedCheckpointError(path, f"not DCP's metadata ({_first_line(error)})") from error
+        raise DamagedCheckpointError(path, f"not DCP's metadata ({first_line(error)})") from error
     return metadata
 
 
@@ -299,9 +299,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
                     f"{f' ({found[1]!r})' if found else ''}: it is made to run code where it is "
                     "loaded; nothing of it was run, do not use it"
                 )
-        return DamagedCheckpointError(
-            path, f"entry {index.fqn!r} is garbled ({_first_line(error)})"
-        )
+        return DamagedCheckpointError(path, f"entry {index.fqn!r} is garbled ({first_line(error)})")
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
@@ -323,13 +321,7 @@ def root_cause(error: BaseException) -> BaseException:
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, RuntimeError) and "inline_container" in str(error):
-        first_line = str(error).strip().splitlines()[0]
         return OSError(
-            f"a file could not be written to its end: no space or a size limit? {first_line}"
+            f"a file could not be written to its end: no space or a size limit? {first_line(error)}"
         )
     return error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -81,8 +81,9 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     look_at = "sizes" if skip_hashes else "hashes"
     first, second = (CheckpointReader(_checkpoint_of(path), look_at=look_at) for path in (a, b))
     count = 0
-    for count, difference in enumerate(differences(first, second), start=1):  # noqa: B007
+    for difference in differences(first, second):
         print(f"{difference.where}: {difference.how}")
+        count += 1
     print(f"{count} differences, {len({*first.keys()} & {*second.keys()})} entries in both")
     return EXIT_FOUND if count else EXIT_OK
 

@@ -24,31 +24,21 @@ def run(arguments: Sequence[str]) -> int:
         from lm_eval.__main__ import cli_evaluate
 
         import titan_loop.evaluation.harness_model  # noqa: F401  (registers the model)
-        from titan_loop.evaluation.harness_tasks import (
-            hub_offline_if_unreachable,
-            is_about_the_network,
-        )
+        from titan_loop.evaluation.harness_tasks import hub_offline_if_unreachable
     except ImportError as error:
         raise UserError(f"lm_eval is missing ({error}): pip install 'titan-loop[eval]'") from error
     before = sys.argv
     sys.argv = ["lm_eval", *arguments]
     try:
-        with hub_offline_if_unreachable() as unreachable:
-            try:
-                cli_evaluate()
-            except UserError:
-                raise
-            except Exception as error:  # what a data library raises without a network is its own
-                if unreachable and is_about_the_network(error):
-                    raise UserError(
-                        "lm_eval: a task reads its data from the Hugging Face hub, which cannot be "
-                        "reached, and the local cache does not have it; run it once where there is "
-                        "a network"
-                    ) from error
-                for beginning, hint in _MISTAKES.items():
-                    if isinstance(error, ValueError) and str(error).startswith(beginning):
-                        raise UserError(f"lm_eval: {error}; {hint}") from error
-                raise
+        with hub_offline_if_unreachable("lm_eval: a task"):
+            cli_evaluate()
+    except UserError:
+        raise
+    except ValueError as error:
+        for beginning, hint in _MISTAKES.items():
+            if str(error).startswith(beginning):
+                raise UserError(f"lm_eval: {error}; {hint}") from error
+        raise
     finally:
         sys.argv = before
     return EXIT_OK

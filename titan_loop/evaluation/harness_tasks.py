@@ -86,18 +86,9 @@ class HarnessTasks:
         if task.name in OFFLINE_TASKS:
             loaded = self._manager(None).load([offline_config(task.name)])
         else:
-            manager = self._find(task.name)
-            with hub_offline_if_unreachable() as unreachable:
-                try:
-                    loaded = manager.load([task.name])
-                except Exception as error:
-                    if unreachable and is_about_the_network(error):
-                        raise UserError(
-                            f"task {task.name} reads its data from the Hugging Face hub, which "
-                            "cannot be reached, and the local cache does not have it; run it once "
-                            "where there is a network, or use the suite 'offline'"
-                        ) from error
-                    raise
+            manager = self.find(task.name)
+            with hub_offline_if_unreachable(f"task {task.name}"):
+                loaded = manager.load([task.name])
         for loaded_task in loaded["tasks"].values():
             own = loaded_task.get_config("num_fewshot")
             if task.num_fewshot is not None and own != 0:
@@ -107,11 +98,8 @@ class HarnessTasks:
             loaded_task.set_fewshot_seed(seed=1234)  # the harness' own default
         return dict(loaded)
 
-    def names_near(self, name: str) -> list[str]:
-        """Return the tasks, groups and tags of the harness' folder that is named like a task."""
-        return self._manager(self._likely_folder(name)).all_tasks
-
-    def _find(self, name: str) -> "TaskManager":
+    def find(self, name: str) -> "TaskManager":
+        """Return a manager that knows the task; an unknown one is a `UserError` with near names."""
         for folder in (None, self._likely_folder(name), self._home):
             manager = self._manager(folder)
             if name in manager.all_tasks:
@@ -209,21 +197,36 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 @contextmanager
-def hub_offline_if_unreachable() -> Iterator[bool]:
-    """Yield whether the hub cannot be reached; then nothing inside waits for it in vain."""
+def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
+    """Where the hub cannot be reached, wait for nothing inside, and say so if data is missing.
+
+    Args:
+        reader: Begins the message, as in "task NAME".
+
+    Raises:
+        UserError: The hub cannot be reached and the local cache lacks what is read.
+    """
     import datasets.config
     import huggingface_hub.constants
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE or not _hub_is_reachable():
-        before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True
-        try:
-            yield True
-        finally:
-            huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
-    else:
-        yield False
+    if not huggingface_hub.constants.HF_HUB_OFFLINE and _hub_is_reachable():
+        yield
+        return
+    before = huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    except Exception as error:  # what a data library raises without a network is its own
+        if isinstance(error, UserError) or not _is_about_the_network(error):
+            raise
+        raise UserError(
+            f"{reader} reads its data from the Hugging Face hub, which cannot be reached, and the "
+            "local cache does not have it; run it once where there is a network, or use titan-loop "
+            "eval's suite 'offline'"
+        ) from error
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _hub_is_reachable() -> bool:
@@ -238,7 +241,7 @@ def _hub_is_reachable() -> bool:
     return True
 
 
-def is_about_the_network(error: BaseException | None) -> bool:
+def _is_about_the_network(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that data was neither cached nor reachable."""
     while error is not None:
         named = type(error).__name__

@@ -68,57 +68,10 @@ def exit_pmf(exit_logit_RBL: Tensor) -> Tensor:
     return exit_log_pmf(exit_logit_RBL).exp()
 
 
-def exit_cdf(exit_logit_RBL: Tensor) -> Tensor:
-    """Return the probability of having exited at or before each recurrent step.
-
-        CDF(n) = 1 − Π_{j≤n} (1 − λ_j)  for n < R        CDF(R) = 1
-
-    Computed as −expm1(log S_n), not as a running sum of the pmf: a small CDF keeps its relative
-    precision and CDF(R) is exactly 1.
-
-    Args:
-        exit_logit_RBL: Gate logits.
-
-    Returns:
-        Probabilities in [0, 1], non-decreasing over the first dimension, same shape, at least fp32.
-
-    Source: Ouro, arXiv 2510.25741, §3.2 (unnumbered, after Eq. 3).
-    """
-    logit_RBL = _at_least_fp32(exit_logit_RBL)
-    log_survival_RBL = F.logsigmoid(-logit_RBL[:-1]).cumsum(dim=0)
-    return torch.cat([-torch.expm1(log_survival_RBL), torch.ones_like(logit_RBL[:1])])
-
-
-def q_exit_step(exit_logit_RBL: Tensor, threshold: float) -> Tensor:
-    """Return the first recurrent step whose CDF reaches the Q-exit threshold.
-
-        t_exit = min { m in 1..R : CDF(m) ≥ q }
-
-    Args:
-        exit_logit_RBL: Gate logits.
-        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, however certain the gate is.
-
-    Returns:
-        1-based steps, int64, the shape without its first dimension.
-
-    Raises:
-        UserError: The threshold is outside [0, 1].
-
-    Source: Ouro, arXiv 2510.25741, §3.2. The section prints ≥ and the caption of Figure 3 prints >;
-        we use ≥.
-    """
-    if not 0.0 <= threshold <= 1.0:
-        raise UserError(f"threshold={threshold}: the Q-exit threshold must be between 0 and 1")
-    logit_RBL = _at_least_fp32(exit_logit_RBL)
-    log_survival_RBL = F.logsigmoid(-logit_RBL).cumsum(dim=0)
-    reached_RBL = reaches_threshold(log_survival_RBL, threshold)
-    reached_RBL[-1] = True
-    return reached_RBL.int().argmax(dim=0) + 1
-
-
 def reaches_threshold(log_survival: Tensor, threshold: float) -> Tensor:
     """Return where the CDF of the exit distribution reaches the Q-exit threshold.
 
+        t_exit = min { m in 1..R : CDF(m) ≥ q }        CDF(m) = 1 − S_m for m < R, CDF(R) = 1
         CDF(m) ≥ q  ⟺  log S_m ≤ log (1 − q)
 
     The right-hand form is computed: a CDF near 1 rounds to 1 (in fp32 from 1 − 2⁻²⁵), which would
@@ -126,10 +79,13 @@ def reaches_threshold(log_survival: Tensor, threshold: float) -> Tensor:
 
     Args:
         log_survival: log S_m in nats, of any shape.
-        threshold: q in [0, 1].
+        threshold: q in [0, 1]. 0 exits at step 1; 1 exits at step R, however certain the gate is.
 
     Returns:
-        Bool, same shape.
+        Bool, same shape. Every token exits at step R, whatever this says of it.
+
+    Source: Ouro, arXiv 2510.25741, §3.2. The section prints ≥ and the caption of Figure 3 prints >;
+        we use ≥.
     """
     return log_survival <= (-math.inf if threshold == 1.0 else math.log1p(-threshold))
 
@@ -162,21 +118,6 @@ def mean_exit_step(exit_logit_RBL: Tensor) -> Tensor:
     """
     pmf_RBL = exit_pmf(exit_logit_RBL)
     return (_steps(pmf_RBL) * pmf_RBL).sum(dim=0)
-
-
-def uniform_prior(recurrent_steps: int, *, device: torch.device | str = "cpu") -> Tensor:
-    """Return π_r = 1/R.
-
-    Args:
-        recurrent_steps: R, at least 1.
-        device: Where the result lives.
-
-    Returns:
-        (R,) fp32 probabilities.
-
-    Source: Ouro, arXiv 2510.25741, §3.3.
-    """
-    return torch.full((recurrent_steps,), 1.0 / recurrent_steps, device=device)
 
 
 def geometric_prior(
@@ -218,7 +159,7 @@ def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
 
     Args:
         exit_logit_RBL: Gate logits.
-        prior_R: (R,) strictly positive probabilities, from `uniform_prior` or `geometric_prior`.
+        prior_R: (R,) strictly positive probabilities, 1/R each or from `geometric_prior`.
 
     Returns:
         Divergence in nats, ≥ 0, the shape without its first dimension, at least fp32.

@@ -1,7 +1,8 @@
 """The verdict of the node check: which nodes are bad, according to the reports of their ranks.
 
-A rank rewrites its report at every phase (`titan_loop.slurm.node_check`), so the report of a rank
-that hangs or dies shows how far it came.
+A rank rewrites its report when it begins a phase (`titan_loop.slurm.node_check`): its own checks
+("start"), the all-reduce on its node ("node"), meeting all ranks ("meet"), the all-reduce across
+all nodes ("all"). So the report of a rank that hangs or dies shows how far it came.
 """
 
 import statistics
@@ -12,10 +13,6 @@ from typing import Any
 
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.storage.json_files import read_json_object
-
-PHASES = ("start", "node", "meet", "all")
-"""Phases that a rank begins: its own checks, the all-reduce on its node, meeting all ranks, the
-all-reduce across all nodes."""
 
 _CLOCK_SKEW_SECONDS = 5.0
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_loop.errors import first_line
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
@@ -105,7 +106,7 @@ def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
     try:
         free, total = torch.cuda.mem_get_info(local_rank)
     except RuntimeError as error:
-        return [f"GPU {local_rank} does not answer: {str(error).splitlines()[0]}"]
+        return [f"GPU {local_rank} does not answer: {first_line(error)}"]
     if free < free_share * total:
         gib = 2**30
         return [f"GPU {local_rank} has {free / gib:.1f} of {total / gib:.1f} GiB free"]

@@ -159,38 +159,6 @@ class Schedule:
         )
 
     @classmethod
-    def warmup_stable_decay(
-        cls,
-        peak: float,
-        *,
-        warmup_tokens: int,
-        decay_tokens: int,
-        total_tokens: int,
-        final: float = 0.0,
-        start: float = 0.0,
-        decay: Interpolation = "linear",
-    ) -> "Schedule":
-        """Return warm-up, a plateau at `peak`, and a decay over the last `decay_tokens`.
-
-        Raises:
-            UserError: If warm-up and decay together leave no plateau before `total_tokens`.
-        """
-        decay_start = total_tokens - decay_tokens
-        if decay_start <= warmup_tokens:
-            raise UserError(
-                f"warmup_tokens={warmup_tokens} and decay_tokens={decay_tokens} do not fit in "
-                f"total_tokens={total_tokens}; shorten one of them"
-            )
-        return cls(
-            (
-                *_warmup(start, peak, warmup_tokens),
-                Knot(warmup_tokens, float(peak)),
-                Knot(decay_start, float(peak), decay),
-                Knot(total_tokens, float(final)),
-            )
-        )
-
-    @classmethod
     def parse(cls, text: str) -> "Schedule":
         """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tests.checkpoint.hugging_face.conftest import VOCABULARY, Exported, convert
 from tests.checkpoint.hugging_face.reference import run_reference
 from tests.checkpoint.hugging_face.test_export import tensors_of
+from tests.inference.reference import q_exit_steps
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.objectives.exit_distribution import q_exit_step
 from titan_loop.text.chatml import Turn, render
 
 # fp32 rounding through 2 layers and up to 5 steps, at states of size 1 and logits of size 10.
@@ -69,7 +69,7 @@ def our_logits(model: LoopDecoder, ids: Tensor, exits: dict[str, Any]) -> Tensor
     """Return (B, L, V) logits, each token at the step our own gate arithmetic chooses."""
     hidden, exit_logit_RBL = states_of(model, ids)
     if "exit_threshold" in exits:
-        step_BL = q_exit_step(exit_logit_RBL, exits["exit_threshold"]) - 1
+        step_BL = q_exit_steps(exit_logit_RBL, exits["exit_threshold"]) - 1
     else:
         step_BL = torch.full(ids.shape, exits.get("exit_at_step", len(hidden) - 1))
     rows, columns = torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij")
@@ -126,7 +126,7 @@ def test_it_agrees_with_ours_and_with_the_reference_at_every_step(loaded, export
 def test_a_threshold_reads_each_token_where_our_gate_does(loaded, exported, threshold):
     ids = tokens(3, 25, seed=1)
     _, exit_logit_RBL = states_of(exported.model, ids)
-    expected = q_exit_step(exit_logit_RBL, threshold) - 1
+    expected = q_exit_steps(exit_logit_RBL, threshold) - 1
     output = loaded(ids, exit_threshold=threshold)
     assert torch.equal(output.exit_steps, expected)
     if 0.3 < threshold < 0.95:

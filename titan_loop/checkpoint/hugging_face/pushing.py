@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, first_line
 
 
 def push_folder(folder: Path, repo: str) -> str:
@@ -25,8 +25,7 @@ def push_folder(folder: Path, repo: str) -> str:
         api.create_repo(repo, private=True, exist_ok=True)
         return str(api.upload_folder(repo_id=repo, folder_path=folder))
     except Exception as error:  # the client raises many kinds
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"--push {repo}: not pushed ({reason}); the export is whole in {folder}: check the "
-            f"network and hf auth login, then run hf upload {repo} {folder}"
+            f"--push {repo}: not pushed ({first_line(error)}); the export is whole in {folder}: "
+            f"check the network and hf auth login, then run hf upload {repo} {folder}"
         ) from error

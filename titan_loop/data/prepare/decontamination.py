@@ -13,7 +13,7 @@ import numpy as np
 from datatrove.pipeline.decont.n_grams import NGramsDecontConfig, NGramsDecontIndexer
 
 from titan_loop.data.prepare.config import Decontamination, hash_config
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, first_line, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +87,10 @@ def _tasks(settings: Decontamination) -> dict[str, Any]:
     try:
         return manager.load(settings.tasks)["tasks"]
     except Exception as error:  # `datasets` and a task's own code raise many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
-            f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded ({reason}): "
-            "download them where there is a network, or give local tasks with include_path"
+            f"decontaminate.tasks {', '.join(settings.tasks)} cannot be loaded "
+            f"({first_line(error)}): download them where there is a network, or give local tasks "
+            "with include_path"
         ) from error
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal
 
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, first_line, nearest
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +78,9 @@ def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
                 Path(hf_hub_download(chosen.repo, file, repo_type=chosen.kind, local_dir=output))
             )
     except Exception as error:  # the client raises many kinds
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"data fetch {name}: {chosen.repo} cannot be had ({reason}); check the network and "
-            "give the same command again, or download it elsewhere and copy its files"
+            f"data fetch {name}: {chosen.repo} cannot be had ({first_line(error)}); check the "
+            "network and give the same command again, or download it elsewhere and copy its files"
         ) from error
     if not paths:
         raise UserError(

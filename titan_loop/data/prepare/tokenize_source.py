@@ -25,7 +25,7 @@ from titan_loop.data.prepare.preparation import (
     written_by_us,
 )
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, first_line, nearest
 from titan_loop.storage.local_path import require_local
 from titan_loop.text.chatml import control_tokens
 from titan_loop.text.tokenizer import (
@@ -196,10 +196,9 @@ def _require_dataset(documents: Documents) -> None:
     try:
         splits = get_dataset_split_names(documents.dataset, documents.dataset_config)
     except Exception as error:  # the library and the hub client raise many kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(
-            f"dataset {documents.dataset!r} cannot be loaded ({reason}): check its name and the "
-            "network, or download it and give its files"
+            f"dataset {documents.dataset!r} cannot be loaded ({first_line(error)}): check its "
+            "name and the network, or download it and give its files"
         ) from error
     if documents.dataset_split not in splits:  # slices cannot be streamed
         raise UserError(
