@@ -28,7 +28,6 @@ from titan_loop.testing.hardware import requires_gpu
 
 STRATEGIES = ("full", "last", "first", "averaged")
 FLOAT64 = 1e-9  # rounding of a few thousand float64 sums, amplified by a few layers
-FP32 = 2e-4  # the same in fp32
 
 
 def requests(prompts, count: int = 8) -> list[Request]:

@@ -20,8 +20,6 @@ from titan_loop.objectives.exit_distribution import (
 
 FP32_SUM = 1e-6
 """A few roundings of 2^-24 per step, for at most 8 steps of probabilities."""
-FP32_ULP = 2**-23
-"""expm1 is accurate to an ulp, not monotone to the last bit."""
 PRINTED = 5e-4
 """Numbers given to three digits."""
 

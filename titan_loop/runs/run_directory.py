@@ -52,40 +52,32 @@ class RunDirectory:
 
     Args:
         path: The run's folder; nothing is touched until something is written.
+
+    Attributes:
+        run_json: Format version, creation, command, versions, restarts.
+        config_json: The fully resolved configuration of the latest start.
+        metrics_jsonl: One record per logged training step.
+        log_txt: The log of rank 0.
+        held_out_jsonl: Held-out losses of a run that 0.1 trained.
+        evals_jsonl: One record per evaluation, during training or by `eval watch`.
+        checkpoints: The folder of all checkpoints.
+        wandb_run_id: The id under which all starts of the run log to W&B.
+        plots: PNG plots.
+        evaluations: Evaluation results.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-
-    @property
-    def run_json(self) -> Path:
-        """Format version, creation, command, versions, restarts."""
-        return self.path / "run.json"
-
-    @property
-    def config_json(self) -> Path:
-        """The fully resolved configuration of the latest start."""
-        return self.path / "config.json"
-
-    @property
-    def metrics_jsonl(self) -> Path:
-        """One record per logged training step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log_txt(self) -> Path:
-        """What rank 0 logged."""
-        return self.path / "log.txt"
-
-    @property
-    def held_out_jsonl(self) -> Path:
-        """Held-out losses of a run that 0.1 trained."""
-        return self.path / "held_out.jsonl"
-
-    @property
-    def evals_jsonl(self) -> Path:
-        """One record per evaluation: while training, or by `eval watch`."""
-        return self.path / "evals.jsonl"
+        self.run_json = self.path / "run.json"
+        self.config_json = self.path / "config.json"
+        self.metrics_jsonl = self.path / "metrics.jsonl"
+        self.log_txt = self.path / "log.txt"
+        self.held_out_jsonl = self.path / "held_out.jsonl"
+        self.evals_jsonl = self.path / "evals.jsonl"
+        self.checkpoints = self.path / CHECKPOINTS
+        self.wandb_run_id = self.path / "wandb" / "run_id"
+        self.plots = self.path / "plots"
+        self.evaluations = self.path / "evals"
 
     def kept_config(self, restart: int) -> Path:
         """Return where `config.json` is kept when restart K replaces it."""
@@ -96,29 +88,9 @@ class RunDirectory:
         """The config that the newest start replaced."""
         return self.kept_config(len(self.read_run()["restarts"]))
 
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of all checkpoints."""
-        return self.path / CHECKPOINTS
-
     def checkpoint(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step` training steps."""
         return step_folder(self.checkpoints, step)
-
-    @property
-    def wandb_run_id(self) -> Path:
-        """The id under which all starts of the run log to W&B."""
-        return self.path / "wandb" / "run_id"
-
-    @property
-    def plots(self) -> Path:
-        """PNG plots."""
-        return self.path / "plots"
-
-    @property
-    def evaluations(self) -> Path:
-        """Evaluation results."""
-        return self.path / "evals"
 
     def create_or_open(
         self, command: Sequence[str], config: Mapping[str, Any] | None = None
