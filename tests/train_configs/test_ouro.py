@@ -215,11 +215,15 @@ def test_the_sft_reads_every_window_of_unequal_sources_twice(stages):
     config = stages["sft"].config
     loader = config.open_data()
     assert isinstance(loader, WindowLoader)
+    assert isinstance(config.dataloader, WindowLoader.Config)
     assert {
         Path(entry.path).name: source.windows_per_epoch
         for entry, source in zip(loader.mixture, loader.sources, strict=True)
     } == SFT_WINDOWS
     windows = config.windows_of_the_run()
+    # Shares are rounded to 1/10,000: over many windows only caps keep a source at two epochs.
+    assert {source.max_epochs for source in loader.demand(windows)} == {2}
+    assert config.dataloader.when_exhausted == "renormalise"
     left_over = 2 * sum(SFT_WINDOWS.values()) - windows
     assert 0 <= left_over < SFT_BATCH_WINDOWS
     source_epoch_number = loader.locate(np.arange(windows))
