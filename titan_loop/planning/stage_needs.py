@@ -64,7 +64,6 @@ class StageNeeds:
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
         memory: Bytes of one GPU under the config's checkpointing policy.
-        peaks: Peak bytes of one GPU under every checkpointing policy.
         activations: Bytes kept for the backward pass under every policy.
         traffic: Collectives of one rank in a step with the largest batch.
         gpu_days: GPU-days of the whole cluster.
@@ -84,7 +83,6 @@ class StageNeeds:
     data_parallel_ranks: int
     policy: str
     memory: StepMemory
-    peaks: dict[str, float]
     activations: dict[str, float]
     traffic: list[Traffic]
     gpu_days: float
@@ -201,7 +199,6 @@ def stage_needs(
         data_parallel_ranks=data_parallel,
         policy=fsdp.policy,
         memory=estimates[shape.checkpointing],
-        peaks={name: memory.peak for name, memory in estimates.items()},
         activations={name: memory.activations for name, memory in estimates.items()},
         traffic=step_traffic(
             model,

@@ -137,7 +137,7 @@ class Schedule:
     @classmethod
     def warmup_constant(cls, peak: float, *, warmup_tokens: int, start: float = 0.0) -> "Schedule":
         """Return a linear rise from `start` to `peak` over `warmup_tokens`, constant after."""
-        return cls((*_warmup(start, peak, warmup_tokens), Knot(warmup_tokens, float(peak))))
+        return cls((*_warmup(start, warmup_tokens), Knot(warmup_tokens, float(peak))))
 
     @classmethod
     def warmup_cosine(
@@ -152,7 +152,7 @@ class Schedule:
         """Return a linear rise to `peak`, then a half cosine down to `final` at `total_tokens`."""
         return cls(
             (
-                *_warmup(start, peak, warmup_tokens),
+                *_warmup(start, warmup_tokens),
                 Knot(warmup_tokens, float(peak), "cosine"),
                 Knot(total_tokens, float(final)),
             )
@@ -246,7 +246,7 @@ def register_tyro_rule(registry: "tyro.constructors.ConstructorRegistry") -> Non
         )
 
 
-def _warmup(start: float, peak: float, warmup_tokens: int) -> tuple[Knot, ...]:
+def _warmup(start: float, warmup_tokens: int) -> tuple[Knot, ...]:
     """Return the knot that starts a linear warm-up; none when there is no warm-up."""
     if warmup_tokens < 0:
         raise UserError(f"warmup_tokens={warmup_tokens} is negative; use 0 for no warm-up")
