@@ -82,7 +82,7 @@ def test_all_differences_of_keys_are_listed(checkpoint):
 
 
 def test_a_tensor_where_an_object_was_saved_is_refused(checkpoint):
-    with pytest.raises(UserError, match="text is no tensor and should be \\[3\\]"):
+    with pytest.raises(UserError, match="text is not a tensor and should be \\[3\\]"):
         load_checkpoint({**zeros(), "text": torch.zeros(3)}, checkpoint, group=None)
 
 

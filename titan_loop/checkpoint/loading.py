@@ -208,7 +208,7 @@ def _covered(keys: Iterable[str], patterns: Iterable[str]) -> set[str]:
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
-    return "no tensor" if shape is None else f"[{', '.join(map(str, shape))}]"
+    return "not a tensor" if shape is None else f"[{', '.join(map(str, shape))}]"
 
 
 def _first(names: list[str]) -> str:

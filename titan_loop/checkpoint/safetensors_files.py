@@ -63,7 +63,7 @@ class SafetensorsFolder:
         for file, listed in self._files().items():
             held: set[str] = set()
             with self._open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  a safetensors handle is no mapping
+                for name in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                     part = opened.get_slice(name)
                     if part.get_dtype() not in _READABLE:
                         raise UserError(

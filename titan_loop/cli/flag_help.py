@@ -1,6 +1,6 @@
 """`titan-loop train RECIPE --help`: the flags that matter first, `--help-all` for every one.
 
-torchtitan's fields that do nothing here, or nothing but lead back to a refusal, are no flags.
+torchtitan's fields that do nothing here, or nothing but lead back to a refusal, are not flags.
 """
 
 import ast

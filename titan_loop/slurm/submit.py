@@ -257,7 +257,7 @@ def _check_resources(resources: Resources) -> None:
 
 
 def _check_sbatch_flags(flags: Sequence[str]) -> None:
-    """Refuse words that are no flags of sbatch, and those that the script has already."""
+    """Refuse words that are not flags of sbatch, and those that the script has already."""
     for flag in flags:
         name = flag.partition("=")[0]
         if not flag.startswith("--") or " " in name:

@@ -108,7 +108,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     if not 0 <= config.hang_seconds < math.inf:
         yield refuse("hang_seconds", "must be 0 (never) or more")
     if config.training.steps < 0:
-        yield refuse("training.steps", "is negative", "0 is no limit")
+        yield refuse("training.steps", "is negative", "0 means no limit")
     if config.debug.seed is not None and not 0 <= config.debug.seed <= LARGEST_SEED:
         yield refuse("debug.seed", "must be from 0 to 2**63 - 1")
     if config.comm.mode != "default":

@@ -33,7 +33,7 @@ class Curriculum:
     """Recurrent steps of the exam; 0 takes those of the newest training step."""
 
     limit_tokens: int = 0
-    """Tokens after which a level that has not passed stops the run; 0 is no limit."""
+    """Tokens after which a level that has not passed stops the run; 0 for no limit."""
 
     restart_optimizer: bool = False
     """Forget the optimiser's moments when a level begins."""
