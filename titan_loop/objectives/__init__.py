@@ -5,6 +5,7 @@
     LoopOutput.hidden_RBLD ─── LMHead (streamed) ◄─────┘
                                    ├─► Σ_r p_r CE_r ─ expected_loss ─► loss, metrics    (Stage I)
                                    └─► CE_r ────────── gate_loss ────► loss, metrics    (Stage II)
+    LoopOutput.hidden_RBLD ─── FactorHead ─► CE of every step and factor ─ latent_supervision
 
 An objective sees a `LoopOutput` and the head, never a model family.
 """
