@@ -37,7 +37,7 @@ SMALL_SYSTEMATIC = TwoHopSystematic(
     entities=40, relations=10, degree=10, ood_share=0.1, inferred_ratio=7.5
 )
 SMALL_DEPTH = PermutationHops(
-    entities=16, relations=10, hops=12, asked_hops=16, trained_questions=3_000
+    entities=16, relations=10, hops=12, asked_hops=16, trained_questions=3_000, fact_weight=10
 )
 SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
 SMALL_WINDOW = 48
@@ -183,7 +183,7 @@ def _small_depth(
         SMALL_DEPTH,
         recurrence,
         RecurrentDepthOptions(size="debugmodel"),
-        weight_decay=0.1,
+        weight_decay=0.3,
         suite=SuiteConfig(interval=2_000, depths=SMALL_DEPTHS, questions=128),
         curriculum=curriculum
         or Curriculum(enabled=True, interval=250, questions=256, recurrent_steps=steps),

@@ -4,6 +4,7 @@ That losses and gradients do not depend on the layout is a case of tests/distrib
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +13,17 @@ from torch import Tensor
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
 from titan_loop.errors import UserError
+from titan_loop.evaluation.while_training import evaluations
 from titan_loop.inference.exit_policy import HiddenDifference
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import build_decoder
+from titan_loop.recipes.registry import load_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.testing.tiny import act_as_launched
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
 
 EXACT = 1e-10  # both sides compute in float64
 LEARNED = {"positions": "learned", "learned_positions": CONTEXT}
@@ -132,3 +140,28 @@ def test_the_published_sizes():
 def test_options_that_make_no_model_are_refused(options, message: str):
     with pytest.raises(UserError, match=message):
         build(**options)
+
+
+def train(folder: Path, world: int) -> None:
+    """Six steps of the short form's depth stage, promoted after the third."""
+    act_as_launched(world)
+    (config,) = [s.config for s in load_recipe("recurrent_depth_short").stages if s.name == "depth"]
+    batch = int(config.batch.global_batch_tokens(0))
+    config.dump_folder, config.total_tokens = str(folder), 6 * batch
+    config.training.local_batch_size //= 2
+    config.learning_rate = Schedule.constant(1e-3)
+    config.dataloader.curriculum.interval = 3
+    config.suite.interval, config.metrics.log_freq = 0, 1
+    run_training(config, evaluations=evaluations)
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_draw_one_r_and_are_promoted_together(gloo_pool, tmp_path: Path):
+    gloo_pool(1).run(train, tmp_path / "one", 1)
+    gloo_pool(2).run(train, tmp_path / "two", 2)
+    one, two = (read_jsonl(RunDirectory(tmp_path / name).metrics_jsonl) for name in ("one", "two"))
+    for key in ("recurrent_steps", "data_hash"):
+        assert [record[key] for record in two] == [record[key] for record in one]
+    assert len({record["recurrent_steps"] for record in one}) > 2
+    # fp32 sums in another order, amplified by six updates
+    assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-4)

@@ -1,5 +1,6 @@
 """Permutation hops: paths are followed again; what is asked is held out before training draws."""
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -71,6 +72,9 @@ def test_a_level_has_one_hop_more_and_all_before_as_often_as_there_are_questions
         assert set(hops) == set(range(1, level + 3))
         share = 300 / (72 + 300 * (level + 1))
         assert hops.count(level + 2) / 4000 == pytest.approx(share, abs=0.04)  # five deviations
+    often = replace(SMALL, fact_weight=5)
+    hops = [len(q.relations) for q in islice(often.questions(key=4), 4000)]
+    assert hops.count(1) / 4000 == pytest.approx(360 / 660, abs=0.04)
     assert [SMALL.level_strata(level) for level in range(3)] == [["2_hops"], ["3_hops"], ["4_hops"]]
     assert list(SMALL.strata) == [f"{hops}_hops" for hops in range(1, 7)]
 
@@ -86,6 +90,7 @@ def test_so_many_questions_are_trained_of_each_number_of_hops():
     [
         ({"entities": 1}, "entities 1 must be at least 2"),
         ({"trained_questions": 0}, "trained_questions 0 must be at least 1"),
+        ({"fact_weight": 0}, "fact_weight 0 must be at least 1"),
         ({"hops": 1}, "hops 1 must be at least 2 and at most its asked_hops 40"),
         ({"hops": 41}, "hops 41 must be at least 2 and at most its asked_hops 40"),
         ({"entities": 4, "relations": 5}, "holds out 6.25 questions of two hops, fewer than 8"),

@@ -68,14 +68,18 @@ class PermutationHops(Task):
     trained_questions: int = 15_000
     """Questions to train on of each number of hops."""
 
+    fact_weight: int = 1
+    """How many times as often as any question of several hops a fact is drawn."""
+
     graph_seed: int = 0
     """Chooses the permutations and the trained questions."""
 
     def __post_init__(self) -> None:
-        for name, least in (("entities", 2), ("relations", 1), ("trained_questions", 1)):
-            if getattr(self, name) < least:
+        least = {"entities": 2, "relations": 1, "trained_questions": 1, "fact_weight": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
                 raise UserError(
-                    f"PermutationHops {name} {getattr(self, name)} must be at least {least}"
+                    f"PermutationHops {name} {getattr(self, name)} must be at least {smallest}"
                 )
         if not 2 <= self.hops <= self.asked_hops:
             raise UserError(
@@ -126,8 +130,8 @@ class PermutationHops(Task):
         return tails
 
     def choose(self, generator: random.Random, level: int) -> Hops:
-        """Choose as if all facts and trained questions of the level were drawn uniformly."""
-        facts = self.entities * self.relations
+        """Choose as if all facts, so often, and questions of the level were drawn uniformly."""
+        facts = self.fact_weight * self.entities * self.relations
         drawn = generator.random() * (facts + (level + 1) * self.trained_questions) - facts
         return Hops(1 if drawn < 0 else 2 + int(drawn / self.trained_questions), True)
 
