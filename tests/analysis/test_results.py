@@ -1,7 +1,7 @@
 """A run's result is what it recorded at its last step, and tables put it beside a paper's."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ TABLE = ResultTable(
     columns_are="operations",
 )
 COMMAND = ["titan-loop", "train", "tests.analysis.test_results:mine", "--stage", "looped"]
-TABLES = {"mine": [TABLE]}
+TABLES = {"mine": [TABLE, replace(TABLE, name="none", title="none", everywhere={})]}
 
 
 def mine() -> None:
@@ -108,7 +108,9 @@ def test_the_commands_write_and_show(tmp_path, capsys):
     written = folder / "mine" / "looped-seed42.json"
     assert capsys.readouterr().out == f"{written}\n"
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 0
-    assert "| looped | - | 50.0 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| looped | - | 50.0 |" in shown
+    assert "| none |" not in shown
     for name in ("mine-solved.png", "mine-solved-training.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))

@@ -75,6 +75,12 @@ class ResultTable:
         found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
         return [self.factor * value for _, value in found]
 
+    def has_any(self, results: Sequence["RunResult"]) -> bool:
+        """Return whether a cell has a number."""
+        return any(
+            self.values(results, row, column) for row in self.rows for column in self.columns
+        )
+
     def curves(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> Iterator[list[tuple[int, float]]]:

@@ -28,7 +28,8 @@ def add(run: Path, *, folder: Path | None = None) -> None:
 def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     """Print the tables that a recipe declares, beside the paper's numbers, and draw them.
 
-    A cell is the mean over seeds, with the smallest and largest value behind it.
+    A cell is the mean over seeds, with the smallest and largest value behind it. Tables without a
+    result are left out.
 
     Args:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
@@ -56,6 +57,8 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     results = RunResult.all_of(place / name)
     print(runs_text(results))
     for table in tables:
+        if not table.has_any(results):
+            continue
         print(f"\n{table_text(table, results)}")
         if plot:
             path = place.parent / _PLOTS / f"{name}-{table.name}.png"
