@@ -100,7 +100,7 @@ def test_mistakes_of_a_verb_name_it(capsys):
         capsys, "data", "show", "corpora/x", "--count", "x"
     )
     assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")
-    assert "is not a run directory" in error_of(capsys, "eval", "/nonexistent/run")
+    assert "is not a folder; give a run or" in error_of(capsys, "eval", "/nonexistent/run")
 
 
 @pytest.mark.parametrize(

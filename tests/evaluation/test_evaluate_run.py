@@ -24,7 +24,7 @@ def test_a_run_without_config_is_one_line(tmp_path: Path):
     run = RunDirectory(tmp_path)
     run.create_or_open([])
     with pytest.raises(UserError, match=r"has no config\.json"):
-        evaluate_run(run, depths=[1])
+        evaluate_run(run.path, depths=[1])
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_run_of_three_trillion_tokens_is_sampled(
     run = RunDirectory(write_run_of(source, tmp_path / "run"))
     write_checkpoint_of(run.path, 3, windows_consumed=REAL_RUN_WINDOWS)
     with caplog.at_level("INFO", logger="titan_loop"):
-        report = evaluate_run(run, depths=[1, 2], windows=4)
+        report = evaluate_run(run.path, depths=[1, 2], windows=4)
     assert len(read) == 300 + 4  # four are held-out windows
     epochs = [epoch for epoch, _ in read[4:]]
     assert epochs == sorted(epochs)
@@ -63,7 +63,7 @@ def test_a_run_of_three_trillion_tokens_is_sampled(
 def test_a_short_run_is_counted_completely(source: Path, tmp_path: Path, read):
     run = RunDirectory(write_run_of(source, tmp_path / "run"))
     write_checkpoint_of(run.path, 3, windows_consumed=40)
-    evaluate_run(run, depths=[1], windows=4)
+    evaluate_run(run.path, depths=[1], windows=4)
     assert len(read) == 40 + 4
 
 
@@ -82,7 +82,7 @@ def test_sources_that_cannot_be_scored_are_named_and_the_others_scored(
 ):
     run = RunDirectory(write_run_of(source, tmp_path / "run", little_held_out))
     write_checkpoint_of(run.path, 3)
-    report = evaluate_run(run, depths=[1], windows=2)
+    report = evaluate_run(run.path, depths=[1], windows=2)
     assert list(report.sources) == ["source"]
     assert f"not scored: source {little_held_out} has" in caplog.text
     options = TaskOptions(tasks=expand_tasks(["held_out"]), windows=2)
@@ -90,16 +90,16 @@ def test_sources_that_cannot_be_scored_are_named_and_the_others_scored(
     with pytest.raises(
         UserError, match=r"little has .* tokens in 'held_out', less than one window"
     ):
-        evaluate_run(run, depths=[1], sources=["little"])
+        evaluate_run(run.path, depths=[1], sources=["little"])
 
 
 def test_sources_and_window_are_chosen(source: Path, little_held_out: Path, tmp_path: Path):
     run = RunDirectory(write_run_of(source, tmp_path / "run", little_held_out))
     write_checkpoint_of(run.path, 3)
-    together = evaluate_run(run, depths=[1], windows=2, seq_len=8)
+    together = evaluate_run(run.path, depths=[1], windows=2, seq_len=8)
     assert list(together.sources) == ["source", "little", "all"]
     (alone,) = evaluate_run(
-        run, depths=[1], windows=2, seq_len=8, sources=["little"]
+        run.path, depths=[1], windows=2, seq_len=8, sources=["little"]
     ).sources.items()
     assert alone == ("little", together.sources["little"])
     longer = 3 * SEQ_LEN  # than the rotary table of training
@@ -112,4 +112,4 @@ def test_sources_and_window_are_chosen(source: Path, little_held_out: Path, tmp_
     shutil.copytree(source, other)
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"other/tokenizer\.json"):
-        evaluate_run(run, depths=[1], sources=[str(other)])
+        evaluate_run(run.path, depths=[1], sources=[str(other)])

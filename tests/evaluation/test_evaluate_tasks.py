@@ -272,5 +272,5 @@ def test_held_out_text_and_its_frontier(text_run: Path):
     from titan_loop.evaluation.evaluate_run import evaluate_run
 
     # The older evaluation scores the same windows in another way.
-    depths = evaluate_run(run, depths=[1, 4], windows=4).sources["source"].depths
+    depths = evaluate_run(run.path, depths=[1, 4], windows=4).sources["source"].depths
     assert depths[4].value == pytest.approx(bits["static:4"], rel=1e-5)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
@@ -70,7 +71,7 @@ class Carry:
         Raises:
             UserError: There is none, or none has a readable manifest.
         """
-        path = Path(self.parent)
+        path = named_checkpoint(Path(self.parent))
         if is_committed(path):
             return path
         folder = path / CHECKPOINTS

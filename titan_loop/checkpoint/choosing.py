@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from titan_loop.checkpoint.best import BEST, newest_best_step
 from titan_loop.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -248,6 +249,8 @@ def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedC
                 kept.append(f"every {keep_every}")
             if manifest.get("stage_end"):
                 kept.append("stage end")
+            if newest_best_step(path.parent) == step and match[1] is None:
+                kept.append(BEST)
             faults = find_faults(path, manifest, hashes=hashes)
         except (UserError, RunFailedError) as error:
             faults = [str(error)]

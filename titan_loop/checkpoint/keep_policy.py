@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import inspect
 from titan_loop.checkpoint.retention import (
     committed_steps,
@@ -30,7 +31,7 @@ def delete_stale(
         every: As for `stale_steps`.
         in_use: Whether a checkpoint must stay until the next commit.
     """
-    steps, kept = [], []
+    steps, kept, best = [], [], None
     for step in committed_steps(folder):
         if step > newest:
             continue  # another attempt's, or found damaged: not ours to count
@@ -45,7 +46,8 @@ def delete_stale(
             logger.warning("%s is neither counted nor deleted: %s", checkpoint, reason)
         else:
             steps.append(step)
-    for step in stale_steps(steps, kept=kept, latest=latest, every=every):
+            best = best_step(manifest)
+    for step in stale_steps(steps, kept=[*kept, best], latest=latest, every=every):
         if not in_use(step_folder(folder, step)):
             _delete(step_folder(folder, step), "the keep policy lets it go")
     for step in unfinished_steps(folder):

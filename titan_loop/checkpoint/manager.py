@@ -32,6 +32,7 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
+from titan_loop.checkpoint.best import BEST, Best, better
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
 from titan_loop.checkpoint.keep_policy import delete_stale
@@ -171,6 +172,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.retry = RetryPolicy(config.save_attempts, config.retry_seconds)
         self.parent: Reference | None = None
         self.inherited: dict[str, Any] = {}
+        self.best: Best | None = None
         # A rank that dies is noticed at once; one that upcycles or writes may take its time.
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
@@ -206,6 +208,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
             "data": self.dataloader.state_dict(),
             "lineage": {"parent": self.parent, **self.inherited, **self.trainer.lineage()},
         }
+        if (best := better(self.best, self.trainer.measured)) is not None:
+            content[BEST] = best
         if self._stager is None or last_step:
             # The last one is waited for in any case: its failure is the run's failure.
             return self._write(self.tensors, content, must_succeed=last_step)
@@ -232,7 +236,12 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if self.config.load_only:
             return False
         first = step == 1 and self.config.enable_first_step_checkpoint
-        return first or last_step or step % self.config.interval == 0
+        if first or last_step or step % self.config.interval == 0:
+            return True
+        if self.trainer.measured is None:
+            return False
+        self.maybe_wait_for_saving()  # on every rank, since that decides which one is the best
+        return better(self.best, self.trainer.measured) is not self.best
 
     def tensors(self) -> dict[str, Any]:
         """Return what a checkpoint holds of model and optimisers."""
@@ -263,6 +272,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             if dist.get_rank() == 0:
                 logger.error("%s. Training goes on; older checkpoints are untouched", error)
             return False
+        self.best = content.get(BEST)
         if written is not None:
             self.parent = written
             logger.info("Saved %s", target)
@@ -322,6 +332,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.trainer.load_state_dict(manifest["trainer"])
         self.dataloader.load_state_dict(manifest["data"])
         self._read(checkpoint)
+        self.best = manifest.get(BEST)
         lineage = manifest["lineage"]
         self.inherited = {name: lineage[name] for name in INHERITED if name in lineage}
         if "upcycled" in lineage:

@@ -8,6 +8,7 @@ Format version 2:
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
                        `upcycled`: which layer came from which (`upcycling.upcycle_checkpoint`);
                        of a mean `merged`: its parents (`merging.merge_checkpoints`)
+    best               the best checkpoint so far of a run with `--best`, see `best.py`
     stage_end          whether the stage ended here; such a checkpoint is kept for ever
     files              name -> {"bytes", "sha256"} of every file the ranks wrote
     sha256             of all of the above
@@ -194,6 +195,13 @@ def _wrong_content(manifest: Mapping[str, Any]) -> str:
             and isinstance(nested(manifest, f"{name}.manifest_sha256"), str)
         ):
             return f"{name} is not a path and a hash"
+    best = manifest.get("best")
+    if best is not None and not (
+        type(nested(manifest, "best.step")) is int
+        and type(nested(manifest, "best.held_out_loss")) is float
+        and isinstance(nested(manifest, "best.measured_on"), str)
+    ):
+        return f"best={best!r:.40} is not a step with its loss"
     for name, record in manifest["files"].items():
         if name in ("", "..") or Path(name).name != name or not name.isprintable():
             return f"{name!r} is not the name of a file"

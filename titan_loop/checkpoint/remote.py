@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from titan_loop.checkpoint.retention import (
@@ -82,7 +83,9 @@ class RemoteCheckpoints:
     def delete_stale(self, *, latest: int, every: int) -> None:
         """Apply the keep policy there, and delete what interrupted uploads left."""
         steps = self.steps()
-        kept = [step for step in steps if self._manifest(step).get("stage_end")]
+        manifests = {step: self._manifest(step) for step in steps}
+        kept = [step for step, manifest in manifests.items() if manifest.get("stage_end")]
+        kept += [best_step(manifests[step]) for step in steps[-1:]]
         stale = stale_steps(steps, kept=kept, latest=latest, every=every)
         stale = [step for step in stale if not self._is_tagged(step)]
         unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]

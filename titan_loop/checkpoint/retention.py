@@ -71,13 +71,13 @@ def renamed_checkpoints(folder: Path) -> list[str]:
 
 
 def stale_steps(
-    steps: Collection[int], *, kept: Collection[int], latest: int, every: int
+    steps: Collection[int], *, kept: Collection[int | None], latest: int, every: int
 ) -> list[int]:
     """Return the steps that the keep policy deletes, in increasing order.
 
     Args:
         steps: Committed steps of this run, up to the newest.
-        kept: Steps kept for ever: ends of stages, and tagged ones.
+        kept: Steps that stay: ends of stages, tagged ones, and the best.
         latest: Number of newest checkpoints to keep; 0 keeps all.
         every: Keep steps that are multiples of this; 0 for none.
     """

@@ -190,10 +190,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _checkpoint_of(path: Path) -> Path:
     """Return a checkpoint's folder; a run stands for its newest whole checkpoint."""
+    from titan_loop.checkpoint.best import named_checkpoint
     from titan_loop.runs.run_directory import RunDirectory
     from titan_loop.runs.saved_run import SavedRun
 
-    return SavedRun(path).checkpoint().path if RunDirectory(path).run_json.exists() else path
+    is_run = RunDirectory(path).run_json.exists()
+    return SavedRun(path).checkpoint().path if is_run else named_checkpoint(path)
 
 
 def _folder_of(path: Path) -> tuple[Path, int]:

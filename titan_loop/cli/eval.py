@@ -129,8 +129,8 @@ def evaluate(
     the tokens it has read. `eval watch RUN` evaluates every new checkpoint of a run.
 
     Args:
-        run: Run directory, or a recipe's folder for its newest stage; with --tasks also a
-            checkpoint's.
+        run: Run directory, or a recipe's folder for its newest stage; or a checkpoint, of which
+            RUN/checkpoints/best is the one that train --best keeps.
         scoring: Depths, tasks and settings.
         stage: Stage of that recipe.
         frontier: Score every depth, and every exit policy at many settings.
@@ -160,12 +160,12 @@ def evaluate(
     from titan_loop.evaluation.evaluate_run import evaluate_run
     from titan_loop.evaluation.ranks import join_ranks
     from titan_loop.runs.recipe_folder import chosen_run
-    from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    run_directory = RunDirectory(chosen_run(run, stage))
+    path = chosen_run(run, stage)
     report = evaluate_run(
-        run_directory,
+        path,
         depths=scoring.depths or DEPTHS,
         windows=scoring.windows,
         sources=scoring.sources,
@@ -174,7 +174,7 @@ def evaluate(
     )
     if join_ranks()[0] == 0:
         print(depth_table(report))
-        print(f"The report is in {run_directory.evaluations}")
+        print(f"The report is in {SavedRun.open(path).directory.evaluations}")
     for baseline, share in gains.items():
         require_gain(report, share, baseline=baseline)
 

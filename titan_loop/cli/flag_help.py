@@ -29,6 +29,7 @@ FIRST = {
     ),
     "evaluation and checkpoints": (
         "held-out.interval",
+        "best",
         "metrics.log-freq",
         "checkpoint.interval",
         "checkpoint.keep-latest-k",

@@ -9,6 +9,7 @@ of the seed and the position, so any of them can be read again.
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from titan_loop.evaluation.held_out import at_depths, open_run, score_windows, w
 from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
 from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.inference.loading import load_checkpoint
-from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 
 MOST_COUNTED_TOKENS = 1 << 24
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_run(
-    run_directory: RunDirectory,
+    path: Path,
     *,
     depths: Sequence[int],
     windows: int = 64,
@@ -41,10 +41,10 @@ def evaluate_run(
     seq_len: int | None = None,
     ema: bool = False,
 ) -> DepthReport:
-    """Score the newest committed checkpoint of a run that read prepared sources; collective.
+    """Score a checkpoint of a run that read prepared sources; collective.
 
     Args:
-        run_directory: The run.
+        path: The run, for its newest whole checkpoint, or a checkpoint.
         depths: Recurrent steps to score, each ≥ 1; may exceed the trained R.
         windows: Number of held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; all of the run's by default.
@@ -60,12 +60,9 @@ def evaluate_run(
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
-    run_directory.read_run()
     rank, _ = join_ranks()
     device = rank_device()
-    loaded = load_checkpoint(
-        run_directory.path, use="held_out", context_tokens=seq_len, device=device, ema=ema
-    )
+    loaded = load_checkpoint(path, use="held_out", context_tokens=seq_len, device=device, ema=ema)
     held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
     counts = count_what_was_read(
         loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size
@@ -90,7 +87,7 @@ def evaluate_run(
         },
     )
     if rank == 0:
-        report.save(run_directory)
+        report.save(loaded.run.directory)
     return report
 
 

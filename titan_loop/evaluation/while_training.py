@@ -7,8 +7,10 @@ It asks what `titan-loop eval --tasks … --limit … --depths …` asks of a ch
 same. Nothing of training is touched: no random number is drawn and no state is left behind.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -16,17 +18,25 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from titan_loop.data.load.loader import named_sources
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import HeldOutText, Questions, TaskExam, TrainingTask
+from titan_loop.evaluation.training_tasks import (
+    HeldOutText,
+    Questions,
+    TaskExam,
+    TrainingTask,
+    depth_names,
+)
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.config import RunConfig
 from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.recurrence import RecurrenceConfig, typical_recurrent_steps
 
 
 def evaluations(config: RunConfig) -> list[Callback]:
@@ -49,6 +59,7 @@ def evaluations(config: RunConfig) -> list[Callback]:
                 lambda trainer: [HeldOutText(trainer, sources, held_out.windows)],
                 interval=interval,
                 depths=held_out.depths,
+                loss=HeldOutLoss.of(config, sources) if config.best else None,
             )
         )
     if suite.enabled:
@@ -76,6 +87,48 @@ def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Traini
     return Questions(trainer, name, suite.questions)
 
 
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """The one number by which `--best` chooses, at the R that is being trained.
+
+    loss = Σ_s w_s · (nats per token of source s) / Σ_s w_s, which is the cross entropy of training
+    on text that was not trained on.
+
+    Attributes:
+        recurrence: How R is chosen.
+        weights: w by the sources' names: the mixture's, or equal ones if another source is scored.
+        measured_on: Windows and weights as text.
+    """
+
+    recurrence: RecurrenceConfig
+    weights: Mapping[str, float]
+    measured_on: str
+
+    @classmethod
+    def of(cls, config: RunConfig, sources: Sequence[str]) -> "HeldOutLoss":
+        """Return the loss of a run on the sources it scores."""
+        mixture = config.dataloader.source_weights()
+        known = all(path in mixture for path in sources) and any(mixture[p] for p in sources)
+        weights = {
+            name: mixture[path] if known else 1.0 for name, path in named_sources(sources).items()
+        }
+        parts = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+        return cls(config.recurrence, weights, f"{config.held_out.windows} windows of {parts}")
+
+    def depth(self, trainer: TrainingState) -> int:
+        """Return the R that the newest step was to be trained with."""
+        return typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
+
+    def value(self, report: TaskReport, depth: int) -> float:
+        """Return the loss in nats per token."""
+        (reading,) = depth_names([depth])
+        nats = {
+            name: report.tasks[f"{HELD_OUT}/{name}"][reading].metrics["nats_per_token"]
+            for name in self.weights
+        }
+        return sum(self.weights[name] * nats[name] for name in nats) / sum(self.weights.values())
+
+
 class WhileTraining:
     """A `Callback` that asks tasks every `interval` steps and after the last one; collective.
 
@@ -84,6 +137,7 @@ class WhileTraining:
         interval: Steps between two evaluations.
         depths: Recurrent steps to read.
         prefix: Put in front of the names in TensorBoard and W&B.
+        loss: What the run is to be told as its held-out loss; the depth it is of is read, too.
     """
 
     def __init__(
@@ -93,11 +147,13 @@ class WhileTraining:
         interval: int,
         depths: Sequence[int],
         prefix: str = "",
+        loss: HeldOutLoss | None = None,
     ) -> None:
         self._open_tasks = open_tasks
         self._interval = interval
         self._depths = depths
         self._prefix = prefix
+        self._loss = loss
         self._tasks: list[TrainingTask] = []
 
     def on_train_start(self, trainer: TrainingState) -> None:
@@ -129,11 +185,17 @@ class WhileTraining:
             trained_recurrent_steps=trainer.recurrent_steps,
             manifest_sha256="",
         )
+        depth = None if self._loss is None else self._loss.depth(trainer)
+        depths = sorted({*self._depths} if depth is None else {*self._depths, depth})
         trainer.model.eval()
         for task in self._tasks:
-            report.tasks.update(task.ask(trainer, self._depths))
+            report.tasks.update(task.ask(trainer, depths))
             trainer.stop_listener.progress()
         trainer.model.train()
+        if self._loss is not None and depth is not None:
+            value = self._loss.value(report, depth)
+            if math.isfinite(value):
+                trainer.note_held_out_loss(value, self._loss.measured_on)
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps
@@ -122,12 +123,12 @@ class SavedRun:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
-        """Open a run by its folder or by that of one of its checkpoints.
+        """Open a run by its folder or by that of one of its checkpoints, of which one is `best`.
 
         Raises:
             UserError: There is neither, or no run around the checkpoint.
         """
-        path = Path(path)
+        path = named_checkpoint(Path(path))
         if not path.is_dir():
             raise UserError(
                 f"checkpoint {path} is not a folder{seen_from(path)}; give a run or one of its "

@@ -54,6 +54,15 @@ class TrainingState(Protocol):
     metrics_processor: LoopMetricsProcessor
     stop_listener: StopListener
 
+    def note_held_out_loss(self, nats_per_token: float, measured_on: str) -> None:
+        """Take the held-out loss of the weights as they are, equal on all ranks.
+
+        Args:
+            nats_per_token: The loss.
+            measured_on: Which text it is of; losses of the same text are compared.
+        """
+        ...
+
     @property
     def config(self) -> RunSettings:
         """The run's settings; not to be changed."""

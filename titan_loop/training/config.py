@@ -134,6 +134,11 @@ class RunConfig(Trainer.Config):
     ema: WeightAverageConfig = field(default_factory=WeightAverageConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
+    best: bool = False
+    """Keep the checkpoint with the lowest held-out loss, RUN/checkpoints/best. The loss is in nats
+    per token at the trained R, and sources count by their weights in the mixture. An evaluation
+    that finds a lower one saves a checkpoint."""
+
     accept_change: bool = False
     """Continue a run although this start changes its data, or settings of the optimiser whose state
     the checkpoint has."""

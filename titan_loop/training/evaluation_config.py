@@ -53,6 +53,13 @@ class HeldOutConfig:
         """Yield values that cannot work with any data."""
         yield from _refusals("held_out", self, windows=self.windows)
 
+    def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
+        """Yield why no best checkpoint can be found; arguments as for `scored`."""
+        if self.interval == 0:
+            yield Refusal("best", "best=True, but held_out.interval=0", "set it to some steps")
+        elif not self.scored(training_sources, seq_len):
+            yield Refusal("best", "best=True, but no held-out text can be scored", "leave it out")
+
     def data_refusals(
         self, training_sources: Sequence[str], vocab_size: int, seq_len: int
     ) -> Iterator[Refusal]:

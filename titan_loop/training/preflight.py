@@ -273,9 +273,10 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
                 "leave it unset",
             )
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
-    yield from config.held_out.data_refusals(
-        config.dataloader.source_paths(), rows, config.training.seq_len
-    )
+    texts = config.dataloader.source_paths(), config.training.seq_len
+    yield from config.held_out.data_refusals(texts[0], rows, texts[1])
+    if config.best:
+        yield from config.held_out.best_refusals(*texts)
 
 
 def column_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:

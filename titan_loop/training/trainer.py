@@ -25,6 +25,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
 
+from titan_loop.checkpoint.best import Best
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
@@ -91,6 +92,7 @@ class LoopTrainer(GradientTrainer):
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
         self.stop_listener = StopListener()
         self.startup = StartupClock()
+        self._measured: Best | None = None
         self._warning: str | None = None
         self._stopped_at: str | None = None
         self._lost: UserError | None = None
@@ -286,6 +288,16 @@ class LoopTrainer(GradientTrainer):
         if self._lost is not None:
             self.config.training.steps = self.step
         return self._lost is not None
+
+    def note_held_out_loss(self, nats_per_token: float, measured_on: str) -> None:
+        """Take the held-out loss of the weights after this step (see `TrainingState`)."""
+        self._measured = Best(step=self.step, held_out_loss=nats_per_token, measured_on=measured_on)
+
+    @property
+    def measured(self) -> Best | None:
+        """Held-out loss of the weights as they are (see `TrainState`)."""
+        measured = self._measured
+        return measured if measured is not None and measured["step"] == self.step else None
 
     def before_save(self) -> None:
         """Refuse to save weights that are not finite, or in another run's folder; collective."""

@@ -124,6 +124,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the prepared sources that have a held-out split; none for generated tasks."""
             raise NotImplementedError
 
+        def source_weights(self) -> dict[str, float]:
+            """Return the shares of `source_paths` in the data, by path; any positive sum."""
+            return dict.fromkeys(self.source_paths(), 1.0)
+
         def generated_task(self) -> Task | None:
             """Return the generated task whose examples are read; None for text."""
             return None

@@ -127,6 +127,10 @@ class WindowLoader(GlobalWindowLoader):
             """Return the folders of the mixture."""
             return [entry.path for entry in parse_mixture(self.mixture)]
 
+        def source_weights(self) -> dict[str, float]:
+            """Return the weights of the mixture, by path."""
+            return {entry.path: entry.weight for entry in parse_mixture(self.mixture)}
+
         def check(self) -> None:
             """Raise `UserError` for values that cannot work."""
             if self.max_epochs is not None and self.max_epochs < 1:

@@ -1,0 +1,189 @@
+"""`--best`: the checkpoint with the lowest held-out loss stays, and has a name."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_choosing import committed
+from tests.checkpoint.test_remote import remote
+from titan_loop.checkpoint.best import Best, better, named_checkpoint
+from titan_loop.checkpoint.carry import Carry
+from titan_loop.checkpoint.choosing import list_checkpoints, why_not_delete
+from titan_loop.checkpoint.keep_policy import delete_stale
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.cli.main import main
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_run import evaluate_run
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.evaluation.while_training import HeldOutLoss, evaluations
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.run import run_training
+from titan_loop.training.trainer import LoopTrainer
+
+
+def with_best(checkpoint: Path, step: int, loss: float = 1.0) -> Path:
+    content = read_manifest(checkpoint)
+    best = {"step": step, "held_out_loss": loss, "measured_on": "text"}
+    kept = {name: value for name, value in content.items() if name not in ("sha256",)}
+    write_manifest(checkpoint, {**kept, "best": best})
+    return checkpoint
+
+
+def test_lower_is_better_and_other_text_counts_no_more():
+    first = Best(step=2, held_out_loss=3.0, measured_on="a")
+    assert better(None, None) is None
+    assert better(None, first) is better(first, None) is first
+    for loss, wins in ((2.9, True), (3.0, False), (3.1, False)):
+        later = Best(step=4, held_out_loss=loss, measured_on="a")
+        assert better(first, later) is (later if wins else first)
+    worse = Best(step=4, held_out_loss=9.0, measured_on="b")
+    assert better(first, worse) is worse
+
+
+def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
+    folder = tmp_path / "run" / "checkpoints"
+    for step in (2, 4, 6, 8):
+        with_best(committed(folder, step), min(step, 4))
+    delete_stale(folder, newest=8, latest=1, every=0, in_use=lambda path: False)
+    assert committed_steps(folder) == [4, 8]
+    assert [listed.kept for listed in list_checkpoints(folder)] == [["best"], []]
+    assert why_not_delete(folder / "step-4") == ["best"]
+    copies = remote(tmp_path / "run", f"file://{tmp_path}/remote")
+    for step in (4, 8):
+        copies.upload(folder / f"step-{step}")
+    with_best(committed(folder, 10), 4)
+    copies.upload(folder / "step-10")
+    copies.delete_stale(latest=1, every=0)
+    assert copies.steps() == [4, 10]
+
+
+def test_the_name_stands_for_what_the_newest_manifest_says(tmp_path: Path):
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(UserError, match="no checkpoint there names the best one"):
+        named_checkpoint(folder / "best")
+    with_best(committed(folder, 2), 2)
+    with_best(committed(folder, 4), 2)
+    (with_best(committed(folder, 6), 6) / MANIFEST).write_text("{}")  # damaged
+    assert named_checkpoint(folder / "best") == folder / "step-2"
+    assert named_checkpoint(folder / "step-9") == folder / "step-9"
+    assert Carry(parent=str(folder / "best")).find_parent() == folder / "step-2"
+    (folder / "step-2" / MANIFEST).unlink()
+    with pytest.raises(UserError, match="best is step-2, which is gone"):
+        named_checkpoint(folder / "best")
+
+
+@pytest.mark.parametrize("best", ["x", {"step": 2}, {"step": "2", "held_out_loss": 1.0}])
+def test_a_manifest_with_something_else_is_damaged(tmp_path: Path, best: object):
+    checkpoint = committed(tmp_path, 2)
+    content = {k: v for k, v in read_manifest(checkpoint).items() if k != "sha256"}
+    write_manifest(checkpoint, {**content, "best": best})
+    with pytest.raises(UserError, match="is not a step with its loss"):
+        read_manifest(checkpoint)
+
+
+def test_the_loss_weighs_sources_as_the_mixture_does(source: Path, tmp_path: Path):
+    config = tiny_config(source, tmp_path / "run")
+    other = str(tmp_path / "other")
+    config.dataloader.mixture = [f"{source}=3", f"{other}=1"]
+    config.held_out.windows = 5
+
+    def result(nats: float) -> dict[str, ReadingResult]:
+        return {"static:2": ReadingResult(metrics={"nats_per_token": nats})}
+
+    tasks = {"held_out/source": result(4.0), "held_out/other": result(8.0)}
+    report = TaskReport(
+        step=1, tokens=1, trained_recurrent_steps=2, manifest_sha256="", tasks=tasks
+    )
+    loss = HeldOutLoss.of(config, [str(source), other])
+    assert loss.value(report, 2) == pytest.approx(5.0)
+    assert loss.measured_on == "5 windows of source 3, other 1"
+    assert HeldOutLoss.of(config, [other]).value(report, 2) == pytest.approx(8.0)
+    report.tasks["held_out/third"] = result(12.0)
+    loss = HeldOutLoss.of(config, [str(source), str(tmp_path / "third")])
+    assert loss.value(report, 2) == pytest.approx(8.0)  # not of the mixture: equal shares
+
+
+def config_of(source: Path, folder: Path, *, limit: int = 0) -> LoopTrainer.Config:
+    config = tiny_config(source, folder, steps=6)
+    config.best = True
+    config.held_out.interval, config.held_out.depths, config.held_out.windows = 1, [1], 4
+    config.checkpoint.interval, config.checkpoint.keep_latest_k = 3, 2
+    config.training.steps = limit
+    return config
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_keeps_its_best_checkpoint_through_a_restart(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    script = {1: 5.0, 2: 3.0, 3: 4.5, 4: 3.5, 5: 3.0, 6: 7.0}
+    run = RunDirectory(tmp_path / "run")
+    with monkeypatch.context() as scripted:
+        scripted.setattr(HeldOutLoss, "value", lambda self, report, depth: script[report.step])
+        for limit, steps in ((1, [1]), (4, [2, 3, 4]), (0, [2, 4, 6])):
+            run_training(config_of(source, run.path, limit=limit), evaluations=evaluations)
+            assert committed_steps(run.checkpoints) == steps
+    best = {"step": 2, "held_out_loss": 3.0, "measured_on": "4 windows of source 1"}
+    assert read_manifest(run.checkpoint(6))["best"] == best
+    run_training(tiny_config(source, tmp_path / "plain"))
+    plain = RunDirectory(tmp_path / "plain").read_metrics()
+    assert [r["loss"] for r in run.read_metrics()] == [r["loss"] for r in plain]
+
+    named = run.checkpoints / "best"
+    assert SavedRun.open(named).checkpoint().step == 2
+    assert evaluate_run(named, depths=[1], windows=2).step == 2
+    assert main(["checkpoint", "ls", str(run.path)]) == 0
+    assert main(["generate", str(named), "--prompt", "def ", "--max-new-tokens", "2"]) == 0
+    output = tmp_path / "exported"
+    assert main(["convert", "export", str(named), "--output", str(output)]) == 0
+    assert " best " in capfd.readouterr().out
+    assert read_jsonl(run.evals_jsonl)[-1]["step"] == 6
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_loss_is_that_at_the_trained_depth(source: Path, tmp_path: Path):
+    run = RunDirectory(tmp_path / "run")
+    run_training(config_of(source, run.path, limit=4), evaluations=evaluations)
+    name = "held_out/source/nats_per_token/static:{}"
+    losses = {
+        record["step"]: record["results"][name.format(4 if record["step"] <= 3 else 2)]
+        for record in read_jsonl(run.evals_jsonl)
+    }
+    best = read_manifest(run.checkpoint(4))["best"]
+    assert best["held_out_loss"] == min(losses.values())
+    assert losses[best["step"]] == best["held_out_loss"]
+
+
+def test_a_depth_that_is_drawn_is_measured_at_its_mean():
+    from titan_loop.training.schedule import Schedule
+
+    recurrence = RecurrenceConfig(steps=Schedule.constant(5), poisson=True)
+
+    class Trainer:
+        tokens = 100
+
+    assert HeldOutLoss(recurrence, {}, "").depth(Trainer()) == 5  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"), [(0, "held_out.interval=0"), (None, "no held-out text can be scored")]
+)
+def test_without_held_out_text_it_is_refused(
+    source: Path, tmp_path: Path, interval: int | None, said: str
+):
+    config = tiny_config(source, tmp_path / "run", steps=2)
+    config.best, config.held_out.interval = True, interval
+    if interval is None:
+        config.dataloader = TaskLoader.Config(task=Mano(5, 3))
+    with pytest.raises(UserError, match=f"best=True, but {said}"):
+        run_training(config, evaluations=evaluations)
