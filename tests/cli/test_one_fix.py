@@ -1,0 +1,46 @@
+"""`plan`, `slurm submit` and `train` say the same of the same fault, fix and flag included."""
+
+from pathlib import Path
+
+import pytest
+
+from titan_loop.cli.main import main
+from titan_loop.cli.stage_flags import resolve_recipe
+from titan_loop.errors import UserError
+from titan_loop.recipes.runner import check_recipe
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        (("--training.local-batch-size", "4"), "use --batch.global-batch-tokens 3072"),
+        (
+            ("--training.seq-len", "512", "--training.local-batch-size", "2"),
+            "use --batch.global-batch-tokens 3072",
+        ),
+        (
+            ("--batch.global-batch-tokens", "0:1024 constant 1M:2048"),
+            "of multiples of 3,072 tokens",
+        ),
+        (("--parallelism.tensor-parallel-degree", "3"), "parallelism.tensor_parallel_degree=3"),
+    ],
+)
+def test_one_fault_has_one_fix(
+    flags: tuple[str, ...],
+    fix: str,
+    source: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)
+    recipe = ["quickstart", *flags, "--dataloader.mixture", f"{source}=1"]
+    place = ["--nodes", "3", "--gpus-per-node", "1"]
+    with pytest.raises(UserError) as raised:
+        check_recipe(resolve_recipe(recipe[0], recipe[1:]), 3)
+    said = str(raised.value)
+    assert fix in said
+    assert main(["plan", *recipe, *place]) == 2
+    assert f"refused: quickstart: {said}\n" in capfd.readouterr().out
+    assert main(["slurm", "submit", *recipe, *place, "--time", "1:00:00", "--dry-run"]) == 2
+    assert f"titan-loop: error: {said}\n" in capfd.readouterr().err
