@@ -268,6 +268,25 @@ def sum_gradients_as_declared(unit: nn.Module) -> None:
             vars(group)["_fsdp_params_with_wider_grad_dtype"] = []
 
 
+def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
+    """Let FSDP treat every call of a grouped unit's modules as a visit of the unit.
+
+    torch 2.13's FSDP counts a group as visited when each of its modules has run once. A second call
+    of one of them would be gathered for, but its output would not bring the weights back in the
+    backward pass, nor would they be freed after it. Delete when a module of a group may be called
+    more often than the others.
+
+    Args:
+        modules: Modules that one call of `fully_shard` was given, at least two.
+    """
+    assert isinstance(modules[0], FSDPModule)
+    state = modules[0]._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()  # that of all hooks of the group
+    for module in modules:
+        module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state._post_forward, prepend=False)
+
+
 def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ) -> tuple[int, int]:
     """Complete the launcher's variables and set this process' thread count.
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
@@ -32,7 +33,12 @@ CHECKPOINTING = {
 PER_VISIT, PER_STEP = FSDPConfig(policy="per_visit"), FSDPConfig(policy="per_step")
 
 
-NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "scatter", "allreduce_": "sum"}
+NAMES = {
+    "_allgather_base_": "gather",
+    "_reduce_scatter_base_": "scatter",
+    "allreduce_": "sum",
+    "allgather_": "kept-gather",  # of the largest logits of tensor-parallel ranks
+}
 FUNCTIONAL = {  # what context and tensor parallelism call
     "all_gather_into_tensor": "part-gather",
     "reduce_scatter_tensor": "part-scatter",
@@ -56,7 +62,7 @@ class Collectives(TorchDispatchMode):
             self.calls[name] += 1
             self.order.append(name)
             tensors = args[0] if name == "sum" else args[:2]
-            sizes = [t.nbytes for t in tensors if isinstance(t, Tensor)]
+            sizes = [t.nbytes for t in tree_leaves(tensors) if isinstance(t, Tensor)]
             self.whole_bytes[name] += max(sizes)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and func._schema.name.split("::")[1] in FUNCTIONAL:

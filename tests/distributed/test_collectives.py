@@ -33,7 +33,9 @@ from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.discoloop import DiscoLoopOptions
 from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.families.ponder import PonderOptions
 
 README = Path(loop_fsdp.__file__).with_name("README.md")
 
@@ -86,13 +88,17 @@ def test_collectives_of_a_step_are_those_of_the_readme(gloo_pool, policy, world)
                 assert re.search(rf"{row} {gathers} \| {scatters} \|", readme), f"README: {row}"
 
 
+DISCO = {"family": DiscoLoopOptions, "tie_weights": True}
+
+
 def traffic_of_a_step(
     policy: str, replicate: int, dtype: str, case: dict[str, Any]
 ) -> list[tuple[float, float]]:
     """Return counted and predicted bytes of gathers, scatters and sums, two micro-batches."""
     reshard, trainable = case.get("reshard", "default"), case.get("trainable", "all")
-    options = OuroOptions(
-        size="debugmodel", n_layers=LAYERS, tie_weights=case.get("tie_weights", False)
+    family, tied = case.get("family", OuroOptions), case.get("tie_weights", False)
+    options = family(
+        size="debugmodel", n_layers=LAYERS, tie_weights=tied, exit_gate=family is OuroOptions
     )
     model = build(
         FSDPConfig(policy=policy),
@@ -149,6 +155,10 @@ def traffic_of_a_step(
         ("per_visit", 1, "float32", {"reshard": "always", "backward_steps": 2}),
         ("per_visit", 1, "float32", {"tie_weights": True}),
         ("per_visit", 1, "float32", {"trainable": "exit_gate"}),
+        ("per_visit", 1, "float32", {"family": PonderOptions}),
+        ("per_visit", 1, "float32", {**DISCO, "reshard": "always"}),
+        ("per_visit", 1, "float32", {**DISCO, "backward_steps": 2}),
+        ("per_step", 1, "bfloat16", DISCO),
     ],
 )
 def test_bytes_of_a_step_are_those_predicted(gloo_pool, policy, replicate, dtype, case):
@@ -212,9 +222,11 @@ def test_keys_and_values_travel_as_often_as_predicted(gloo_pool, checkpointing):
             assert (calls, moved) == (predicted_calls, predicted_bytes)
 
 
-def states_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
+def states_of_a_step(
+    checkpointing: str, options: OuroOptions | None = None
+) -> list[tuple[int, int, float, float]]:
     """Return counted and predicted collectives of sequence-parallel states, bytes likewise."""
-    model = build(PER_VISIT, tensor=2, checkpointing=checkpointing)
+    model = build(PER_VISIT, tensor=2, checkpointing=checkpointing, options=options)
     dims = ParallelDims.from_config(
         ParallelismConfig(tensor_parallel_degree=2, spmd_backend="partial_dtensor"), 2
     )
@@ -234,12 +246,27 @@ def states_of_a_step(checkpointing: str) -> list[tuple[int, int, float, float]]:
         tensor_parallel_degree=2,
     )
     traffic = [t for t in step_traffic(config, shape, hold_layers=False) if t.what == "states"]
+    gathered = [t for t in step_traffic(config, shape, hold_layers=False) if "kept" in t.what]
+    assert collectives.calls["kept-gather"] == sum(t.count for t in gathered)
+    received = collectives.whole_bytes["kept-gather"]  # the largest tensor: one rank's part
+    assert received == sum(t.received_bytes for t in gathered)
     return counted_and_predicted(collectives, traffic)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "recurrent-step+full"])
-def test_states_under_sequence_parallelism_travel_as_often_as_predicted(gloo_pool, checkpointing):
-    for kinds in gloo_pool(2).run(states_of_a_step, checkpointing):
+@pytest.mark.parametrize(
+    ("checkpointing", "options"),
+    [
+        ("none", None),
+        ("selective", None),
+        ("recurrent-step+full", None),
+        ("full", DiscoLoopOptions(exit_gate=True)),
+        ("none", DiscoLoopOptions(exit_gate=True, top_k=5, readout_chunk_tokens=32)),
+    ],
+)
+def test_states_under_sequence_parallelism_travel_as_often_as_predicted(
+    gloo_pool, checkpointing, options
+):
+    for kinds in gloo_pool(2).run(states_of_a_step, checkpointing, options):
         for calls, predicted_calls, moved, predicted_bytes in kinds:
             assert (calls, moved) == (predicted_calls, predicted_bytes)
 

@@ -8,6 +8,7 @@ chooses the SPMD backend (`tools/test_torch215.sh` runs both).
 import functools
 import os
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 import titan_loop.compat as compat
@@ -29,7 +30,9 @@ from tests.distributed.parallel_model import (
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC, RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.discoloop import DiscoLoopOptions
 from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.families.ponder import PonderOptions
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -72,6 +75,7 @@ class Case:
     backward_steps: int | None = None
     options: tuple[tuple[str, str | float], ...] = ()
     family: type[ModelOptions] = OuroOptions
+    reshard: Literal["default", "always", "never"] = "default"
 
 
 def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
@@ -94,6 +98,7 @@ def build(layout: Layout, case: Case) -> tuple[LoopDecoder, ParallelDims]:
             enable_sequence_parallel=layout.sequence_parallel,
             # Alone there is nothing to place, and no process group that a mesh could be built on.
             spmd_backend=compat.SPMD_BACKEND if alone else BACKEND,
+            fsdp_reshard_after_forward=case.reshard,
         ),
         ac_config=None if checkpointing is None else checkpointing(),
         fsdp=case.fsdp,
@@ -126,7 +131,8 @@ def losses_and_gradients(layout: Layout, case: Case) -> tuple[list[float], dict[
         tokens, positions, masks, labels = part_of_rank(model, dims, batch)
         with context():
             torch.manual_seed(steps)  # for dropout; the ranks of a state draw the same masks
-            output = model(tokens, positions, masks, recurrent_steps=steps)
+            collect = ExpectedExitLoss.Config().collect(exit_gate=case.exit_gate)
+            output = model(tokens, positions, masks, recurrent_steps=steps, collect=collect)
             loss, _ = loss_fn(output, labels, valid)
             loss.backward()
         losses.append(global_loss(loss, dims))
@@ -176,6 +182,32 @@ MORE_CASES = {
     "held-offloaded": Case(fsdp=HELD, checkpointing="full-offload"),
     "truncated": Case(backward_steps=2),
     "held-truncated": Case(fsdp=HELD, backward_steps=2),
+    "disco": Case(family=DiscoLoopOptions, tie_weights=True, exit_gate=False),
+    "disco-learned-full": Case(
+        family=DiscoLoopOptions,
+        tie_weights=True,
+        options=(("channel_gate", "learned"), ("top_k", 5), ("temperature", 0.5)),
+        checkpointing="full",
+    ),
+    "disco-held-by-step": Case(
+        family=DiscoLoopOptions,
+        tie_weights=True,
+        exit_gate=False,
+        options=(("channel_gate", "learned"),),
+        checkpointing="recurrent-step+full",
+        fsdp=FSDPConfig(policy="per_step"),
+    ),
+    "disco-always-truncated": Case(
+        family=DiscoLoopOptions, tie_weights=True, reshard="always", backward_steps=2
+    ),
+    "ponder-always": Case(
+        family=PonderOptions,
+        options=(("top_k", 9), ("normalised_over", "vocabulary")),
+        reshard="always",
+        checkpointing="selective",
+    ),
+    "ponder-never": Case(family=PonderOptions, reshard="never", options=(("top_k", 9),)),
+    "ponder-held": Case(family=PonderOptions, tie_weights=True, fsdp=FSDPConfig(policy="per_step")),
     "varied": Case(
         options=(
             ("positions", "learned"),
@@ -218,6 +250,13 @@ PAIRS = [
         for case in ("varied", "recurrent-depth")
     ),
     *(("dp2", case) for case in MORE_CASES),
+    *(("tp2", case) for case in ("disco", "disco-learned-full", "ponder-always")),
+    *(("tp2-no-sp", case) for case in ("disco-learned-full", "ponder-never")),
+    *(("dp2-tp2", case) for case in ("disco-learned-full", "disco-held-by-step")),
+    *(("hsdp2x2", case) for case in ("disco-always-truncated", "ponder-held")),
+    ("cp2", "disco-learned-full"),
+    ("hsdp2x2-cp2", "disco"),
+    ("dp2-cp2-tp2", "ponder-always"),
     *(("cp2", case) for case in ("R-changes", "R-changes-full", "held")),
     *(("cp2-dp2", case) for case in ("R-changes", "held-by-step")),
     *((layout, "outside") for layout in ("tp2", "tp2-no-sp", "cp2", "dp2-tp2")),

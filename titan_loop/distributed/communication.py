@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from titan_loop.distributed.memory import MASTER_BYTES, REDUCE_BYTES, unit_sizes
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.readout import LMHead
+from titan_loop.models.soft_decode import kept_chunks
 from titan_loop.models.units import UnitSize
 
 
@@ -74,20 +76,23 @@ def _parameter_gathers(
     """  # noqa: E501  (a table row is one line)
     steps, reached = shape.recurrent_steps, shape.steps_with_backward
     never = shape.reshard_after_forward == "never"
-    in_vain = reached < steps and not (never and reached == 0)
+    between = any(size.unit.between for size in unit_sizes(config))  # then those are fetched
+    in_vain = reached < steps and not between and not (never and reached == 0)
     traffic: list[Traffic] = []
     for size in _ordered(config):
         unit = size.unit
         visited, back = unit.visited(steps), unit.visited_back(reached)
         if unit.kept and unit.place == "step":
-            back = min(visited, back + unit.visits)  # where it ends early it comes to one more
+            # Where it ends early it comes to one more.
+            back = min(visited, back + max(unit.visits, unit.between))
         kept = unit.kept and shape.reshard_after_forward != "always"
         count = max(1, back) if kept or (never and not unit.kept) else visited + back
         if unit.place == "step" and not unit.kept:
             count, in_vain = count + in_vain, False
         count *= micro_batches
-        if hold_layers and unit.place == "step":
+        if hold_layers and unit.is_revisited:
             count = 1
+        count *= visited > 0
         received = count * _elements(size, shape) * (1 - 1 / shape.shard_degree)
         received *= MASTER_BYTES if unit.fp32 else shape.compute_bytes
         traffic.append(
@@ -110,7 +115,9 @@ def _gradient_reductions(
         unit = size.unit
         if size.parameters(shape.trainable) == 0 or (truncated and unit.place == "before"):
             continue
-        count = micro_batches * (2 if truncated and unit.reads_all_states else 1)
+        count = micro_batches * unit.reductions
+        if truncated:
+            count = micro_batches * (2 if unit.reads_all_states else 1)
         whole = micro_batches * REDUCE_BYTES * _elements(size, shape, trained=True)
         scattered = whole * (1 - 1 / shape.shard_degree)
         summed = whole / shape.shard_degree * 2 * (1 - 1 / replicas)
@@ -197,7 +204,30 @@ def _tensor_parallel(
     for kind, others in once.items():
         again = 0 if (kind, shape.checkpointing) == ("reduce-scatter", "selective") else recomputed
         count = times * int(2 * (visits.forward + (1 + again) * visits.backward) + others)
+        if config.decodes is not None:  # a state is gathered, what it decodes to scattered
+            count += times * (shape.recurrent_steps - 1 + min(back, shape.recurrent_steps - 1))
         traffic.append(
             Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
         )
-    return traffic
+    return [*traffic, *_kept_tokens(config, shape, times)]
+
+
+def _kept_tokens(config: LoopDecoder.Config, shape: StepShape, times: int) -> list[Traffic]:
+    """Return the largest logits of every rank and their ids, which decoding to K tokens gathers."""
+    decoding, head = config.decodes, config.lm_head
+    if decoding is None or decoding.top_k is None:
+        return []
+    assert isinstance(head, LMHead.Config)
+    rows = -(-config.vocab_size // shape.tensor_parallel_degree)
+    chunks = kept_chunks(decoding.top_k, int(shape.tokens), head.chunk_tokens, (rows, config.dim))
+    others = shape.tensor_parallel_degree - 1
+    pairs = others * shape.tokens * min(decoding.top_k, rows)
+    between = times * (shape.recurrent_steps - 1)
+    return [
+        Traffic(
+            kind="all-gather",
+            what="kept tokens",
+            count=between * len(chunks),
+            received_bytes=between * pairs * 2 * REDUCE_BYTES,
+        )
+    ]

@@ -135,9 +135,11 @@ def shard_units(
     for unit in innermost_first(model, units):
         reshards = reshard_after_forward == "always"
         if not unit.kept:
-            held = hold_layers and unit.place == "step"
+            held = hold_layers and unit.is_revisited
             reshards = reshard_after_forward != "never" and not held
         shard([*unit.modules], reshards, **({"param_dtype": torch.float32} if unit.fp32 else {}))
+        if unit.between and len(unit.modules) > 1:
+            compat.gather_at_every_visit(unit.modules)
         if unit.backward_visits == 0:
             _fsdp(unit).set_unshard_in_backward(False)
     shard(model, None)
@@ -173,9 +175,10 @@ def reshard_units(model: nn.Module) -> None:
 
 def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
     """Keep what all R steps use through the backward pass, too, and gather it one unit ahead."""
-    held = [_fsdp(unit) for unit in units if unit.place == "step"]
-    for unit in held:
-        unit.set_reshard_after_backward(False, recurse=False)
+    for unit in units:
+        if unit.is_revisited:
+            _fsdp(unit).set_reshard_after_backward(False, recurse=False)
+    held = [_fsdp(unit) for unit in units if unit.place == "step" and unit.visits]
     # Only the first visit has anything to gather; at all others these prefetches do nothing.
     _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
     for unit, following in pairwise(held):

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 
 from titan_loop.errors import UserError
-from titan_loop.models.readout import LMHead, Vocabulary
+from titan_loop.models.readout import LMHead
+from titan_loop.models.vocabulary import Vocabulary
 
 
 class SlicedVocabulary(Vocabulary):
@@ -37,6 +39,7 @@ class SlicedVocabulary(Vocabulary):
                 "use fewer ranks"
             )
         super().__init__(rows, start=rows_per_rank * dist.get_rank(group))
+        self._rows_per_rank = rows_per_rank
         self._rows_here = min(rows_per_rank, rows - self.start)
         self._group = group
 
@@ -67,6 +70,29 @@ class SlicedVocabulary(Vocabulary):
         stacked = torch.stack(values)
         dist.all_reduce(stacked, group=self._group)
         return stacked.unbind()
+
+    def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        """Return ids and values of all slices, in one collective; ids fit any float of 24 bits."""
+        missing = min(kept, self._rows_per_rank) - id_CK.shape[-1]
+        pair_C2K = torch.stack(
+            (
+                F.pad(value_CK, (0, missing), value=-torch.inf),
+                F.pad(id_CK, (0, missing)).to(value_CK.dtype),
+            ),
+            dim=1,
+        )
+        ranks = dist.get_world_size(self._group)
+        parts_C2K = [torch.empty_like(pair_C2K) for _ in range(ranks)]
+        dist.all_gather(parts_C2K, pair_C2K, group=self._group)
+        value_CN, id_CN = torch.cat(parts_C2K, dim=-1).unbind(1)
+        return id_CN.long(), value_CN
+
+    def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
+        """Return a partial sum: a DTensor where the head is one."""
+        if not isinstance(head_weight_VD, DTensor):
+            return part_BLD
+        mesh = head_weight_VD.device_mesh
+        return DTensor.from_local(part_BLD, mesh, [Partial()], run_check=False)
 
 
 def share_vocabulary(head: LMHead, parallel_dims: ParallelDims) -> None:

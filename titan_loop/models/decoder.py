@@ -52,11 +52,12 @@ from titan_loop.models.positions import (
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.sharding import (
     gathered_state,
-    injected_state,
+    mixed_states,
     replicated_gate,
     replicated_table,
     set_block_sharding,
 )
+from titan_loop.models.soft_decode import Decoding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
 
@@ -100,13 +101,20 @@ class LoopDecoder(Decoder):
             if isinstance(self.positions, LearnedPositions.Config):
                 self.positions.table.sharding_config = replicated_table(enable_sp=enable_sp)
             if self.injection is not None:
-                self.injection.sharding_config = injected_state(enable_sp=enable_sp)
+                self.injection.sharding_config = mixed_states(
+                    "hidden_BLD", "embedding_BLD", enable_sp=enable_sp
+                )
             for layer in self.layers:
                 self.set_layer_sharding(layer, enable_sp=enable_sp)
 
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare the placements of one layer; arguments as of `set_sharding`."""
             set_block_sharding(layer, enable_sp=enable_sp)
+
+        @property
+        def decodes(self) -> Decoding | None:
+            """How states are decoded between two steps; None where they are not."""
+            return None
 
         @property
         def draws(self) -> bool:

@@ -19,12 +19,14 @@ class Flops(NamedTuple):
         attention: Scores and weighted sums of all layer visits.
         readouts: Products of states and head.
         gate: Exit logits.
+        decoding: What is decoded and encoded again between two steps.
     """
 
     matrices: float
     attention: float
     readouts: float
     gate: float
+    decoding: float = 0
 
     @property
     def total(self) -> float:

@@ -1,4 +1,4 @@
-"""The language-model head: hidden state → logits, or hidden states of all recurrent steps → loss.
+"""The language-model head: hidden state → logits; states of all recurrent steps → loss; Φ.
 
     h_r ─┬─ chunk of tokens ─ logits ─ CE_r ─ gradient of the logits ─┬─ gradient of h_r
          └─ next chunk …        (overwritten in place)                └─ + gradient of the head
@@ -7,7 +7,8 @@ Training needs Σ_r w_r CE_r only. Its weights are known before any logits exist
 gradients are taken at once and its logits are dropped: nothing larger than chunk × V, the head
 weight or a hidden state ever lives. The loss is computed *inside* the head's forward, so FSDP
 gathers the weight once per call through its ordinary hooks. Where ranks share the vocabulary,
-`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`.
+`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`. The third form,
+from a state to the mean embedding of the tokens it decodes to, is in `soft_decode.py`.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this rank's slice
 inside the chunk loop), T = B·L tokens, C tokens of one chunk.
@@ -21,36 +22,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.errors import UserError
 from titan_loop.models.memory_parts import ReadoutMemory, Spread
-
-
-class Vocabulary:
-    """The rows of the head on this device, here all of them, and sums over the others.
-
-    Attributes:
-        rows: Number of rows of the whole head, V.
-        start: Token id of the first row on this device.
-    """
-
-    def __init__(self, rows: int, start: int = 0) -> None:
-        self.rows = rows
-        self.start = start
-
-    def local(
-        self, head_weight_VD: Tensor, hidden_RBLD: Sequence[Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return head weight and states as plain tensors of this device."""
-        return head_weight_VD, tuple(hidden_RBLD)
-
-    def all_reduce_max(self, value: Tensor) -> None:
-        """Take the largest value over all slices, in place."""
-
-    def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums over all slices of tensors of one shape."""
-        return values
+from titan_loop.models.soft_decode import Decoding, Tables, soft_decode
+from titan_loop.models.vocabulary import Vocabulary
 
 
 class LMHead(Linear):
@@ -122,6 +100,11 @@ class LMHead(Linear):
         rows_T: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
+    @overload
+    def forward(
+        self, input: Sequence[Tensor], *, decoding: Decoding, encoder: Embedding
+    ) -> tuple[Tensor]: ...
+
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
     def forward(
         self,
@@ -131,23 +114,30 @@ class LMHead(Linear):
         weight_RBL: Tensor | None = None,
         z_loss: float = 0.0,
         rows_T: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return logits for one hidden state, or the weighted loss for those of several steps.
+        decoding: Decoding | None = None,
+        encoder: Embedding | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Return logits for one hidden state, the weighted loss for those of several steps, or Φ.
 
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them. Under tensor parallelism
-                replicated over its axis: a DTensor (`partial_dtensor`) or typed R (`spmd_types`).
+            input: One (B, L, D) hidden state, or a tuple of R of them, of one for Φ. Under tensor
+                parallelism replicated over its axis: a DTensor (`partial_dtensor`) or typed R
+                (`spmd_types`).
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
             weight_RBL: Weights w_r, fp32 or float64, equal on all tensor-parallel ranks.
             z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
+            decoding: How Φ makes a distribution of logits.
+            encoder: Table with the embeddings that Φ takes the mean of; it may share this weight.
+                It must be gathered together with the head.
 
         Returns:
             (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
             differentiable in the hidden states, the head weight and `weight_RBL`, and CE_r per
             token in nats, (R, B, L), detached, 0 at ignored labels. Both are fp32 (float64 for a
-            float64 head), plain tensors, and equal on all tensor-parallel ranks.
+            float64 head), plain tensors, and equal on all tensor-parallel ranks. With `decoding` a
+            tuple of Φ(h), (B, L, D), under tensor parallelism a partial sum over its axis.
 
         Raises:
             TypeError: `weight_RBL` arrived in less than fp32. FSDP's `cast_forward_inputs` does
@@ -155,6 +145,15 @@ class LMHead(Linear):
         """
         if isinstance(input, Tensor):
             return super().forward(input)
+        if decoding is not None:
+            assert encoder is not None, "Φ needs embeddings"
+            decoder_VD, (hidden_BLD,) = self.vocabulary.local(self.weight, input)
+            encoder_VD = None
+            if encoder.weight is not self.weight:
+                encoder_VD, _ = self.vocabulary.local(encoder.weight, ())
+            tables = Tables(decoder_VD, encoder_VD, self.vocabulary, self.chunk_tokens)
+            decoded_BLD = soft_decode(hidden_BLD, tables, decoding)
+            return (self.vocabulary.summand(decoded_BLD, self.weight),)
         assert labels_BL is not None, "a tuple of states needs labels"
         assert weight_RBL is not None, "a tuple of states needs loss weights"
         if weight_RBL.dtype not in (torch.float32, torch.float64):

@@ -64,16 +64,33 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
     )
 
 
-def injected_state(*, enable_sp: bool) -> ShardingConfig:
-    """Mix states and embeddings where they are; the rates are placed like a norm's gain.
+def scattered_state(*, enable_sp: bool) -> ShardingConfig:
+    """Add up what the tensor-parallel ranks decoded, and place it like a state.
 
     Args:
         enable_sp: Whether states are sharded over the sequence between layers.
     """
-    state = state_placement(enable_sp)
     return ShardingConfig(
-        state_shardings=norm_config(enable_sp=enable_sp).state_shardings,
-        in_src_shardings={"hidden_BLD": state, "embedding_BLD": state},
+        in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
+        in_dst_shardings={"input": state_placement(enable_sp)},
+    )
+
+
+def mixed_states(
+    *names: str, weights: tuple[str, ...] = ("weight",), enable_sp: bool
+) -> ShardingConfig:
+    """Mix states where they are; what they are weighted with is placed like a norm's gain.
+
+    Args:
+        names: Arguments that are states.
+        weights: Parameters of width D or 1.
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
+    state = state_placement(enable_sp)
+    gain = norm_config(enable_sp=enable_sp).state_shardings["weight"]
+    return ShardingConfig(
+        state_shardings=dict.fromkeys(weights, gain),
+        in_src_shardings=dict.fromkeys(names, state),
         out_src_shardings=state,
     )
 

@@ -1,0 +1,107 @@
+"""A decoder whose steps also hear what they would say: the head inside the recurrence.
+
+Between two steps `decode` maps the state to Φ, the mean embedding of the tokens it decodes to. What
+becomes of Φ is a family's: `families/discoloop.py` adds it to the state, `families/ponder.py` to a
+sum of embeddings. Head and embedding are one unit, visited R − 1 more times than without; Φ
+computes its logits again in the backward pass, so it needs no recomputation by steps.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torchtitan.models.common.nn_modules import Identity
+
+from titan_loop.models.context import LoopContext
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.flops import Flops
+from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
+from titan_loop.models.sharding import scattered_state
+from titan_loop.models.soft_decode import Decoding
+from titan_loop.models.units import TABLES, Unit
+
+
+class DecodingDecoder(LoopDecoder):
+    """A looped decoder that can decode a state and encode what it decodes to."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoopDecoder.Config):
+        """The looped decoder's, and how Φ makes a distribution of logits."""
+
+        decoding: Decoding
+        decoded_state: Identity.Config = field(default_factory=Identity.Config)
+
+        @property
+        def decodes(self) -> Decoding:
+            """How Φ makes a distribution of logits."""
+            return self.decoding
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """Declare placements; Φ is a sum over ranks until it is scattered like a state."""
+            LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            self.decoded_state.sharding_config = scattered_state(enable_sp=enable_sp)
+
+        def architecture(self) -> dict[str, Any]:
+            """Return the looped decoder's options and those of Φ."""
+            return {
+                **LoopDecoder.Config.architecture(self),
+                "temperature": self.decoding.temperature,
+                "top_k": self.decoding.top_k,
+                "normalised_over": self.decoding.normalised_over,
+            }
+
+        def training_flops(
+            self,
+            seq_len: int,
+            recurrent_steps: float,
+            trainable: Trainable = "all",
+            backward_steps: float | None = None,
+        ) -> Flops:
+            """Return model FLOPs per trained token, with Φ between every two steps."""
+            flops = LoopDecoder.Config.training_flops(
+                self, seq_len, recurrent_steps, trainable, backward_steps
+            )
+            forward, backward = self.decoding.training_flops(self.dim, self.vocab_size)
+            between = recurrent_steps - 1
+            back = 0 if trainable == "exit_gate" else min(between, backward_steps or between)
+            return flops._replace(decoding=between * forward + back * backward)
+
+        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
+            """List the looped decoder's parts, and Φ with its norm and the tokens kept."""
+            kept = 8 * (self.decoding.top_k or 0)  # an id and a probability each
+            decoded = spread.compute_bytes * self.dim / spread.tensor_parallel_degree
+            return [
+                *LoopDecoder.Config.memory_parts(self, spread),
+                part(decoded + norm_bytes(self.dim, spread) + kept, "step"),
+            ]
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.decoded_state = config.decoded_state.build()
+
+    def decode(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
+        """Return Φ of the state after a step, (B, L, D)."""
+        read_BLD = self.state_gather(self.read(hidden_BLD, context))
+        (decoded_BLD,) = self.lm_head(
+            (read_BLD,), decoding=self.config.decoding, encoder=self.tok_embeddings
+        )
+        return self.decoded_state(decoded_BLD).to(hidden_BLD.dtype)
+
+    def units(self) -> list[Unit]:
+        """List the units; the head finds the embeddings gathered, tied or not."""
+        tables = (self.tok_embeddings, *self.positions.tables(), self.lm_head)
+        return [
+            Unit(
+                TABLES,
+                tables,
+                place="after",
+                visits=2,
+                between=1,
+                kept=True,
+                reductions=1 if self.config.enable_weight_tying else 2,
+            ),
+            *(unit for unit in super().units() if unit.name != TABLES),
+        ]

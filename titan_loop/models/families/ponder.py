@@ -1,0 +1,93 @@
+"""PonderLM: every step starts from the word embeddings and all decoded ones so far.
+
+    E_1 = s · V[x]      h_r = f(E_r)      E_{r+1} = E_r + s · Σ_v p_v V[v],   p = softmax(W h_r / τ)
+
+R steps are the paper's R − 1 ponder steps and a final pass. W is the head and V the embedding; they
+may be one matrix. Sum and embeddings may be scaled by s = √D.
+
+Source: Zeng et al. 2025 (PonderLM), arXiv 2505.20674, and their code: the sum is cumulative, and
+where only the most likely tokens are kept, 100 of them, the softmax runs over these alone.
+"""
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.models.context import LoopContext
+from titan_loop.models.decoded_channel import DecodingDecoder
+from titan_loop.models.families import ouro
+from titan_loop.models.families.discoloop import DecodingOptions
+from titan_loop.models.family import Family, FamilyName, ModelSize, register
+from titan_loop.models.recurrence import Carry
+
+
+@dataclass(kw_only=True, slots=True)
+class PonderOptions(DecodingOptions):
+    """Which PonderLM to train."""
+
+    family: FamilyName = field(default="ponder", init=False)
+
+    scale_embeddings: bool = False
+    """Whether embeddings are scaled by √D."""
+
+
+class PonderDecoder(DecodingDecoder):
+    """A looped decoder whose steps start from a growing sum of embeddings."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DecodingDecoder.Config):
+        """Architecture of a PonderLM."""
+
+        scale_embeddings: bool
+
+        def architecture(self) -> dict[str, Any]:
+            """Return the options of a decoder with Φ and the scale."""
+            inherited = DecodingDecoder.Config.architecture(self)
+            return {**inherited, "scale_embeddings": self.scale_embeddings}
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.scale = math.sqrt(config.dim) if config.scale_embeddings else 1.0
+
+    def start(self, tokens: Tensor, context: LoopContext) -> Carry:
+        """Return E_1."""
+        return self.scale * super().start(tokens, context)
+
+    def advance(
+        self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
+    ) -> Carry:
+        """Return the sum with what `step` decodes to."""
+        return carry + self.scale * self.decode(hidden_BLD, context)
+
+
+def decoder_config(
+    options: PonderOptions, shape: ModelSize, max_seq_len: int
+) -> PonderDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    if options.injection != "none":
+        raise UserError(
+            f"model.injection={options.injection}: every step of a PonderLM starts from the "
+            "embeddings as it is; leave it at none"
+        )
+    base = ouro.decoder_config(options, shape, max_seq_len)
+    return PonderDecoder.Config(
+        **{part.name: getattr(base, part.name) for part in fields(base) if part.init},
+        decoding=options.decoding(shape.vocab_size),
+        scale_embeddings=options.scale_embeddings,
+    )
+
+
+PONDER = register(
+    Family(
+        name="ponder",
+        options=PonderOptions,
+        sizes=ouro.SIZES,
+        decoder_config=decoder_config,
+        uses=frozenset({"analyse", "generate", "held_out", "upcycle"}),
+    )
+)

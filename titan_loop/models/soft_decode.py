@@ -1,0 +1,347 @@
+"""Decode a state to a distribution over tokens, and encode that as a mean of embeddings.
+
+    z_v = w_v · h / τ      p = softmax(z)      Φ(h) = Σ_v p_v e_v
+
+chunk by chunk: no more logits than a chunk's ever exist, forward or backward. With `top_k` the sum
+runs over the k tokens of the largest logits, of equal ones those with the smaller ids, and p is
+normalised over these alone or over the whole vocabulary. Where g is the gradient of Φ and s_v is
+g · e_v:
+
+    de_v = p_v g     dz_v = p_v (s_v − Σ_u p_u s_u)     dh = Σ_v dz_v w_v / τ     dw_v = dz_v h / τ
+
+so the backward pass needs what p was normalised by, or the k tokens and their p, and one sum over
+the vocabulary. Ranks that share the vocabulary never see each other's logits: they exchange maxima
+and sums of a chunk, and the k largest logits of each; every rank returns the part of Φ that its own
+rows make.
+
+Shape suffixes as in `readout.py`, and K the tokens kept.
+
+Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is ours.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.vocabulary import Vocabulary
+
+NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
+"""Tokens over which the probabilities of the kept ones add up to 1."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How Φ makes a distribution of logits.
+
+    Attributes:
+        temperature: τ > 0.
+        top_k: Number of tokens kept; None keeps all of them.
+        normalised_over: Tokens whose probabilities add up to 1.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    normalised_over: NormalisedOver = "top_k"
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `UserError` for values that no vocabulary, or not this one, allows."""
+        if not self.temperature > 0:
+            raise UserError(f"model.temperature={self.temperature} must be above 0")
+        if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
+            raise UserError(
+                f"model.top_k={self.top_k} must be at least 1 and at most the {vocab_size} tokens "
+                "of the vocabulary; leave it out to keep all of them"
+            )
+        kinds = get_args(NormalisedOver)
+        if self.normalised_over not in kinds:
+            raise UserError(
+                f"model.normalised_over={self.normalised_over} is unknown"
+                f"{nearest(self.normalised_over, kinds)}"
+            )
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the logits that were not kept have no gradient."""
+        return self.top_k is not None and self.normalised_over == "top_k"
+
+    def training_flops(self, dim: int, vocab_size: int) -> tuple[int, int]:
+        """Return FLOPs per token, forward and backward, without recomputation.
+
+        Forward all logits, then a sum of V or K embeddings; backward twice as much for each part,
+        but for the logits of K tokens alone where only those have a gradient.
+        """
+        every, kept = 2 * dim * vocab_size, 2 * dim * (self.top_k or vocab_size)
+        return every + kept, 2 * (kept if self.is_sparse else every) + 2 * kept
+
+
+class Tables(NamedTuple):
+    """What Φ decodes and encodes with, and how much of it exists at a time.
+
+    Attributes:
+        decoder_VD: The rows w_v on this rank.
+        encoder_VD: The rows e_v on this rank; None if they are the same tensor.
+        vocabulary: Which rows those are, and reductions over the others.
+        chunk_tokens: Tokens whose logits may exist at a time.
+    """
+
+    decoder_VD: Tensor
+    encoder_VD: Tensor | None
+    vocabulary: Vocabulary
+    chunk_tokens: int
+
+
+def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tensor:
+    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables.
+
+    Args:
+        hidden_BLD: h, whole on every rank.
+        tables: The weights.
+        decoding: Temperature, tokens kept and normalisation.
+    """
+    function = _AllTokens if decoding.top_k is None else _KeptTokens
+    decoded_TD = function.apply(
+        hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
+        tables.decoder_VD,
+        tables.encoder_VD,
+        tables.vocabulary,
+        tables.chunk_tokens,
+        decoding,
+    )
+    return decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _AllTokens(torch.autograd.Function):
+    """Φ of the whole softmax; saves what p was divided by."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        decoder_VD: Tensor,
+        encoder_VD: Tensor | None,
+        vocabulary: Vocabulary,
+        chunk_tokens: int,
+        decoding: Decoding,
+    ) -> Tensor:
+        encode_VD = decoder_VD if encoder_VD is None else encoder_VD
+        decoded_TD = encode_VD.new_empty(hidden_TD.shape)
+        log_sum_T = hidden_TD.new_empty(len(hidden_TD), dtype=_wide(decoder_VD))
+        for chunk in _chunks(len(hidden_TD), chunk_tokens):
+            logit_CV = _logits(hidden_TD[chunk], decoder_VD, decoding)
+            log_sum_T[chunk] = _softmax_(logit_CV, vocabulary)
+            torch.mm(logit_CV.to(encode_VD.dtype), encode_VD, out=decoded_TD[chunk])
+        ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, log_sum_T)
+        ctx.how = vocabulary, chunk_tokens, decoding
+        return decoded_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TD, decoder_VD, encoder_VD, log_sum_T = ctx.saved_tensors
+        vocabulary, chunk_tokens, decoding = ctx.how
+        gradients = _Gradients(hidden_TD, decoder_VD, encoder_VD)
+        for chunk in _chunks(len(hidden_TD), chunk_tokens, 2):
+            hidden_CD, grad_CD = hidden_TD[chunk], grad_outputs[0][chunk]
+            prob_CV = _logits(hidden_CD, decoder_VD, decoding)
+            prob_CV.sub_(log_sum_T[chunk].unsqueeze(-1)).exp_()
+            score_CV = torch.mm(grad_CD.to(gradients.encode_VD.dtype), gradients.encode_VD.t())
+            gradients.add_encoded(prob_CV, grad_CD)
+            score_CV = prob_CV * score_CV
+            (mean_C,) = vocabulary.all_reduce_sum(score_CV.sum(dim=-1))
+            logit_grad_CV = score_CV.sub_(prob_CV.mul_(mean_C.unsqueeze(-1)))
+            gradients.add_decoded(chunk, logit_grad_CV.div_(decoding.temperature), hidden_CD)
+        return gradients.all()
+
+
+class _KeptTokens(torch.autograd.Function):
+    """Φ of the K most likely tokens; saves which they are, and their p."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        decoder_VD: Tensor,
+        encoder_VD: Tensor | None,
+        vocabulary: Vocabulary,
+        chunk_tokens: int,
+        decoding: Decoding,
+    ) -> Tensor:
+        assert decoding.top_k is not None
+        tokens, kept, wide = len(hidden_TD), decoding.top_k, _wide(decoder_VD)
+        encode_VD = decoder_VD if encoder_VD is None else encoder_VD
+        decoded_TD = encode_VD.new_empty(hidden_TD.shape)
+        id_TK = torch.empty(tokens, kept, dtype=torch.int32, device=hidden_TD.device)
+        prob_TK = hidden_TD.new_empty(tokens, kept, dtype=wide)
+        log_sum_T = None if decoding.is_sparse else hidden_TD.new_empty(tokens, dtype=wide)
+        for chunk in kept_chunks(kept, tokens, chunk_tokens, encode_VD.shape):
+            logit_CV = _logits(hidden_TD[chunk], decoder_VD, decoding)
+            id_CK, value_CK = _largest(logit_CV, kept, vocabulary)
+            if log_sum_T is None:
+                prob_CK = value_CK.softmax(dim=-1)
+            else:
+                log_sum_T[chunk] = _softmax_(logit_CV, vocabulary)
+                prob_CK = (value_CK - log_sum_T[chunk].unsqueeze(-1)).exp()
+            id_TK[chunk], prob_TK[chunk] = id_CK.int(), prob_CK
+            row_CK, prob_CK = _here(id_CK, prob_CK, encode_VD, vocabulary)
+            weight_C1K = prob_CK.unsqueeze(1).to(encode_VD.dtype)
+            decoded_TD[chunk] = torch.bmm(weight_C1K, encode_VD[row_CK]).squeeze(1)
+        ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, log_sum_T, id_TK, prob_TK)
+        ctx.how = vocabulary, chunk_tokens, decoding
+        return decoded_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden_TD, decoder_VD, encoder_VD, log_sum_T, id_TK, prob_TK = ctx.saved_tensors
+        vocabulary, chunk_tokens, decoding = ctx.how
+        gradients = _Gradients(hidden_TD, decoder_VD, encoder_VD)
+        encode_VD = gradients.encode_VD
+        gathered = 3 * id_TK.shape[1] * encode_VD.shape[1] / len(encode_VD)
+        for chunk in _chunks(len(hidden_TD), chunk_tokens, 2 + gathered):
+            hidden_CD, grad_CD = hidden_TD[chunk], grad_outputs[0][chunk]
+            row_CK, prob_CK = _here(id_TK[chunk], prob_TK[chunk], encode_VD, vocabulary)
+            grad_CD1 = grad_CD.to(encode_VD.dtype).unsqueeze(-1)
+            score_CK = prob_CK * torch.bmm(encode_VD[row_CK], grad_CD1).squeeze(-1)
+            (mean_C,) = vocabulary.all_reduce_sum(score_CK.sum(dim=-1))
+            gradients.add_kept_encoded(row_CK, prob_CK, grad_CD)
+            if log_sum_T is None:
+                logit_grad_CK = (score_CK - prob_CK * mean_C.unsqueeze(-1)) / decoding.temperature
+                gradients.add_kept_decoded(chunk, row_CK, logit_grad_CK, hidden_CD)
+                continue
+            logit_grad_CV = _logits(hidden_CD, decoder_VD, decoding)  # of those not kept, too
+            logit_grad_CV.sub_(log_sum_T[chunk].unsqueeze(-1)).exp_().mul_(-mean_C.unsqueeze(-1))
+            logit_grad_CV.scatter_add_(1, row_CK, score_CK)
+            gradients.add_decoded(chunk, logit_grad_CV.div_(decoding.temperature), hidden_CD)
+        return gradients.all()
+
+
+class _Gradients:
+    """Gradients of states and tables, added up in at least fp32; one table where both are one."""
+
+    def __init__(self, hidden_TD: Tensor, decoder_VD: Tensor, encoder_VD: Tensor | None) -> None:
+        self.decode_VD, self.tied = decoder_VD, encoder_VD is None
+        self.encode_VD = decoder_VD if encoder_VD is None else encoder_VD
+        self.hidden_grad_TD = torch.empty_like(hidden_TD)
+        self.decoder_grad_VD = torch.zeros_like(decoder_VD, dtype=_wide(decoder_VD))
+        self.encoder_grad_VD = self.decoder_grad_VD
+        if encoder_VD is not None:
+            self.encoder_grad_VD = torch.zeros_like(encoder_VD, dtype=_wide(encoder_VD))
+
+    def add_encoded(self, prob_CV: Tensor, grad_CD: Tensor) -> None:
+        """Add p_v g to every row v."""
+        self._add_product(self.encoder_grad_VD, prob_CV, grad_CD)
+
+    def add_decoded(self, chunk: slice, logit_grad_CV: Tensor, hidden_CD: Tensor) -> None:
+        """Take the gradient of all logits of a chunk."""
+        self._add_product(self.decoder_grad_VD, logit_grad_CV, hidden_CD)
+        narrow_CV = logit_grad_CV.to(self.decode_VD.dtype)
+        self.hidden_grad_TD[chunk] = torch.mm(narrow_CV, self.decode_VD)
+
+    def add_kept_encoded(self, row_CK: Tensor, prob_CK: Tensor, grad_CD: Tensor) -> None:
+        """Add p_v g to the rows that were kept."""
+        self._add_rows(self.encoder_grad_VD, row_CK, prob_CK, grad_CD)
+
+    def add_kept_decoded(
+        self, chunk: slice, row_CK: Tensor, logit_grad_CK: Tensor, hidden_CD: Tensor
+    ) -> None:
+        """Take the gradient of the logits that were kept."""
+        self._add_rows(self.decoder_grad_VD, row_CK, logit_grad_CK, hidden_CD)
+        weight_C1K = logit_grad_CK.unsqueeze(1).to(self.decode_VD.dtype)
+        hidden_grad_CD = torch.bmm(weight_C1K, self.decode_VD[row_CK]).squeeze(1)
+        self.hidden_grad_TD[chunk] = hidden_grad_CD
+
+    def all(self) -> tuple[Tensor | None, ...]:
+        """Return what `backward` returns."""
+        encoder_grad_VD = None if self.tied else self.encoder_grad_VD.to(self.encode_VD.dtype)
+        decoder_grad_VD = self.decoder_grad_VD.to(self.decode_VD.dtype)
+        return self.hidden_grad_TD, decoder_grad_VD, encoder_grad_VD, None, None, None
+
+    def _add_product(self, total_VD: Tensor, weight_CV: Tensor, value_CD: Tensor) -> None:
+        narrow_CV, value_CD = (part.to(self.decode_VD.dtype) for part in (weight_CV, value_CD))
+        if total_VD.dtype == self.decode_VD.dtype:
+            total_VD.addmm_(narrow_CV.t(), value_CD)
+        else:
+            total_VD += torch.mm(narrow_CV.t(), value_CD)
+
+    @staticmethod
+    def _add_rows(total_VD: Tensor, row_CK: Tensor, weight_CK: Tensor, value_CD: Tensor) -> None:
+        product_CKD = weight_CK.unsqueeze(-1) * value_CD.unsqueeze(1).to(total_VD.dtype)
+        total_VD.index_add_(0, row_CK.flatten(), product_CKD.flatten(0, 1))
+
+
+def _wide(weight: Tensor) -> torch.dtype:
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _chunks(tokens: int, chunk_tokens: int, parts: float = 1) -> list[slice]:
+    """Return the slices of T tokens that need `parts` times a chunk's logits at a time."""
+    size = max(1, int(chunk_tokens / parts))
+    return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+def kept_chunks(kept: int, tokens: int, chunk_tokens: int, shape: tuple[int, ...]) -> list[slice]:
+    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings.
+
+    Args:
+        kept: K.
+        tokens: T.
+        chunk_tokens: Tokens whose logits may exist at a time.
+        shape: Rows of the table on this rank, and D.
+    """
+    return _chunks(tokens, chunk_tokens, 3 + kept * shape[1] / shape[0])
+
+
+def _logits(hidden_CD: Tensor, decoder_VD: Tensor, decoding: Decoding) -> Tensor:
+    """Return z, at least fp32."""
+    logit_CV = torch.mm(hidden_CD.to(decoder_VD.dtype), decoder_VD.t()).to(_wide(decoder_VD))
+    return logit_CV.div_(decoding.temperature)
+
+
+def _softmax_(logit_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """Overwrite the logits with p; return log Σ_v exp z_v."""
+    max_C1 = logit_CV.amax(dim=-1, keepdim=True)
+    vocabulary.all_reduce_max(max_C1)
+    (sum_exp_C,) = vocabulary.all_reduce_sum(logit_CV.sub_(max_C1).exp_().sum(dim=-1))
+    logit_CV.div_(sum_exp_C.unsqueeze(-1))
+    return sum_exp_C.log() + max_C1.squeeze(-1)
+
+
+def _largest(logit_CV: Tensor, kept: int, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """Return ids and values of the K largest logits of all ranks, by id; ties go to small ids."""
+    place_CK = _top_places(logit_CV, min(kept, logit_CV.shape[-1]))
+    id_CK, value_CK = place_CK + vocabulary.start, logit_CV.gather(-1, place_CK)
+    id_CN, value_CN = vocabulary.gather_kept(id_CK, value_CK, kept)
+    if id_CN.shape[-1] == kept:
+        return id_CN, value_CN
+    # The ranks hold ascending slices and so does every rank's part: order is still that of the ids.
+    place_CK = _top_places(value_CN, kept)
+    return id_CN.gather(-1, place_CK), value_CN.gather(-1, place_CK)
+
+
+def _top_places(value_CN: Tensor, kept: int) -> Tensor:
+    """Return the places of the K largest values, ascending; of equal ones the first, always."""
+    top = value_CN.topk(kept, dim=-1)  # which of equal values it takes is not defined
+    smallest_C1 = top.values[:, -1:]
+    larger_C1 = (top.values > smallest_C1).sum(dim=-1, keepdim=True)
+    seen_CN = (value_CN == smallest_C1).cumsum(dim=-1, dtype=torch.int32)
+    slot_K = torch.arange(kept, device=value_CN.device)
+    wanted_CK = (slot_K + 1 - larger_C1).clamp_min(1).int()
+    first_CK = torch.searchsorted(seen_CN, wanted_CK)
+    return torch.where(slot_K < larger_C1, top.indices, first_CK).sort(dim=-1).values
+
+
+def _here(
+    id_CK: Tensor, prob_CK: Tensor, encoder_VD: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
+    """Return rows of this rank's table and p, which is 0 where a token is another rank's."""
+    row_CK = id_CK.long() - vocabulary.start
+    here_CK = (row_CK >= 0) & (row_CK < len(encoder_VD))
+    return torch.where(here_CK, row_CK, 0), torch.where(here_CK, prob_CK, 0.0)

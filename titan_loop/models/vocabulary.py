@@ -1,0 +1,49 @@
+"""The part of a vocabulary that a device holds, and what it exchanges with the holders of others.
+
+Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this device's
+slice), C tokens of one chunk, K tokens kept.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Vocabulary:
+    """The rows of the head on this device, here all of them, and sums over the others.
+
+    Attributes:
+        rows: Number of rows of the whole head, V.
+        start: Token id of the first row on this device.
+    """
+
+    def __init__(self, rows: int, start: int = 0) -> None:
+        self.rows = rows
+        self.start = start
+
+    def local(
+        self, head_weight_VD: Tensor, hidden_RBLD: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return head weight and states as plain tensors of this device."""
+        return head_weight_VD, tuple(hidden_RBLD)
+
+    def all_reduce_max(self, value: Tensor) -> None:
+        """Take the largest value over all slices, in place."""
+
+    def all_reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums over all slices of tensors of one shape."""
+        return values
+
+    def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+        """Return ids and values of all slices, one after the other; missing ones are -inf.
+
+        Args:
+            id_CK: Token ids, ascending, at most `kept`.
+            value_CK: Their values.
+            kept: Number that every slice contributes if it has as many rows.
+        """
+        return id_CK, value_CK
+
+    def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
+        """Return what this device adds to a sum over all slices, as the model passes it on."""
+        return part_BLD
