@@ -222,6 +222,11 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
             "Mean norm of the DFT over all values of three operands, by pattern of frequencies; "
             "j j j is a function of the sum.",
         ),
+        "intervention.png": (
+            "States replaced by embeddings",
+            "Share of right answers when the state at a waypoint is mixed, between two steps, with "
+            "the embedding of the token that it decodes to.",
+        ),
         "patching.png": (
             "Activation patching",
             "Change of the answer's logit margin when one state is replaced by another question's.",

@@ -113,3 +113,21 @@ def draw_patching(visits: Sequence[Visit], change: np.ndarray, stratum: str, pat
         axes.grid(visible=False)
 
     return draw_axes(draw, path)
+
+
+def draw_intervention(
+    found: Mapping[str, Sequence[float]], strengths: Sequence[float], path: Path
+) -> Path:
+    """Draw the accuracy of every stratum over the strength of an intervention."""
+
+    def draw(axes: "Axes") -> None:
+        colors = depth_colors(len(found))
+        for (name, shares), color in zip(found.items(), colors, strict=True):
+            percent = [100 * share for share in shares]
+            axes.plot(strengths, percent, color=color, marker="o", label=name)
+        axes.set_ylim(-3, 103)
+        axes.set_xlabel("share of the embedding in the state")
+        axes.set_ylabel("% right")
+        axes.legend()
+
+    return draw_axes(draw, path)

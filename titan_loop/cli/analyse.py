@@ -330,6 +330,52 @@ def patching(
     print(draw_patching(visits, change, names[-1], plot))
 
 
+def intervention(
+    run: Path,
+    *,
+    strengths: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0),
+    strata: tuple[str, ...] = (),
+    waypoint: str | None = None,
+    after: int = 1,
+    recurrent_steps: int | None = None,
+    questions: int = 256,
+) -> None:
+    """Replace a state by the embedding of what it decodes to, and ask the exam (DiscoLoop).
+
+    For runs on a generated task. The state at a waypoint, such as the bridge of two hops, is mixed
+    between two steps with the normed embedding of its likeliest token. Writes
+    evals/intervention-step-N.json and a plot that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        strengths: Shares of the embedding in the mixture, from 0 to 1.
+        strata: Strata of the task's exam; default all whose questions have more than one waypoint.
+        waypoint: Waypoint of the task whose state is replaced; default the first.
+        after: Step after which it is.
+        recurrent_steps: R; default that of training.
+        questions: Number of questions of each stratum.
+    """
+    from titan_loop.analysis.step_plots import draw_intervention
+    from titan_loop.evaluation.analysed_run import open_task, save_analysis
+    from titan_loop.evaluation.intervention import intervention as asked
+    from titan_loop.tables import columns
+
+    loaded, task, names = open_task(run, strata, questions)
+    if not strata:
+        first = {name: task.held_out_questions(1, task.strata[name])[0] for name in names}
+        names = [name for name, question in first.items() if len(task.waypoints(question)) > 1]
+    how: Any = {"strengths": strengths, "steps": _steps(recurrent_steps, loaded)}
+    how |= {"count": questions, "waypoint": waypoint, "after": after}
+    found = {name: asked(loaded.model, task, name, **how) for name in names}
+    rows = [["stratum", *(f"{strength:g}" for strength in strengths)]]
+    rows += [[name, *(f"{share:.3f}" for share in shares)] for name, shares in found.items()]
+    print("\n".join(columns(rows)))
+    record = {"questions": questions, "strengths": strengths, "after": after, "accuracy": found}
+    print(save_analysis(loaded, "intervention", record))
+    plot = loaded.run.directory.plots / "intervention.png"
+    print(draw_intervention(found, strengths, plot))
+
+
 def _steps(recurrent_steps: int | None, loaded: "Loaded") -> int:
     if recurrent_steps is not None and recurrent_steps < 1:
         raise UserError(f"recurrent_steps={recurrent_steps} must be at least 1")
@@ -375,6 +421,7 @@ VERBS = {
     "lens": lens,
     "steps": steps,
     "patching": patching,
+    "intervention": intervention,
     **analyse_latent.VERBS,
 }
 

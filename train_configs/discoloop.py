@@ -1,0 +1,256 @@
+"""DiscoLoop (a decoded channel inside the loop), its baselines, and PonderLM.
+
+    discoloop_symbolic    two hops over two graphs, as published: plain, DiscoLoop, untied copies
+    discoloop_three_hop   three hops, likewise
+    discoloop_language    two hops in English, direct and reverse, with the learned gate
+    discoloop_440m        language models on 20B tokens: plain loop, PonderLM, DiscoLoop
+    two_hop_small         two hops in miniature, for one core
+    two_hop_short         a minute of it: shows that the arms run, not that they learn
+
+Published: task, splits, R, gate, τ, epochs; of the language models all but the feed-forward width,
+where 2,816 gives 440M parameters, and Adam's β and decay. Not published, hence ours: size,
+optimiser, rate, batch and template of tokens of everything on the two graphs, here two layers of
+D 768, AdamW at 1e-4 with a decay of 0.1 and batches of 512 questions.
+
+`discoloop_440m` reads two sources, tokenised with DeepSeek-V3-0324's tokenizer of 129,280 tokens:
+
+    corpora/discoloop/fineweb-edu      HuggingFaceFW/fineweb-edu, sample-100BT   60 % of tokens
+    corpora/discoloop/finemath-4plus   HuggingFaceTB/finemath, finemath-4plus    40 %
+
+LOG.md has what the small one shows. φ, the number of trained chains per fact, decides what is
+found: it is `--dataloader.inferred-ratio`, 2 in all of them.
+
+Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices A and B.
+"""
+
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.two_graph import Form, TwoGraph
+from titan_loop.models.families.discoloop import ChannelGate, DiscoLoopOptions
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.families.ponder import PonderOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.evaluation_config import SuiteConfig
+from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+CORPUS = "corpora/discoloop"
+WINDOW_440M, BATCH_440M = 8_192, 2**20
+TOKENS_440M = 19_074 * BATCH_440M
+
+PAPER_SIZE: dict[str, Any] = {"size": "134m", "n_layers": 2}
+
+SMALL = TwoGraph(entities=50, relations=10, degree=10)
+SMALL_SIZE: dict[str, Any] = {"size": "debugmodel", "n_layers": 1, "hidden_dim": 256}
+SMALL_BATCH, SMALL_STEPS = 256, 12_000
+
+
+def discoloop_symbolic() -> Recipe:
+    """Two hops over two graphs, as published: plain loop, DiscoLoop, untied copies."""
+    return Recipe(name="discoloop_symbolic", stages=_published(TwoGraph(), epochs=3_000))
+
+
+def discoloop_three_hop() -> Recipe:
+    """Two and three hops with R = 3, as published."""
+    return Recipe(name="discoloop_three_hop", stages=_published(TwoGraph(hops=3), epochs=3_000))
+
+
+def discoloop_language() -> Recipe:
+    """Two hops in English with the learned gate, as published, in direct and in reverse order."""
+    forms: tuple[Form, ...] = ("direct", "reverse")
+    return Recipe(
+        name="discoloop_language",
+        stages=[
+            Stage(name=f"{form}_{stage.name}", config=stage.config)
+            for form in forms
+            for stage in _published(TwoGraph(form=form), epochs=5_000, channel_gate="learned")
+        ],
+    )
+
+
+def discoloop_440m() -> Recipe:
+    """Language models of 440M parameters on 20B tokens, R = 4: plain loop, PonderLM, DiscoLoop."""
+    shared: dict[str, Any] = {
+        "size": "374m",
+        "rope_theta": 1e6,
+        "exit_gate": False,
+        "tie_weights": True,
+    }
+    models = {
+        "plain": OuroOptions(**shared),
+        "ponder": PonderOptions(**shared, top_k=100),
+        "discoloop": DiscoLoopOptions(**shared, top_k=128),
+    }
+    return Recipe(
+        name="discoloop_440m",
+        stages=[Stage(name=name, config=_language(model)) for name, model in models.items()],
+    )
+
+
+def two_hop_small() -> Recipe:
+    """Two hops over two graphs of 50 entities, on one core: plain loop, DiscoLoop, copies."""
+    return Recipe(name="two_hop_small", stages=_small(SMALL_STEPS))
+
+
+def two_hop_short() -> Recipe:
+    """The arms of two_hop_small for a few steps: shows that they run, not that they learn."""
+    stages = _small(24)
+    for stage in stages:
+        stage.config.checkpoint.interval = 12
+        stage.config.suite.interval, stage.config.suite.questions = 12, 16
+    return Recipe(name="two_hop_short", stages=stages)
+
+
+def _models(
+    steps: int, size: dict[str, Any], channel_gate: ChannelGate
+) -> dict[str, tuple[OuroOptions, int]]:
+    """Return model and R of every arm; the copies have a layer for each visit of the loops.
+
+    Args:
+        steps: R of the loops.
+        size: Options of the layers that all arms share.
+        channel_gate: DiscoLoop's.
+    """
+    shared = {**size, "exit_gate": False, "tie_weights": True}
+    copies = {**shared, "n_layers": steps * size["n_layers"]}
+    return {
+        "plain": (OuroOptions(**shared), steps),
+        "discoloop": (DiscoLoopOptions(**shared, channel_gate=channel_gate), steps),
+        "untied": (OuroOptions(**copies), 1),
+    }
+
+
+def _published(task: TwoGraph, *, epochs: int, channel_gate: ChannelGate = "fixed") -> list[Stage]:
+    facts = task.entities * task.degree
+    examples = round(facts * (2 + task.inferred_ratio))
+    stages = []
+    for arm, (model, steps) in _models(task.hops, PAPER_SIZE, channel_gate).items():
+        config = _two_graph(task, model, steps, batch=512, examples=epochs * examples)
+        config.learning_rate = Schedule.warmup_constant(
+            1e-4, warmup_tokens=2_000 * 512 * config.training.seq_len
+        )
+        config.suite = SuiteConfig(interval=5_000, depths=_depths(steps), questions=2_000)
+        config.suite.tasks = [task.name]
+        config.checkpoint.interval = 5_000
+        stages.append(Stage(name=arm, config=config))
+    return stages
+
+
+def _small(training_steps: int) -> list[Stage]:
+    stages = []
+    for arm, (model, steps) in _models(SMALL.hops, SMALL_SIZE, "fixed").items():
+        config = _two_graph(
+            SMALL, model, steps, batch=SMALL_BATCH, examples=training_steps * SMALL_BATCH
+        )
+        config.learning_rate = Schedule.warmup_constant(
+            3e-3, warmup_tokens=200 * SMALL_BATCH * config.training.seq_len
+        )
+        config.adamw.beta2 = 0.98
+        config.suite = SuiteConfig(interval=500, depths=_depths(steps), questions=500)
+        config.suite.tasks = [SMALL.name]
+        config.checkpoint.interval = 2_000
+        config.checkpoint.keep_latest_k = 2
+        config.metrics.log_freq = 100
+        stages.append(Stage(name=arm, config=config))
+    return stages
+
+
+def _depths(steps: int) -> list[int]:
+    """Return the steps whose answers the exam reads: stage 1 and the last, where they differ."""
+    return sorted({1, steps})
+
+
+def _two_graph(
+    task: TwoGraph, model: OuroOptions, steps: int, *, batch: int, examples: int
+) -> LoopTrainer.Config:
+    """Return a run on `examples` questions, each in a window of its own, `batch` at a time."""
+    window = task.longest_example - 1
+    config = LoopTrainer.Config(
+        total_tokens=examples * window,
+        model=model,
+        dataloader=TaskLoader.Config(task=task, window="example"),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch * window)),
+        adamw=AdamWConfig(weight_decay=0.1),
+    )
+    config.training.seq_len = window
+    config.training.local_batch_size = batch
+    return config
+
+
+def _language(model: OuroOptions) -> LoopTrainer.Config:
+    warmup = 1_000 * BATCH_440M
+    config = LoopTrainer.Config(
+        total_tokens=TOKENS_440M,
+        model=model,
+        dataloader=WindowLoader.Config(
+            mixture=[f"{CORPUS}/fineweb-edu=60", f"{CORPUS}/finemath-4plus=40"]
+        ),
+        learning_rate=Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {TOKENS_440M}:1e-5"),
+        recurrence=RecurrenceConfig(steps=Schedule.constant(4)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_440M)),
+        optimizer=LoopOptimizers.Config(name="muon"),
+        adamw=AdamWConfig(eps=1e-15),
+        muon=MuonConfig(momentum=0.95),
+    )
+    config.model.vocab_size = 129_280
+    config.training.seq_len = WINDOW_440M
+    config.training.local_batch_size = 1
+    config.training.max_norm = 1.0
+    config.activation_checkpoint = SelectiveAC.Config()
+    config.checkpoint.interval = 1_000
+    return config
+
+
+TABLES = {
+    "two_hop_small": [
+        ResultTable(
+            name="two_hops",
+            title="% right after both steps",
+            rows={
+                "plain loop": {"stage": "plain", "reading": "static:2"},
+                "DiscoLoop": {"stage": "discoloop", "reading": "static:2"},
+                "untied copies": {"stage": "untied", "reading": "static:1"},
+            },
+            columns={
+                "facts": {"task": "two_graph/atomic"},
+                "trained": {"task": "two_graph/train_2"},
+                "in distribution": {"task": "two_graph/id_2"},
+                "OOD": {"task": "two_graph/ood_2"},
+            },
+            everywhere={"metric": "acc,none"},
+            paper={
+                "plain loop": {"facts": 100, "trained": 100, "in distribution": 71.1, "OOD": 8.3},
+                "DiscoLoop": {"in distribution": 100, "OOD": 100},
+                "untied copies": {"in distribution": 20, "OOD": 0},
+            },
+        ),
+        ResultTable(
+            name="stage_1",
+            title="% right after the first step",
+            rows={
+                "plain loop": {"stage": "plain"},
+                "DiscoLoop": {"stage": "discoloop"},
+            },
+            columns={
+                "facts": {"task": "two_graph/atomic"},
+                "trained": {"task": "two_graph/train_2"},
+                "in distribution": {"task": "two_graph/id_2"},
+                "OOD": {"task": "two_graph/ood_2"},
+            },
+            everywhere={"metric": "acc,none", "reading": "static:1"},
+            paper={
+                "plain loop": {"facts": 100, "trained": 8.8, "in distribution": 0.9, "OOD": 0.0}
+            },
+        ),
+    ]
+}
