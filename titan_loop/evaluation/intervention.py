@@ -94,8 +94,8 @@ def _final_state(
     context = model.make_context(batch.input, batch.positions, columns=batch.columns or None)
     carry = model.start(batch.input, context)
     row_B = torch.arange(len(where_B), device=where_B.device)
-    for step in range(1, steps + 1):
-        hidden_BLD = model.step(carry, step, context)
+    hidden_BLD = model.step(carry, 1, context)
+    for step in range(1, steps):
         if step == after:
             said_BL = model.readout(model.read(hidden_BLD, context)).argmax(dim=-1)
             token_BD = model.tok_embeddings(said_BL[row_B, where_B].unsqueeze(1))[:, 0]
@@ -103,6 +103,6 @@ def _final_state(
             hidden_BLD = hidden_BLD.clone()
             kept_BD = (1 - strength) * hidden_BLD[row_B, where_B]
             hidden_BLD[row_B, where_B] = kept_BD + strength * token_BD
-        if step < steps:
-            carry = model.advance(carry, hidden_BLD, step, context)
+        carry = model.advance(carry, hidden_BLD, step, context)
+        hidden_BLD = model.step(carry, step + 1, context)
     return model.read(hidden_BLD, context)
