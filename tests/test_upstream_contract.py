@@ -307,3 +307,14 @@ def test_functions_compiled_on_demand_are_part_of_a_larger_graph():
     whole = torch.compile(lambda x: double(x) + 1, backend=backend, fullgraph=True)
     assert torch.equal(whole(one), 2 * one + 1)
     assert len(graphs) == 2
+
+
+def test_a_group_of_fsdp_modules_counts_as_visited_once():
+    """`compat.gather_at_every_visit` takes the group's hooks off and these methods instead."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    body = source(FSDPState.init)
+    assert "self._pre_forward_hook_handle = hook_handle" in body
+    assert "self._post_forward_hook_handle = hook_handle" in body
+    assert parameters(FSDPState._pre_forward) == ["self", "module", "args", "kwargs"]
+    assert parameters(FSDPState._post_forward) == ["self", "module", "input", "output"]

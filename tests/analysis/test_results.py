@@ -34,7 +34,7 @@ def mine() -> None:
 
 def trained(folder: Path, *, seed: int = 42, command: tuple[str, ...] = ()) -> RunDirectory:
     run = RunDirectory(folder)
-    config = {"stage": "looped", "debug": {"seed": seed}}
+    config = {"stage": "looped", "debug": {"seed": seed}, "dataloader": {"task": {"modulus": 5}}}
     run.create_or_open([*COMMAND, *command], config=config)
     for step in range(1, 101):
         record = {"step": step, "tokens": 10 * step, "loss": 1 / step, "tokens_per_second": 5.0}
@@ -60,6 +60,7 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
     result = RunResult.of(run)
     assert (result.recipe, result.stage, result.seed) == (COMMAND[2], "looped", 7)
     assert result.overrides == [*flags[1:]]
+    assert result.task == {"modulus": 5}
     assert (result.steps, result.tokens, result.seconds) == (100, 1000, 200.0)
     assert result.results["mano/2/acc,none/static:4"] == 0.5
     assert result.results["mano/8/acc,none/static:4"] == 0.75

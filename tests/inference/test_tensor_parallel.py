@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from tests.inference.reference import make_model, prompts
+from tests.models.test_decoded_channel import make_model as decoding_model
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import KLAndEntropy, QExit
 from titan_loop.inference.rows import Completion, Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
+from titan_loop.models.families.discoloop import DiscoLoopOptions
 
 pytestmark = pytest.mark.multiprocess
 
@@ -22,8 +24,17 @@ SETTINGS = {
 }
 
 
-def generate_all(ranks: int) -> dict[str, tuple[list[Completion], list[Completion], int]]:
-    model = make_model(n_kv_heads=2).double()
+DISCO = DiscoLoopOptions(n_kv_heads=2, exit_gate=True, channel_gate="learned", top_k=9)
+MODELS = {
+    "ouro": lambda: make_model(n_kv_heads=2).double(),
+    "disco": lambda: decoding_model(DISCO),
+}
+
+
+def generate_all(
+    ranks: int, name: str = "ouro"
+) -> dict[str, tuple[list[Completion], list[Completion], int]]:
+    model = MODELS[name]()
     if ranks > 1:
         from torchtitan.config import ParallelismConfig
         from torchtitan.distributed import ParallelDims
@@ -48,9 +59,10 @@ def generate_all(ranks: int) -> dict[str, tuple[list[Completion], list[Completio
     return results
 
 
-def test_tensor_parallel_generation_equals_one_process(gloo_pool):
-    alone = generate_all(1)
-    for rank in gloo_pool(2).run(generate_all, 2):
+@pytest.mark.parametrize("name", MODELS)
+def test_tensor_parallel_generation_equals_one_process(gloo_pool, name):
+    alone = generate_all(1, name)
+    for rank in gloo_pool(2).run(generate_all, 2, name):
         for name, (greedy, sampled, cache_bytes) in alone.items():
             assert rank[name][0] == greedy, name
             assert rank[name][1] == sampled, name

@@ -118,6 +118,7 @@ class RunResult:
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
             `evals.jsonl`.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
+        task: Parameters of the generated task that it was trained on; empty for text.
         format_version: Of the file.
     """
 
@@ -134,6 +135,7 @@ class RunResult:
     losses: list[list[float]]
     results: dict[str, float]
     evaluations: list[list[Any]] = field(default_factory=list)
+    task: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def has(self, where: Where, name: str) -> bool:
@@ -178,6 +180,7 @@ class RunResult:
                 [record["step"], {name: round(x, 5) for name, x in record["results"].items()}]
                 for record in _thinned(evaluated, _MOST_EVALUATIONS)
             ],
+            task=config.get("dataloader", {}).get("task", {}),
         )
 
     @classmethod

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import keep_shard
@@ -49,6 +50,7 @@ def spread_over_ranks(model: LoopDecoder, parallel_dims: ParallelDims) -> LoopDe
     with torch.device("meta"):
         spread = config.build()
     spread.parallelize(parallel_dims)
+    share_vocabulary(spread.lm_head, parallel_dims)
     spread.to_empty(device=reference.device)
     with torch.no_grad():
         spread.init_states()
