@@ -68,6 +68,7 @@ def test_a_family_s_rate_factor_and_decay_reach_the_update():
     model.__class__ = FastGate
     optimizers = LoopOptimizers.Config().build(model_parts=[model])
     optimizers.set_learning_rate(1e-3)
+    assert optimizers.own_rates(1e-3) == {"lr/adamw_x10": pytest.approx(1e-2)}
     with torch.no_grad():
         model.exit_gate.bias.fill_(1.0)
     for parameter in model.parameters():

@@ -2,14 +2,15 @@
 
 Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, what the objective
 reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
-`improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr`,
+`improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr` (as
+scheduled, and `lr/muon_x0.5` and the like for parameters that have a factor on it),
 `recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
 last record), `mfu` (model FLOPs since the last record, each step's at its own R, as a fraction of
-the devices' peak in the precision they compute in; null if that is not known),
-`peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`,
-`windows_consumed`, `data_wait` (rank 0: share of the time since the last record in which training
-waited for data), `io_retries` (reads that the rank with the most had to repeat since it started),
-and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start.
+the devices' peak in the precision they compute in; null if that is not known), `peak_memory_bytes`
+(rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`, `windows_consumed`,
+`data_wait` (rank 0: share of the time since the last record in which training waited for data),
+`io_retries` (reads that the rank with the most had to repeat since it started), and of every source
+`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start.
 Numbers that are not finite are null.
 """
 
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
@@ -63,7 +64,8 @@ class StepRecord:
         tokens: Global tokens consumed after this step.
         loss: Mean over the valid tokens of the global batch.
         grad_norm: Gradient norm before clipping.
-        lr: Learning rate of this step.
+        lr: Learning rate of this step, as scheduled.
+        own_rates: Rates of the groups of parameters that have others.
         recurrent_steps: R of this step.
         schedules: Values of the objective's schedules in this step, by name.
         global_batch_tokens: Tokens in this step's batch.
@@ -90,6 +92,7 @@ class StepRecord:
     objective: Mapping[str, float]
     summary: Sequence[str] = ()
     io_retries: int = 0
+    own_rates: Mapping[str, float] = field(default_factory=dict)
 
 
 class LoopMetricsProcessor(MetricsProcessor):
@@ -215,6 +218,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 **record.objective,
                 "grad_norm": record.grad_norm,
                 "lr": record.lr,
+                **record.own_rates,
                 "recurrent_steps": record.recurrent_steps,
                 **record.schedules,
                 "global_batch_tokens": record.global_batch_tokens,

@@ -278,6 +278,14 @@ class LoopOptimizers(OptimizersContainer):
         for group, settings in self._groups():
             group["lr"] = learning_rate * settings.rate_factor
 
+    def own_rates(self, learning_rate: float) -> dict[str, float]:
+        """Return the rates that differ from the scheduled one, as `lr/OPTIMIZER_xFACTOR`."""
+        settings = [settings for _, settings in self._groups() if settings.rate_factor != 1]
+        return {
+            f"lr/{own.optimizer_name.lower()}_x{own.rate_factor:g}": learning_rate * own.rate_factor
+            for own in settings
+        }
+
     def update_average(self, *, step: int, tokens: int) -> None:
         """Take the weights after a step into their average, if there is one."""
         if self._average is not None:

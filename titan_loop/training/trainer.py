@@ -248,6 +248,7 @@ class LoopTrainer(GradientTrainer):
                     loss=mean_loss,
                     grad_norm=float(grad_norm),
                     lr=plan.learning_rate,
+                    own_rates=self.optimizers.own_rates(plan.learning_rate),
                     recurrent_steps=plan.recurrent_steps,
                     schedules=plan.schedules,
                     global_batch_tokens=plan.windows * self.config.training.seq_len,
