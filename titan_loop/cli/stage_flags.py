@@ -79,6 +79,10 @@ def apply_to_stages(
             stage.config = apply_overrides(stage.config, own.get(stage.name, []), program)
         except UserError as error:
             raise UserError(f"stage {stage.name}: {error}") from error
+        if stage.config.total_flops is not None:
+            from titan_loop.training.flop_budget import within_budget  # imports torch
+
+            stage.config = within_budget(stage.config)
 
 
 def split_by_stage(

@@ -34,10 +34,11 @@ from titan_loop.evaluation.held_out import at_depths
 from titan_loop.planning.absent_gpu import absent_gpu
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.made_up_windows import MadeUpWindows, made_up
-from titan_loop.planning.stage_needs import StageNeeds, stage_architecture, stage_needs
+from titan_loop.planning.stage_needs import StageNeeds, stage_needs
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.tables import columns
+from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.trainer import LoopTrainer
 

@@ -11,7 +11,6 @@ from the model FLOPs (recomputation does not count) and a utilisation that is as
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
@@ -26,13 +25,14 @@ from titan_loop.distributed.step_shape import StepShape, step_shape
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import decoder_config
 from titan_loop.models.flops import Flops
 from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
+from titan_loop.training.chosen_model import are_prepared, stage_architecture
+from titan_loop.training.flop_budget import mean_flops
 from titan_loop.training.preflight import (
     batch_refusals,
     column_refusals,
@@ -40,11 +40,10 @@ from titan_loop.training.preflight import (
     setting_refusals,
     value_refusals,
 )
-from titan_loop.training.recurrence import most_recurrent_steps, recurrent_steps_at
+from titan_loop.training.recurrence import depths_over, most_recurrent_steps
 from titan_loop.training.trainer import LoopTrainer
 
 SECONDS_PER_DAY = 86_400
-_SCHEDULE_SAMPLES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,8 +182,9 @@ def stage_needs(
         refusals += map(str, batch_refusals(config, cluster.ranks))
     refusals += _memory_refusals(shape, estimates, cluster.gpu)
     tokens = config.windows_of_the_run() * shape.seq_len
-    mean_steps, mean_reached = _mean_recurrent_steps(config)
-    flops = model.training_flops(shape.seq_len, mean_steps, config.trainable, mean_reached)
+    depths = depths_over(config.recurrence, config.total_tokens)
+    mean_steps = math.fsum(r * count for (r, _), count in depths.items()) / depths.total()
+    flops = mean_flops(config, model)
     accumulation = -(-max(sizes) // (data_parallel * shape.windows))
     return StageNeeds(
         name=name,
@@ -213,21 +213,9 @@ def stage_needs(
     )
 
 
-def stage_architecture(config: LoopTrainer.Config) -> LoopDecoder.Config:
-    """Return the architecture of a stage; without prepared data its vocabulary is the default."""
-    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
-    if options.vocab_size is None and _are_prepared(config):
-        options.vocab_size = config.dataloader.vocabulary().size
-    return decoder_config(options, max_seq_len=config.training.seq_len)
-
-
-def _are_prepared(config: LoopTrainer.Config) -> bool:
-    return all(Path(path).is_dir() for path in config.dataloader.source_paths())
-
-
 def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
     """Say whether there is enough data, where that can be told."""
-    if not _are_prepared(config):
+    if not are_prepared(config):
         return "not here", []
     try:
         config.open_data().require_windows(config.windows_of_the_run())
@@ -283,23 +271,3 @@ def _memory_refusals(
 def _steps(config: LoopTrainer.Config) -> int:
     steps = plan_steps(config.batch, config.total_tokens, config.training.seq_len)
     return min(steps, config.training.steps) if config.training.steps else steps
-
-
-def _mean_recurrent_steps(config: LoopTrainer.Config) -> tuple[float, float]:
-    """Return the means, over the stage's tokens, of R and of the steps the backward pass reaches.
-
-    A random R counts with the mean of its distribution, unclipped. The schedule is sampled at equal
-    distances: exact for a constant, within 1/4,096 of the range for one jump.
-    """
-    recurrence = config.recurrence
-
-    def steps_at(tokens: int) -> float:
-        if recurrence.poisson:
-            return recurrence.steps(tokens)
-        return recurrent_steps_at(recurrence, tokens=tokens, step=1, seed=0)
-
-    samples = range(_SCHEDULE_SAMPLES)
-    places = [int((sample + 0.5) / _SCHEDULE_SAMPLES * config.total_tokens) for sample in samples]
-    values = [steps_at(tokens) for tokens in places]
-    reached = [min(value, recurrence.backward_steps or value) for value in values]
-    return math.fsum(values) / len(values), math.fsum(reached) / len(values)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -25,6 +26,19 @@ def model_config(config: RunConfig) -> LoopDecoder.Config:
         UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
     """
     return decoder_config(model_options(config), max_seq_len=config.training.seq_len)
+
+
+def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
+    """Return the architecture of a stage; without prepared data its vocabulary is the default."""
+    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
+    if options.vocab_size is None and are_prepared(config):
+        options.vocab_size = config.dataloader.vocabulary().size
+    return decoder_config(options, max_seq_len=config.training.seq_len)
+
+
+def are_prepared(config: RunConfig) -> bool:
+    """Return whether a run's data are there."""
+    return all(Path(path).is_dir() for path in config.dataloader.source_paths())
 
 
 def model_options(config: RunConfig) -> ModelOptions:

@@ -115,6 +115,10 @@ class RunConfig(Trainer.Config):
     total_tokens: int = 1_000_000
     """Number of tokens to train on, all ranks together."""
 
+    total_flops: float | None = None
+    """Budget in model FLOPs of training, all ranks together: train on as many tokens as it pays for
+    in place of total_tokens, with every schedule stretched from that length to the new one."""
+
     model: ModelOptions = field(default_factory=OuroOptions)
     trainable: Trainable = "all"
     """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""

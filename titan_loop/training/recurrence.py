@@ -10,6 +10,7 @@ Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ import numpy as np
 
 from titan_loop.errors import Refusal
 from titan_loop.training.schedule import Schedule
+
+_SAMPLES = 4096
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,6 +94,27 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
     largest = config.steps.largest
     spread = 4 * math.sqrt(largest) if config.poisson else 0  # a Poisson draw's deviation is √λ
     return _clip(math.ceil(largest + spread), config)
+
+
+def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float]]:
+    """Return how often R comes with so many steps that the backward pass reaches, over a run.
+
+    A random R counts with the mean of its distribution, unclipped. The schedule is sampled at 4,096
+    equal distances: exact for a constant, within 1/4,096 of the range for one jump.
+
+    Args:
+        config: The schedule and its limits.
+        total_tokens: Tokens of the run.
+
+    Returns:
+        (R, steps with a backward pass) → number of samples.
+    """
+    depths: Counter[tuple[float, float]] = Counter()
+    for sample in range(_SAMPLES):
+        tokens = int((sample + 0.5) / _SAMPLES * total_tokens)
+        steps = config.steps(tokens) if config.poisson else typical_recurrent_steps(config, tokens)
+        depths[steps, min(steps, config.backward_steps or steps)] += 1
+    return depths
 
 
 def recurrent_steps_at(

@@ -24,6 +24,7 @@ from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.chosen_model import model_config, model_options
 from titan_loop.training.config import RunConfig
+from titan_loop.training.flop_budget import within_budget
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.preflight import refusals, remarks
 from titan_loop.training.recurrence import most_recurrent_steps
@@ -89,6 +90,7 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     Raises:
         UserError: The first of the config's `refusals`.
     """
+    config = within_budget(config)
     raise_first(refusals(config, world_size))
     for remark in remarks(config):
         logger.warning("%s", remark)

@@ -14,7 +14,7 @@ import bisect
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from titan_loop.errors import UserError, nearest
@@ -113,6 +113,10 @@ class Schedule:
                 return following.tokens
             return max(knot.tokens, tokens) + 1
         return None
+
+    def stretched(self, factor: float) -> "Schedule":
+        """Return the schedule that has the same values at `factor` times the tokens."""
+        return Schedule(tuple(replace(k, tokens=round(factor * k.tokens)) for k in self.knots))
 
     @property
     def smallest(self) -> float:

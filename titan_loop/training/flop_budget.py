@@ -1,0 +1,82 @@
+"""A budget in training FLOPs in place of one in tokens.
+
+    total_flops ─► tokens that it pays for ─► total_tokens, and every schedule stretched with it
+
+A run that grows R, or is smaller, gets more tokens for the same FLOPs. Its schedules are written
+for `total_tokens`; stretched to another length they keep their shape, so the mean cost of a token
+stays what it is and the tokens follow at once.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.flops import Flops
+from titan_loop.training.chosen_model import stage_architecture
+from titan_loop.training.config import RunConfig
+from titan_loop.training.recurrence import depths_over
+from titan_loop.training.schedule import Schedule
+
+
+def mean_flops(config: RunConfig, model: LoopDecoder.Config) -> Flops:
+    """Return the model FLOPs of a trained token, averaged over the run.
+
+    Args:
+        config: Its schedules and window.
+        model: Its architecture.
+    """
+    depths = depths_over(config.recurrence, config.total_tokens)
+    seq_len, total = config.training.seq_len, depths.total()
+    shares = [
+        [
+            part * (count / total)
+            for part in model.training_flops(seq_len, steps, config.trainable, reached)
+        ]
+        for (steps, reached), count in depths.items()
+    ]
+    return Flops(*map(sum, zip(*shares, strict=True)))
+
+
+def within_budget(config: RunConfig) -> RunConfig:
+    """Return a config that trains on as many tokens as its `total_flops` pay for.
+
+    Args:
+        config: Unchanged; returned as it is without a budget, or if it is spent already.
+
+    Raises:
+        UserError: The budget is not positive, pays for less than one window, or the model is wrong.
+    """
+    budget = config.total_flops
+    if budget is None:
+        return config
+    per_token = mean_flops(config, stage_architecture(config)).total
+    tokens = int(budget / per_token) if budget > 0 else 0
+    if tokens < config.training.seq_len:
+        raise UserError(
+            f"total_flops={budget:g} pays for {tokens:,} tokens at {per_token:.3g} FLOPs each, "
+            f"less than training.seq_len={config.training.seq_len}; give more"
+        )
+    if abs(tokens - config.total_tokens) <= config.training.seq_len:
+        return config  # stretched before
+    factor = tokens / config.total_tokens
+    return replace(
+        config,
+        total_tokens=tokens,
+        recurrence=_stretched(config.recurrence, factor),
+        batch=_stretched(config.batch, factor),
+        loss=_stretched(config.loss, factor),
+        ema=replace(config.ema, start_tokens=round(factor * config.ema.start_tokens)),
+        **{name: value.stretched(factor) for name, value in _schedules(config).items()},
+    )
+
+
+def _schedules(config: Any) -> dict[str, Schedule]:
+    """Return the fields of a dataclass that are schedules."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return {name: value for name, value in values.items() if isinstance(value, Schedule)}
+
+
+def _stretched(config: Any, factor: float) -> Any:
+    stretched = {name: value.stretched(factor) for name, value in _schedules(config).items()}
+    return replace(config, **stretched)
