@@ -47,7 +47,13 @@ def test_eight_depths_in_one_pass_equal_eight_passes():
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("shallow", "step", "deep"),
-    [("q:0", 1, "q:1"), ("hidden:inf", 2, "hidden:0"), ("kl:inf,inf", 2, "kl:0,0")],
+    [
+        ("q:0", 1, "q:1"),
+        ("hidden:inf", 2, "hidden:0"),
+        ("relative:inf", 2, "relative:0"),
+        ("confidence:0", 1, "confidence:1"),
+        ("kl:inf,inf", 2, "kl:0,0"),
+    ],
 )
 def test_every_policy_meets_static_depth_at_both_ends(shallow: str, step: int, deep: str):
     model = make_model()

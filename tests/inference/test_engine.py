@@ -13,10 +13,12 @@ from tests.models.ponder import ponder_model
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import (
+    Confidence,
     ExitPolicy,
     HiddenDifference,
     KLAndEntropy,
     QExit,
+    RelativeDifference,
     StaticStep,
     parse_exit_policy,
 )
@@ -73,6 +75,22 @@ def hidden_difference(epsilon: float):
     return leaves
 
 
+def relative_difference(epsilon: float):
+    def leaves(states, reference):
+        if len(states) < 2:
+            return False
+        return float((states[-1] - states[-2]).norm() / states[-1].norm()) < epsilon
+
+    return leaves
+
+
+def confidence(probability: float):
+    def leaves(states, reference):
+        return float(reference.logits(states[-1]).softmax(-1).max()) > probability
+
+    return leaves
+
+
 def kl_and_entropy(kl: float, entropy: float):
     def leaves(states, reference):
         if len(states) < 2:
@@ -88,6 +106,8 @@ POLICIES = {
     "static": (StaticStep(), lambda states, reference: False),
     "q": (QExit(0.7), q_exit(0.7)),
     "hidden": (HiddenDifference(4.5), hidden_difference(4.5)),
+    "relative": (RelativeDifference(0.55), relative_difference(0.55)),
+    "confidence": (Confidence(0.055), confidence(0.055)),
     "kl": (KLAndEntropy(0.2, 4.5), kl_and_entropy(0.2, 4.5)),
 }
 

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tests.inference.reference import make_model, q_exit_steps
 from titan_loop.errors import UserError
 from titan_loop.inference.exit_policy import (
+    Confidence,
     ExitDecider,
     HiddenDifference,
     KLAndEntropy,
     QExit,
+    RelativeDifference,
     StaticStep,
     exit_steps,
     parse_exit_policy,
@@ -119,6 +121,8 @@ def test_a_bf16_state_is_compared_in_fp32():
         ("static:1", StaticStep(1)),
         ("static:2", StaticStep(2)),
         ("hidden:0.5", HiddenDifference(0.5)),
+        ("relative:0.5", RelativeDifference(0.5)),
+        ("confidence:0.9", Confidence(0.9)),
         ("q:0.9", QExit(0.9)),
         ("kl:0.01,3", KLAndEntropy(0.01, 3.0)),
     ],
@@ -142,6 +146,8 @@ def test_policies_are_written_as_text(text, policy):
         ("static:0", "exit=static:0 must name a step of at least 1"),
         ("static:1.5", "static takes 1 number"),
         ("hidden:-1", "must be a distance of at least 0"),
+        ("relative:-1", "exit=relative:-1.0 must be a distance of at least 0"),
+        ("confidence:1.1", "must be between 0 and 1"),
         ("full:3", "full takes 0 number"),
     ],
 )

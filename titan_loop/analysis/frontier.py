@@ -21,12 +21,16 @@ FAMILIES = {
     "static": "static depth",
     "q": "Q-exit (gate)",
     "hidden": "hidden-state difference",
+    "relative": "relative difference",
+    "confidence": "confidence",
     "kl": "KL and entropy",
 }
 _STYLES = {
     "static": ("#222222", "o", "-"),
     "q": ("#1f4e79", "s", "-"),
     "hidden": ("#d1495b", "^", "--"),
+    "relative": ("#d1495b", "v", ":"),
+    "confidence": ("#8a5fbf", "P", "-."),
     "kl": ("#2a9d5c", "D", ":"),
 }
 

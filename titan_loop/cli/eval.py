@@ -32,7 +32,8 @@ class Scoring:
         num_fewshot: Number of examples, instead of each task's own.
         limit: Documents per task, for a first look.
         recurrent_steps: Number of recurrent steps R; by default that of training.
-        exit: Exit policy: full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS.
+        exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
+            confidence:P, q:THRESHOLD or kl:KL,NATS.
         kv_cache: Key-value cache of generated tokens.
         batch_size: Rows at a time.
         max_length: Context in tokens; by default the trained window.

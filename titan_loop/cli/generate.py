@@ -37,7 +37,8 @@ class Generation:
         seed: Seed of everything that is sampled.
         stop: String that ends the text; may be repeated.
         recurrent_steps: Number of recurrent steps R; by default that of training.
-        exit: Exit policy: full, static:S, hidden:EPSILON, q:THRESHOLD or kl:KL,NATS.
+        exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
+            confidence:P, q:THRESHOLD or kl:KL,NATS.
         kv_cache: Key-value cache: full, last, first or averaged.
         draft_step: Draft at this recurrent step, verify at R.
         draft_tokens: Number of tokens drafted at a time.

@@ -26,6 +26,7 @@ from titan_loop.inference.exit_policy import (
     exit_steps,
     hidden_distance,
     parse_exit_policy,
+    relative_distance,
 )
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import get_family
@@ -153,6 +154,9 @@ def frontier_readings(
         pairs = list(zip(states[1:], states[:-1], strict=True))
         distances = torch.cat([hidden_distance(*pair).flatten() for pair in pairs])
         names += ["hidden:0", *(f"hidden:{x:.4g}" for x in _quantiles(distances)), "hidden:inf"]
+        shares = torch.cat([relative_distance(*pair).flatten() for pair in pairs])
+        names += ["relative:0", *(f"relative:{x:.4g}" for x in _quantiles(shares)), "relative:inf"]
+        names += [f"confidence:{threshold:g}" for threshold in _Q_THRESHOLDS]
         log_probs = [_log_prob(model.readout(state)) for state in states]
         pairs = list(zip(log_probs[1:], log_probs[:-1], strict=True))
         changes = torch.cat([divergence_nats(*pair).flatten() for pair in pairs])

@@ -1,12 +1,14 @@
-"""After which recurrent step a token is read out: four rules, each decided per token.
+"""After which recurrent step a token is read out: six rules, each decided per token.
 
     static:S          after step S
     hidden:EPSILON    ‖h_r − h_{r−1}‖₂ < ε, from r = 2
+    relative:EPSILON  ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂, from r = 2
+    confidence:P      the likeliest next token has more than the probability P
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
 
-Whatever the rule says, a token leaves after step R. The two rules that compare with the step before
+Whatever the rule says, a token leaves after step R. The rules that compare with the step before
 cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; KL and entropy from the
@@ -107,13 +109,44 @@ class HiddenDifference(ExitPolicy):
 
     def __post_init__(self) -> None:
         if not self.epsilon >= 0.0:
-            raise UserError(f"exit=hidden:{self.epsilon} must be a distance of at least 0")
+            raise UserError(f"exit={self.name}:{self.epsilon} must be a distance of at least 0")
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True where the distance, in at least fp32 and not normalised, is below ε."""
         return (evidence.step_BL > 1) & (
             hidden_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
         )
+
+
+@dataclass(frozen=True)
+class RelativeDifference(HiddenDifference):
+    """As `HiddenDifference`, in units of the state itself: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
+
+    name: ClassVar[str] = "relative"
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """True where the relative distance, in at least fp32, is below ε."""
+        return (evidence.step_BL > 1) & (
+            relative_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
+        )
+
+
+@dataclass(frozen=True)
+class Confidence(ExitPolicy):
+    """Tokens leave when one next token is likely enough."""
+
+    probability: float
+    name: ClassVar[str] = "confidence"
+    reads_logits: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.probability <= 1.0:
+            raise UserError(f"exit=confidence:{self.probability} must be between 0 and 1")
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """True above the probability; 1 is full depth, also where the largest one rounds to 1."""
+        assert evidence.log_prob_BLV is not None
+        return evidence.log_prob_BLV.amax(-1).exp() > self.probability
 
 
 @dataclass(frozen=True)
@@ -165,6 +198,12 @@ def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
     return (hidden_BLD.to(wide) - before_BLD.to(wide)).norm(dim=-1)
 
 
+def relative_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    """Return ‖h_r − h_{r−1}‖₂ / ‖h_r‖₂ per token, (B, L), at least fp32."""
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    return hidden_distance(hidden_BLD, before_BLD) / hidden_BLD.to(wide).norm(dim=-1)
+
+
 def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
     """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
     return (log_prob_BLV.exp() * (log_prob_BLV - log_prob_before_BLV)).sum(-1)
@@ -175,6 +214,14 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
     return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
 
 
+_OF_ONE_NUMBER: dict[str, Callable[[float], ExitPolicy]] = {
+    "hidden": HiddenDifference,
+    "relative": RelativeDifference,
+    "confidence": Confidence,
+    "q": QExit,
+}
+
+
 def parse_exit_policy(text: str) -> ExitPolicy:
     """Read a policy as in this module's docstring; `full` is full depth.
 
@@ -182,7 +229,7 @@ def parse_exit_policy(text: str) -> ExitPolicy:
         UserError: The policy is unknown, or a value is missing, not a number or out of range.
     """
     name, _, values = text.partition(":")
-    numbers = {"full": 0, "static": 1, "hidden": 1, "q": 1, "kl": 2}
+    numbers = {"full": 0, "static": 1, **dict.fromkeys(_OF_ONE_NUMBER, 1), "kl": 2}
     if name not in numbers:
         raise UserError(f"exit={text} is not an exit policy{nearest(name, numbers)}")
     parts = [part for part in values.split(",") if part]
@@ -195,12 +242,10 @@ def parse_exit_policy(text: str) -> ExitPolicy:
                 return StaticStep()
             case "static":
                 return StaticStep(int(parts[0]))
-            case "hidden":
-                return HiddenDifference(float(parts[0]))
-            case "q":
-                return QExit(float(parts[0]))
-            case _:
+            case "kl":
                 return KLAndEntropy(float(parts[0]), float(parts[1]))
+            case _:
+                return _OF_ONE_NUMBER[name](float(parts[0]))
     except UserError:
         raise
     except ValueError as error:

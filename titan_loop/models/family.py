@@ -33,7 +33,7 @@ Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 """What not every family can be used for: the verbs of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
-EXIT_POLICIES = frozenset(("static", "hidden", "q", "kl"))
+EXIT_POLICIES = frozenset(("static", "hidden", "relative", "confidence", "q", "kl"))
 """Names of all exit policies; full depth is a static step."""
 
 RUNTIME_OPTIONS = frozenset(

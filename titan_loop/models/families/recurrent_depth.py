@@ -44,7 +44,14 @@ from titan_loop.models.attention import LoopAttention, inner_attention_config
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout
-from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
+from titan_loop.models.family import (
+    EXIT_POLICIES,
+    Family,
+    FamilyName,
+    ModelOptions,
+    ModelSize,
+    register,
+)
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.memory_parts import LayerBytes, Spread
 from titan_loop.models.positions import LearnedPositions, NoRotation, Positions, PositionTable
@@ -326,6 +333,6 @@ RECURRENT_DEPTH = register(
         sizes=SIZES,
         decoder_config=decoder_config,
         uses=frozenset({"analyse", "generate", "held_out"}),
-        exit_policies=frozenset({"static", "hidden", "kl"}),
+        exit_policies=EXIT_POLICIES - {"q"},
     )
 )
