@@ -50,7 +50,7 @@ SMALL = DagArithmetic(
 )
 SMALL_WINDOW = 112
 SMALL_WINDOWS = 4
-SMALL_TOKENS = 2_800_000
+SMALL_TOKENS = 3_000_000
 """Read by a model that is supervised at every step, on which it spends about 25 minutes."""
 
 METHODS = {
@@ -167,7 +167,7 @@ def latent_small() -> Recipe:
     discrete = LatentOptions(size="small", relative_window=16)
     continuous = replace(discrete, state="continuous")
     plain = OuroOptions(
-        n_layers=4, dim=128, n_heads=4, hidden_dim=256, positions="none", exit_gate=False
+        n_layers=4, positions="none", exit_gate=False
     )
     thought = DagChainOfThought(**asdict(SMALL), thought="equations")
     return Recipe(
@@ -219,7 +219,7 @@ def _small(
     config.total_tokens = tokens
     config.batch = BatchConfig(global_batch_tokens=Schedule.constant(batch))
     config.learning_rate = Schedule.warmup_cosine(
-        3e-3, start=3e-4, warmup_tokens=100_000, total_tokens=tokens, final=1e-4
+        4e-3, start=4e-4, warmup_tokens=100_000, total_tokens=tokens, final=2e-4
     )
     config.adamw = AdamWConfig(beta2=0.98, weight_decay=0.01)
     config.training.local_batch_size = batch // window
