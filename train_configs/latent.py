@@ -166,9 +166,7 @@ def latent_small() -> Recipe:
     """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper."""
     discrete = LatentOptions(size="small", relative_window=16)
     continuous = replace(discrete, state="continuous")
-    plain = OuroOptions(
-        n_layers=4, positions="none", exit_gate=False
-    )
+    plain = OuroOptions(n_layers=4, positions="none", exit_gate=False)
     thought = DagChainOfThought(**asdict(SMALL), thought="equations")
     return Recipe(
         name="latent_small",

@@ -1,0 +1,34 @@
+"""The recipes of latent-space reasoning: stages can start, tables name what they report."""
+
+import pytest
+
+from titan_loop.training.preflight import refusals
+from train_configs.latent import METHODS, TABLES, latent, latent_small
+
+
+@pytest.mark.parametrize("recipe", [latent, latent_small])
+def test_every_stage_can_start_and_is_reported(recipe):
+    stages = {stage.name: stage.config for stage in recipe().stages}
+    assert {*stages} == {*METHODS.values()}
+    for config in stages.values():
+        assert list(refusals(config, 1)) == []
+    (solved, *_) = TABLES[recipe.__name__]
+    for row, where in solved.rows.items():
+        task = stages[where["stage"]].dataloader.generated_task()
+        assert task is not None
+        assert where["task"] == task.name
+        assert {column["stratum"] for column in solved.columns.values()} == set(task.strata)
+        assert solved.paper[row].keys() <= solved.columns.keys()
+
+
+def test_methods_differ_as_the_paper_says():
+    stages = {stage.name: stage.config for stage in latent_small().stages}
+    states = {name: getattr(config.model, "state", None) for name, config in stages.items()}
+    assert states.pop("chain_of_thought") is None
+    assert [name for name, state in states.items() if state == "discrete"] == [
+        "discrete",
+        "correction",
+    ]
+    supervised = [name for name, config in stages.items() if config.recurrence.from_data]
+    assert supervised == ["discrete", "correction", "continuous"]
+    assert stages["correction"].model.corruption == 0.05  # type: ignore[attr-defined]
