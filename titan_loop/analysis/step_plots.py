@@ -22,18 +22,11 @@ def draw_lens(lenses: Sequence[Lens], path: Path) -> Path:
     colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
 
     def draw(axes: "Axes", stratum: str) -> None:
-        for lens in lenses:
-            if lens.stratum == stratum:
-                layers = lens.accuracy.shape[1]
-                at = [visit / layers for visit in range(1, lens.accuracy.size + 1)]
-                axes.plot(
-                    at,
-                    100 * lens.accuracy.ravel(),
-                    color=colors[lens.waypoint],
-                    marker="o",
-                    markersize=3,
-                    label=lens.waypoint,
-                )
+        for waypoint, color in colors.items():  # also those of other panels, for the legend
+            curve = [x for x in lenses if (x.stratum, x.waypoint) == (stratum, waypoint)]
+            values = 100 * curve[0].accuracy.ravel() if curve else np.array([])
+            at = np.arange(1, len(values) + 1) / lenses[0].accuracy.shape[1]
+            axes.plot(at, values, color=color, marker="o", markersize=3, label=waypoint)
         axes.set_ylim(-3, 103)
         axes.set_xlabel("recurrent steps, layer by layer")
 
@@ -107,6 +100,7 @@ def draw_patching(visits: Sequence[Visit], change: np.ndarray, stratum: str, pat
         names = ["embedding", *(f"{step}.{layer}" for step, layer in visits[1:])]
         every = -(-len(names) // 20)
         axes.set_yticks(range(0, len(names), every), names[::every])
+        axes.set_xticks(range(0, change.shape[1], -(-change.shape[1] // 20)))
         axes.set_xlabel("position")
         axes.set_ylabel("step.layer")
         axes.set_title(f"Questions of {stratum}")
