@@ -170,6 +170,7 @@ def _small_systematic(steps: int) -> LoopTrainer.Config:
         RecurrentDepthOptions(
             size="debugmodel", positions="learned", learned_positions=SMALL_WINDOW
         ),
+        rate=3e-3,
         weight_decay=0.5,
         suite=SuiteConfig(interval=500, depths=[1, 2, 4, 8], questions=256),
     )
@@ -178,15 +179,16 @@ def _small_systematic(steps: int) -> LoopTrainer.Config:
 def _small_depth(
     recurrence: RecurrenceConfig, curriculum: Curriculum | None = None
 ) -> LoopTrainer.Config:
-    steps = recurrence.max_steps or round(recurrence.steps.largest)
+    steps = 6 if recurrence.poisson else round(recurrence.steps.largest)
     return _small(
         SMALL_DEPTH,
         recurrence,
         RecurrentDepthOptions(size="debugmodel"),
+        rate=2e-3,
         weight_decay=0.3,
         suite=SuiteConfig(interval=2_000, depths=SMALL_DEPTHS, questions=128),
         curriculum=curriculum
-        or Curriculum(enabled=True, interval=250, questions=256, recurrent_steps=steps),
+        or Curriculum(enabled=True, interval=100, questions=256, recurrent_steps=steps),
     )
 
 
@@ -195,6 +197,7 @@ def _small(
     recurrence: RecurrenceConfig,
     model: RecurrentDepthOptions,
     *,
+    rate: float,
     weight_decay: float,
     suite: SuiteConfig,
     curriculum: Curriculum | None = None,
@@ -203,7 +206,7 @@ def _small(
         total_tokens=SMALL_TOKENS,
         model=model,
         dataloader=TaskLoader.Config(task=task, curriculum=curriculum or Curriculum()),
-        learning_rate=Schedule.warmup_constant(3e-3, warmup_tokens=200 * SMALL_BATCH_TOKENS),
+        learning_rate=Schedule.warmup_constant(rate, warmup_tokens=200 * SMALL_BATCH_TOKENS),
         recurrence=recurrence,
         batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH_TOKENS)),
         adamw=AdamWConfig(beta2=0.98, weight_decay=weight_decay),

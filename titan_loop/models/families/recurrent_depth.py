@@ -9,8 +9,9 @@ There is no norm between steps; final norm and tied head stand at the readout on
 learned (P), as for systematic generalisation, or none, as for depth extrapolation.
 
 Initialisation: both output projections of a block are zero, with their biases, so that R steps are
-the identity for any R; the rest is GPT-2's (normal, standard deviation 0.02, here truncated at
-three of them).
+the identity for any R. The rest is GPT-2's at its width: normal with standard deviation 0.02 at
+D = 768 and 0.02 √(768/D) elsewhere, so that projections have the same gain at every width; it is
+truncated at three deviations.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §4; block: Radford et al. 2019 (GPT-2), with
 GELU in its tanh form. Deviations: dropout acts on what branches add to the state, not on embedding
@@ -18,6 +19,7 @@ and attention weights; every projection keeps its bias, but that of an output pr
 parameter of the block, added where the state is, so that tensor-parallel ranks count it once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
@@ -65,7 +67,7 @@ SIZES = {
 }
 
 _NORM_EPS = 1e-5
-_MATRIX = {"weight": partial(normal_matrix, std=0.02), "bias": nn.init.zeros_}
+_GPT2_STD, _GPT2_DIM = 0.02, 768
 _ZERO = {"weight": nn.init.zeros_}
 _NORM = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
 
@@ -241,6 +243,11 @@ def _norm_sharding(enable_sp: bool) -> ShardingConfig:
     return config
 
 
+def _matrix(dim: int) -> dict[str, Callable]:
+    std = _GPT2_STD * (_GPT2_DIM / dim) ** 0.5
+    return {"weight": partial(normal_matrix, std=std), "bias": nn.init.zeros_}
+
+
 def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Config:
     kind, rows, kinds = options.positions, options.learned_positions, get_args(AbsolutePositions)
     if kind not in kinds:
@@ -254,7 +261,9 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
         return Positions.Config()
     if rows is None or rows < 1:
         raise UserError("model.positions=learned needs model.learned_positions of at least 1")
-    table = PositionTable.Config(num_embeddings=rows, embedding_dim=shape.dim, param_init=_MATRIX)
+    table = PositionTable.Config(
+        num_embeddings=rows, embedding_dim=shape.dim, param_init=_matrix(shape.dim)
+    )
     return LearnedPositions.Config(table=table)
 
 
@@ -268,11 +277,11 @@ def decoder_config(
         raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
-    head_dim = shape.dim // shape.n_heads
+    head_dim, matrix = shape.dim // shape.n_heads, _matrix(shape.dim)
 
     def linear(in_features: int, out_features: int) -> Linear.Config:
         return Linear.Config(
-            in_features=in_features, out_features=out_features, bias=True, param_init=_MATRIX
+            in_features=in_features, out_features=out_features, bias=True, param_init=matrix
         )
 
     def output(in_features: int) -> Linear.Config:
@@ -305,14 +314,14 @@ def decoder_config(
             dropout=Dropout.Config(rate=options.dropout) if options.dropout else None,
         )
 
-    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_MATRIX)
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
     return RecurrentDepthDecoder.Config(
         dim=shape.dim,
         vocab_size=shape.vocab_size,
         tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=_MATRIX
+            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=matrix
         ),
         layers=[layer() for _ in range(shape.n_layers)],
         norm_placement="readout",
