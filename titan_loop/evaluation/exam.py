@@ -8,7 +8,7 @@ training (`right_at_depths`), where ranks may share it, and of a checkpoint (`ri
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -37,6 +37,9 @@ ACCURACY = "acc,none"
 LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
+OWN_DEPTH = "depth"
+"""Reading of every question after as many recurrent steps as it needs."""
+
 Sums = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Right labels and recurrent steps of P readings and W windows, summed over a window's labels."""
 
@@ -56,6 +59,7 @@ class Exam:
 
     Attributes:
         windows: Windows by the name of the result: TASK, or TASK/STRATUM where there are several.
+        steps: Recurrent steps that each window's question needs, by the same name; 0 for unknown.
 
     Raises:
         UserError: The model's vocabulary or window is too small, or the task has too few examples.
@@ -82,12 +86,14 @@ class Exam:
             )
         alone = len(task.strata) == 1
         self.windows: dict[str, HeldOutWindows] = {}
+        self.steps: dict[str, list[int]] = {}
         for stratum, examples in task.exam(count, strata=strata).items():
             name = task.name if alone else f"{task.name}/{stratum}"
             try:
                 self.windows[name] = example_windows(
                     name, examples, task.columns, room=room, multiple=multiple
                 )
+                self.steps[name] = [example.steps for example in examples]
             except UserError as error:
                 if not leave_out or not self.windows:
                     raise
@@ -96,25 +102,44 @@ class Exam:
     def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
         """Return name → reading → accuracy and mean steps.
 
+        Where questions say how many steps they need, and all those depths are among the readings,
+        the reading `OWN_DEPTH` has every question after as many steps as it needs.
+
         Args:
             readings: Name of each row of the sums.
             sums: Scores windows; collective where the ranks share the model or the windows.
         """
         results: Results = {}
         for name, windows in self.windows.items():
-            right_PW, steps_PW = sums(windows)
+            sums_of = dict(zip(readings, zip(*sums(windows), strict=True), strict=True))
+            sums_of |= self._at_own_depth(name, sums_of)
+            right_PW, steps_PW = (np.stack(rows) for rows in zip(*sums_of.values(), strict=True))
             labels_W = (windows.labels != IGNORE_INDEX).sum(dim=1).numpy()
             accuracy_P = (right_PW == labels_W).mean(axis=1)
             mean_steps_P = steps_PW.sum(axis=1) / labels_W.sum()
             results[name] = {
                 reading: ReadingResult(metrics={ACCURACY: float(share)}, mean_steps=float(steps))
-                for reading, share, steps in zip(readings, accuracy_P, mean_steps_P, strict=True)
+                for reading, share, steps in zip(sums_of, accuracy_P, mean_steps_P, strict=True)
             }
             if labels_W.max() > 1:
                 shares_P = right_PW.sum(axis=1) / labels_W.sum()
-                for reading, share in zip(readings, shares_P, strict=True):
+                for reading, share in zip(sums_of, shares_P, strict=True):
                     results[name][reading].metrics[LABELS] = float(share)
         return results
+
+    def _at_own_depth(self, name: str, sums_of: Mapping[str, Sums]) -> dict[str, Sums]:
+        """Return the sums of every window at its own depth, if all of these were read."""
+        needed = [f"static:{steps}" for steps in self.steps[name]]
+        if not {*needed} <= sums_of.keys():
+            return {}
+        own = zip(*(_window(sums_of[reading], w) for w, reading in enumerate(needed)), strict=True)
+        right_W, steps_W = map(np.array, own)
+        return {OWN_DEPTH: (right_W, steps_W)}
+
+
+def _window(sums: Sums, window: int) -> tuple[float, float]:
+    right_W, steps_W = sums
+    return right_W[window], steps_W[window]
 
 
 def right_at_depths(

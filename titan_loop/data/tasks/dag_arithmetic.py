@@ -15,7 +15,7 @@ Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recurs
 Reasoning" (003), section 3.1, Appendices A.2 and B.1. What the paper leaves open is as in the
 authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
 `most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
-names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 64, chosen
+names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen
 by hash, is never trained on.
 """
 
@@ -95,6 +95,7 @@ class DagArithmetic(Task):
         Column(name="solved", reader="model"),
     )
     knows_depth: ClassVar[bool] = True
+    held_out_one_in: ClassVar[int] = 8
 
     modulus: int = 23
     """m; values are 0 … m - 1."""
@@ -249,7 +250,7 @@ class DagArithmetic(Task):
         table = np.array(rows, dtype=np.int64)
         tokens, factors, depth, solved = table[:, 0], table[:, 1:4], table[:, 4], table[:, 5]
         columns = {"factors": factors, "depth": depth, "solved": solved}
-        return Example(tokens, solved, depth > 0, columns)
+        return Example(tokens, solved, depth > 0, columns, steps=self.depth(question))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,12 +36,14 @@ class Example:
             restricted to unless it takes all targets.
         columns: Values of the columns that the task declares, by name: (T, …) or, for a column that
             is not per token, one value.
+        steps: Recurrent steps that the question needs; 0 where the task does not say.
     """
 
     tokens: np.ndarray
     labels: np.ndarray
     answer: np.ndarray
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    steps: int = 0
 
     def __post_init__(self) -> None:
         lengths = {len(part) for part in (self.tokens, self.labels, self.answer)}
