@@ -50,7 +50,12 @@ TOKENS_440M = 19_074 * BATCH_440M
 PAPER_SIZE: dict[str, Any] = {"size": "134m", "n_layers": 2}
 
 SMALL = TwoGraph(entities=40, relations=10, degree=10, inferred_ratio=7.5)
-SMALL_SIZE: dict[str, Any] = {"size": "debugmodel", "norm_placement": "readout", "n_layers": 2}
+SMALL_SIZE: dict[str, Any] = {
+    "size": "debugmodel",
+    "norm_placement": "readout",
+    "n_layers": 1,  # with two, a single step composes what it has seen composed
+    "hidden_dim": 256,
+}
 SMALL_BATCH, SMALL_STEPS = 256, 10_000
 
 
