@@ -8,9 +8,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.inference.generation import check_generation
-from tests.inference.reference import CONTEXT
+from tests.inference.reference import CONTEXT, prompts
 from tests.models.reference import Weights, reference_forward
 from titan_loop.errors import UserError
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import KLAndEntropy
+from titan_loop.inference.rows import Request
 from titan_loop.models.families.discoloop import DecodingOptions, DiscoLoopOptions
 from titan_loop.models.families.ponder import PonderOptions
 from titan_loop.models.family import build_decoder, decoder_config
@@ -88,6 +91,27 @@ def test_scaled_embeddings_are_larger_embeddings():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generation_equals_the_full_forward(name):
     check_generation(make_model(FAMILIES[name]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
+    """The same tokens at the same steps, and Φ decodes the prompts alone."""
+    model = make_model(FAMILIES[name])
+    engine = Engine(model, recurrent_steps=STEPS, exit_policy=KLAndEntropy(0.3, 4.5))
+    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
+    decoded: list[int] = []
+
+    def note(module: object, inputs: tuple, named: dict) -> None:
+        if "decoding" in named:
+            decoded.append(inputs[0][0].shape[1])
+
+    model.lm_head.register_forward_pre_hook(note, with_kwargs=True)
+    shared = engine.complete(asked, rows=2)
+    assert len({step for completion in shared for step in completion.steps}) > 1
+    assert set(decoded) <= {9, 6}  # windows of prompts, not single tokens
+    context = engine.stack.token_context
+    monkeypatch.setattr(engine.stack, "token_context", lambda at, cache, _: context(at, cache))
+    assert engine.complete(asked, rows=2) == shared
 
 
 @torch.no_grad()

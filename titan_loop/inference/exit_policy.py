@@ -269,6 +269,10 @@ class ExitDecider:
         deepest_step: The step after which every token leaves.
         gate: Maps a state (B, L, D) to exit logits (B, L).
         readout: Maps a state (B, L, D) to logits (B, L, V).
+
+    Attributes:
+        log_prob_BLV: Log-probabilities of the next token after the latest step; None before the
+            first, and if the policy reads no logits.
     """
 
     def __init__(
@@ -284,7 +288,7 @@ class ExitDecider:
         self._gate = gate
         self._readout = readout
         self._log_survival_BL: Tensor | None = None
-        self._log_prob_BLV: Tensor | None = None
+        self.log_prob_BLV: Tensor | None = None
 
     def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
         """Return (B, L) bool, True where the token leaves after the step it just ran.
@@ -310,8 +314,8 @@ class ExitDecider:
             logits_BLV = self._readout(hidden_BLD)
             wide = torch.promote_types(logits_BLV.dtype, torch.float32)
             log_prob_BLV = logits_BLV.to(wide).log_softmax(-1)
-            before_BLV = log_prob_BLV if self._log_prob_BLV is None else self._log_prob_BLV
-            self._log_prob_BLV = log_prob_BLV
+            before_BLV = log_prob_BLV if self.log_prob_BLV is None else self.log_prob_BLV
+            self.log_prob_BLV = log_prob_BLV
             evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
 
@@ -323,15 +327,15 @@ class ExitDecider:
         """Append rows that are about to start a token."""
         if self._log_survival_BL is not None:
             self._log_survival_BL = F.pad(self._log_survival_BL, (0, 0, 0, rows))
-        if self._log_prob_BLV is not None:
-            self._log_prob_BLV = F.pad(self._log_prob_BLV, (0, 0, 0, 0, 0, rows))
+        if self.log_prob_BLV is not None:
+            self.log_prob_BLV = F.pad(self.log_prob_BLV, (0, 0, 0, 0, 0, rows))
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the memory of these rows only."""
         if self._log_survival_BL is not None:
             self._log_survival_BL = self._log_survival_BL[list(rows)]
-        if self._log_prob_BLV is not None:
-            self._log_prob_BLV = self._log_prob_BLV[list(rows)]
+        if self.log_prob_BLV is not None:
+            self.log_prob_BLV = self.log_prob_BLV[list(rows)]
 
 
 def exit_steps(

@@ -110,20 +110,25 @@ class Stack:
         """Return what all steps of whole prompts from position 0 share."""
         return self.model.make_context(tokens_BL, cache=cache)
 
-    def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
+    def token_context(
+        self, positions_BL: Tensor, cache: LoopCache, said_BLV: Tensor | None = None
+    ) -> LoopContext:
         """Return what layer visits of new tokens share.
 
         Args:
             positions_BL: Positions of the tokens.
             cache: Cache of these rows.
+            said_BLV: What an exit policy read off these rows after the step before, if it did; not
+                used where ranks share the embeddings.
         """
         seen = int(positions_BL.max()) + 1
         key_S = torch.arange(seen, device=self.device)
         mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
         visit = cache.tokens(positions_BL, seen)
-        return self.model.make_context(
+        context = self.model.make_context(
             positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
         )
+        return context._replace(said_BLV=said_BLV if self._mesh is None else None)
 
     def step(
         self,

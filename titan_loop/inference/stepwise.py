@@ -22,7 +22,7 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         batch.state,
         batch.column(row.token for row in rows),
         steps,
-        stack.token_context(position_BL, batch.cache),
+        stack.token_context(position_BL, batch.cache, batch.decider.log_prob_BLV),
         reads=batch.decider.reads(steps),
     )
     before = state if batch.state is None else batch.state

@@ -55,6 +55,8 @@ class LoopContext(NamedTuple):
         cache: Where earlier keys and values are kept; None in training.
         columns: What a batch holds for the model beside tokens and positions, by name; None if
             nothing.
+        said_BLV: Log-probabilities of the next token after the step before, if they are known: then
+            nobody has to decode that state again.
     """
 
     positions_BL: Tensor
@@ -62,3 +64,4 @@ class LoopContext(NamedTuple):
     attention_mask: AttentionMask | None = None
     cache: KeyValueCache | None = None
     columns: Mapping[str, Tensor] | None = None
+    said_BLV: Tensor | None = None

@@ -18,7 +18,7 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
 from titan_loop.models.sharding import scattered_state
-from titan_loop.models.soft_decode import Decoding
+from titan_loop.models.soft_decode import Decoding, soft_encode
 from titan_loop.models.units import TABLES, Unit
 
 
@@ -84,6 +84,11 @@ class DecodingDecoder(LoopDecoder):
 
     def decode(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
         """Return Φ of the state after a step, (B, L, D)."""
+        if context.said_BLV is not None:
+            decoded_BLD = soft_encode(
+                context.said_BLV, self.tok_embeddings.weight, self.config.decoding
+            )
+            return decoded_BLD.to(hidden_BLD.dtype)
         read_BLD = self.state_gather(self.read(hidden_BLD, context))
         (decoded_BLD,) = self.lm_head(
             (read_BLD,), decoding=self.config.decoding, encoder=self.tok_embeddings

@@ -114,6 +114,25 @@ def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tenso
     return decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
+    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients.
+
+    Args:
+        log_prob_BLV: Over the whole vocabulary.
+        encoder_VD: All rows e_v.
+        decoding: Temperature, tokens kept and normalisation.
+    """
+    log_prob_CV = log_prob_BLV.flatten(0, -2) / decoding.temperature
+    prob_CV = log_prob_CV.softmax(dim=-1)
+    if decoding.top_k is not None:
+        place_CK = _top_places(log_prob_CV, decoding.top_k)
+        kept_CV = torch.zeros_like(prob_CV).scatter(-1, place_CK, prob_CV.gather(-1, place_CK))
+        total_C1 = kept_CV.sum(dim=-1, keepdim=True) if decoding.is_sparse else 1.0
+        prob_CV = kept_CV / total_C1
+    decoded_CD = torch.mm(prob_CV.to(encoder_VD.dtype), encoder_VD)
+    return decoded_CD.unflatten(0, log_prob_BLV.shape[:-1])
+
+
 class _AllTokens(torch.autograd.Function):
     """Φ of the whole softmax; saves what p was divided by."""
 
