@@ -53,17 +53,20 @@ def cached() -> Path:
     return Path(parse_mixture([ADDRESS])[0].path)
 
 
-def test_what_is_read_is_what_a_local_source_gives(memory, source):
-    assert not cached().exists()
-    remote, local = loader(ADDRESS), loader(source)
-    assert cached().name == "tiny"
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_what_is_read_is_what_a_local_source_gives(memory, source, scheme):
+    address = ADDRESS if scheme == "memory" else f"file://{source}"
+    cached = Path(parse_mixture([address])[0].path)
+    assert not cached.exists()
+    remote, local = loader(address), loader(source)
+    assert cached.name == address.rpartition("/")[2]
     for _ in range(3):
         ((here, labels),) = remote.read_step(4)
         ((there, expected),) = local.read_step(4)
         assert here["input"].equal(there["input"])
         assert labels.equal(expected)
     for file in source.rglob("*"):
-        copy = cached() / file.relative_to(source)
+        copy = cached / file.relative_to(source)
         assert not file.is_file() or copy.read_bytes() == file.read_bytes()
 
 
