@@ -43,6 +43,7 @@ from titan_loop.testing.tiny import tiny_config, tiny_source
 from titan_loop.training.stop_request import StopListener
 
 STEPS = 24
+STAGE = "run"
 EXACT = ("tokens", "lr", "recurrent_steps", "data_hash", "windows_consumed", "entropy_weight")
 LOSS_BOUND = 1e-3
 """Largest relative difference of a loss from that of one process, after changes of layout. fp32
@@ -185,13 +186,13 @@ def _be_a_rank(start: Start, source: Path, changes: dict[str, Any]) -> int:
     config.fsdp.policy = changes.get("fsdp", "auto")
     config.checkpoint.async_mode = start.mode
     if start.remote is not None:
-        config.checkpoint.remote = f"file://{start.remote}"
+        config.checkpoint.remote = f"file://{start.remote.parent}"  # and the stage's name
         _copy_slowly()
     config.hang_seconds = 120.0
     compat.skip_final_pause()
     try:
         with StopListener(grace=60.0) as listener:
-            run_recipe(Recipe.of_one_run("run", config), stop_listener=listener)
+            run_recipe(Recipe.of_one_run(STAGE, config), stop_listener=listener)
     except BaseException as error:
         traceback.print_exc()
         return exit_code(error)
@@ -243,7 +244,7 @@ class Chaos:
             same, copied = self.lives % 2 == 0, self.lives // 2 % 2 == 0
             layout, mode = self._draw()
             run = self.folder / f"life-{self.lives}"
-            remote = self.folder / f"remote-{self.lives}" if copied else None
+            remote = self.folder / f"remote-{self.lives}" / STAGE if copied else None
             while True:
                 start = self._launch(run, layout, mode, remote)
                 if not self._live(start, kills):
@@ -397,7 +398,7 @@ class Chaos:
                 *lines,
                 "",
                 f"{len(self.kills)} kills in {self.lives} runs of {STEPS} steps, {self.starts} "
-                "starts, {self.lost_disks} of them after the loss of all local checkpoints; kills "
+                f"starts, {self.lost_disks} of them after the loss of all local checkpoints; kills "
                 "by layout: "
                 + ", ".join(f"{name} {layouts[name]}" for name in LAYOUTS if layouts[name])
                 + f". Largest relative difference of a loss: {self.largest_difference:.1e}.",
