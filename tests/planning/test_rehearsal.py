@@ -15,11 +15,12 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_loop.cli.main import main
 from titan_loop.distributed.devices import DEVICES
+from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.rehearsal import NOT_REHEARSED, Rehearsed, rehearse
 from titan_loop.planning.step_meter import StepMeter
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.testing.tiny import tiny_config
+from titan_loop.testing.tiny import SEQ_LEN, tiny_config
 from titan_loop.training.trainer import LoopTrainer
 
 EIGHT = Cluster(nodes=2, gpus_per_node=4, gpu=DEVICES["h100-80gb"], mfu=0.4)
@@ -77,6 +78,14 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
 
 def test_hsdp_with_tensor_parallelism_moves_what_plan_says():
     assert_as_planned(rehearsed(stage(tensor_parallel=2, data_parallel_replicate=2)))
+
+
+def test_another_family_moves_what_plan_says():
+    config = stage()
+    config.model = RecurrentDepthOptions(
+        positions="learned", learned_positions=SEQ_LEN, vocab_size=512
+    )
+    assert_as_planned(rehearsed(config))
 
 
 def test_offloaded_weights_with_an_average_are_assembled():
