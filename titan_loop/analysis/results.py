@@ -177,7 +177,7 @@ class RunResult:
             losses=[[r["step"], round(r["loss"], 5)] for r in _thinned(records, _MOST_LOSSES)],
             results=dict(sorted(_results(run, evaluated).items())),
             evaluations=[
-                [record["step"], {name: round(x, 5) for name, x in record["results"].items()}]
+                [record["step"], _metrics(record["results"])]
                 for record in _thinned(evaluated, _MOST_EVALUATIONS)
             ],
             task=config.get("dataloader", {}).get("task", {}),
@@ -257,6 +257,10 @@ def _evaluated(run: RunDirectory) -> list[dict[str, Any]]:
             before = kept.get(record["step"], {"results": {}})
             kept[record["step"]] = {**record, "results": before["results"] | record["results"]}
     return [kept[step] for step in sorted(kept)]
+
+
+def _metrics(results: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(x, 5) for name, x in results.items() if "/mean_steps/" not in name}
 
 
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
