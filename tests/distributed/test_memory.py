@@ -233,6 +233,16 @@ def test_persistent_bytes_are_those_allocated(gloo_pool, tie, muon):
         assert estimated == pytest.approx(measured, rel=GATE_ELSEWHERE)
 
 
+def test_every_rank_has_a_row_for_the_gate():
+    """FSDP shards rows: 512 ranks share the norm, and all but one pad the gate's weight and bias."""
+    config, ranks = decoder_config(OuroOptions(size="1.4b"), max_seq_len=32), 512
+    shape = StepShape(windows=1, seq_len=32, recurrent_steps=1, shard_degree=ranks)
+    parameters = sum(size.parameters() for size in unit_sizes(config))
+    padding = (config.dim + 1) * (1 - 1 / ranks)
+    estimated = estimate_memory(config, shape, hold_layers=True).parameters
+    assert estimated == pytest.approx(4 * (parameters / ranks + padding), rel=1e-12)
+
+
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("size", SIZES)
 def test_unit_parameters_are_those_of_the_built_model(size, tie):

@@ -2,18 +2,23 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows
 from titan_loop.errors import UserError
 from titan_loop.evaluation import evaluate_run as module
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.held_out import Forward, WindowScores, score_windows
 from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.inference.loading import Loaded
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN
 
@@ -58,6 +63,27 @@ def test_a_run_of_three_trillion_tokens_is_sampled(
     assert report.baseline_tokens is not None
     assert 0 < report.baseline_tokens <= 300 * SEQ_LEN
     assert DepthReport.latest(run) == report
+
+
+def test_it_runs_on_the_device_of_its_rank(source: Path, tmp_path: Path, monkeypatch):
+    """It scored on the CPU, whatever there was; meta stands in for a GPU."""
+    run = RunDirectory(write_run_of(source, tmp_path / "run"))
+    write_checkpoint_of(run.path, 3)
+    load, devices = module.load_checkpoint, []
+
+    def recorded(path: Path, *, device: torch.device, **options: Any) -> Loaded:
+        devices.append(device)
+        return load(path, **options)
+
+    def scored(part: HeldOutWindows, forward: Forward, *, device: torch.device) -> WindowScores:
+        devices.append(device)
+        return score_windows(part, forward, device=torch.device("cpu"))
+
+    monkeypatch.setattr(module, "rank_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(module, "load_checkpoint", recorded)
+    monkeypatch.setattr(module, "score_windows", scored)
+    evaluate_run(run, depths=[1], windows=2)
+    assert devices == [torch.device("meta")] * 2
 
 
 def test_a_short_run_is_counted_completely(source: Path, tmp_path: Path, read):

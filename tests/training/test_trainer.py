@@ -19,6 +19,7 @@ from titan_loop.errors import NonFiniteError, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
+from titan_loop.training import metrics
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
@@ -63,10 +64,13 @@ def test_a_run_writes_what_its_schedules_say(source, tmp_path):
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2, 4, 6]
 
 
-def test_mfu_counts_every_step_at_its_own_r(source, tmp_path):
+def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
+    """And it is a share of the peak in the precision of this run, which a CPU has in fp32."""
+    monkeypatch.setattr(
+        metrics, "known_peak_flops", lambda device, dtype: {"float32": 1e12}.get(dtype, 2e12)
+    )
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     config.metrics.log_freq = STEPS
-    config.metrics.device_peak_flops = 1e12
     run_training(config, command=["test"])
     _, record = RunDirectory(tmp_path / "run").read_metrics()  # steps 1 and 6
     model = resolve(config, 1).model
