@@ -234,7 +234,7 @@ def test_persistent_bytes_are_those_allocated(gloo_pool, tie, muon):
 
 
 def test_every_rank_has_a_row_for_the_gate():
-    """FSDP shards rows: 512 ranks share the norm, and all but one pad the gate's weight and bias."""
+    """FSDP shards rows: 512 ranks share the norm, and all but one pad the gate."""
     config, ranks = decoder_config(OuroOptions(size="1.4b"), max_seq_len=32), 512
     shape = StepShape(windows=1, seq_len=32, recurrent_steps=1, shard_degree=ranks)
     parameters = sum(size.parameters() for size in unit_sizes(config))
