@@ -67,8 +67,8 @@ def test_a_run_of_three_trillion_tokens_is_sampled(
 
 def test_it_runs_on_the_device_of_its_rank(source: Path, tmp_path: Path, monkeypatch):
     """It scored on the CPU, whatever there was; meta stands in for a GPU."""
-    run = RunDirectory(write_run_of(source, tmp_path / "run"))
-    write_checkpoint_of(run.path, 3)
+    run = write_run_of(source, tmp_path / "run")
+    write_checkpoint_of(run, 3)
     load, devices = module.load_checkpoint, []
 
     def recorded(path: Path, *, device: torch.device, **options: Any) -> Loaded:
