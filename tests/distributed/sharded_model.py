@@ -20,6 +20,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
+from titan_loop.models.output import Collect
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 
 LAYERS, WINDOWS, SEQ_LEN, VOCABULARY = 4, 2, 16, 128
@@ -125,9 +126,11 @@ def micro_batch(seed: int, windows: int = WINDOWS, seq_len: int = SEQ_LEN) -> Te
     return torch.randint(VOCABULARY, (windows, seq_len + 1), generator=generator)
 
 
-def forward_backward(model: LoopDecoder, steps: int, seed: int = 0) -> Tensor:
+def forward_backward(
+    model: LoopDecoder, steps: int, seed: int = 0, collect: Collect = "all"
+) -> Tensor:
     tokens = micro_batch(seed)
-    output = model(tokens[:, :-1], recurrent_steps=steps)
+    output = model(tokens[:, :-1], recurrent_steps=steps, collect=collect)
     loss, _ = loss_of(model)(output, tokens[:, 1:], float(tokens.numel()))
     loss.backward()
     return loss.detach()

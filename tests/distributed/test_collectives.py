@@ -40,6 +40,7 @@ from titan_loop.models.families.ponder import PonderOptions
 README = Path(loop_fsdp.__file__).with_name("README.md")
 
 
+OUTSIDE = {"options": {"prelude_layers": 1, "coda_layers": 1}}
 TABLE = [  # R, micro-batches, checkpointing
     (1, 1, "none"),
     (2, 1, "none"),
@@ -97,8 +98,13 @@ def traffic_of_a_step(
     """Return counted and predicted bytes of gathers, scatters and sums, two micro-batches."""
     reshard, trainable = case.get("reshard", "default"), case.get("trainable", "all")
     family, tied = case.get("family", OuroOptions), case.get("tie_weights", False)
+    gated = case.get("exit_gate", family is OuroOptions)
     options = family(
-        size="debugmodel", n_layers=LAYERS, tie_weights=tied, exit_gate=family is OuroOptions
+        size="debugmodel",
+        n_layers=LAYERS,
+        tie_weights=tied,
+        exit_gate=gated,
+        **case.get("options", {}),
     )
     model = build(
         FSDPConfig(policy=policy),
@@ -109,11 +115,12 @@ def traffic_of_a_step(
         trainable=trainable,
     )
     model.recurrence.backward_steps = case.get("backward_steps")
-    forward_backward(model, 3)
+    collect = case.get("collect", "all")
+    forward_backward(model, 3, collect=collect)
     reshard_units(model)
     with Collectives() as collectives:
         for seed in range(2):
-            forward_backward(model, 3, seed)
+            forward_backward(model, 3, seed, collect)
         reshard_units(model)
     shard_degree = dist.get_world_size() // replicate
     shape = StepShape(
@@ -137,7 +144,8 @@ def traffic_of_a_step(
     pairs = []
     for name, kind in kinds.items():
         predicted = [entry for entry in traffic if entry.kind == kind]
-        assert collectives.calls[name] == sum(entry.count for entry in predicted)
+        counts = [(entry.what, entry.count) for entry in predicted]
+        assert collectives.calls[name] == sum(count for _, count in counts), (name, counts)
         counted = collectives.whole_bytes[name] * ring[name]
         pairs.append((counted, sum(entry.received_bytes for entry in predicted)))
     return pairs
@@ -155,6 +163,11 @@ def traffic_of_a_step(
         ("per_visit", 1, "float32", {"reshard": "always", "backward_steps": 2}),
         ("per_visit", 1, "float32", {"tie_weights": True}),
         ("per_visit", 1, "float32", {"trainable": "exit_gate"}),
+        ("per_visit", 1, "float32", OUTSIDE),
+        ("per_step", 1, "float32", OUTSIDE),
+        ("per_visit", 1, "float32", {**OUTSIDE, "backward_steps": 2}),
+        ("per_visit", 1, "float32", {**OUTSIDE, "exit_gate": False, "collect": "last"}),
+        ("per_visit", 1, "float32", {**OUTSIDE, "trainable": "exit_gate"}),
         ("per_visit", 1, "float32", {"family": PonderOptions}),
         ("per_visit", 1, "float32", {**DISCO, "reshard": "always"}),
         ("per_visit", 1, "float32", {**DISCO, "backward_steps": 2}),

@@ -218,6 +218,7 @@ MORE_CASES = {
     ),
     "outside": Case(options=OUTSIDE),
     "held-outside-by-step": Case(fsdp=HELD, checkpointing="recurrent-step", options=OUTSIDE),
+    "outside-gated-truncated": Case(backward_steps=2, options=OUTSIDE),
     "outside-truncated": Case(
         backward_steps=2, exit_gate=False, options=(*OUTSIDE, ("injection", "additive"))
     ),

@@ -15,7 +15,7 @@ from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.readout import LMHead
 from titan_loop.models.soft_decode import kept_chunks
-from titan_loop.models.units import UnitSize
+from titan_loop.models.units import OUTSIDE, UnitSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,18 @@ def _parameter_gathers(
     """  # noqa: E501  (a table row is one line)
     steps, reached = shape.recurrent_steps, shape.steps_with_backward
     never = shape.reshard_after_forward == "never"
+    reaches_start = config.reaches_start(steps, reached)
+    reads_once = config.coda_layers > 0 and config.exit_gate is None
     between = any(size.unit.between for size in unit_sizes(config))  # then those are fetched
     in_vain = reached < steps and not between and not (never and reached == 0)
     traffic: list[Traffic] = []
     for size in _ordered(config):
         unit = size.unit
         visited, back = unit.visited(steps), unit.visited_back(reached)
+        if unit.name == OUTSIDE:  # a coda has a backward pass for every state, or none at all
+            back = visited * (reaches_start if unit.place == "before" else reached > 0)
         if unit.kept and unit.place == "step":
+            visited += reads_once  # the norm, once more
             # Where it ends early it comes to one more.
             back = min(visited, back + max(unit.visits, unit.between))
         kept = unit.kept and shape.reshard_after_forward != "always"
@@ -109,11 +114,13 @@ def _gradient_reductions(
     Where the backward pass ends before step 1, what is visited before it has no gradient, and what
     reads all states is reduced before the rest of its unit.
     """
-    truncated = 0 < shape.steps_with_backward < shape.recurrent_steps
+    steps, reached = shape.recurrent_steps, shape.steps_with_backward
+    truncated = 0 < reached < steps
+    reaches_start = reached == 0 or config.reaches_start(steps, reached)
     traffic: list[Traffic] = []
     for size in _ordered(config):
         unit = size.unit
-        if size.parameters(shape.trainable) == 0 or (truncated and unit.place == "before"):
+        if size.parameters(shape.trainable) == 0 or (unit.place == "before" and not reaches_start):
             continue
         count = micro_batches * unit.reductions
         if truncated:

@@ -347,12 +347,11 @@ class LoopDecoder(Decoder):
         Every parameter belongs to one: what a family adds stands in a module, and that in a unit.
         """
         small = [m for m in (self.injection, self.norm, self.exit_gate) if m is not None]
-        reads_all_states = self.exit_gate is not None or self.norm_placement == "readout"
         looped, layers = self.config.looped, list(self.layers.values())
         prelude = [Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]]
         gated = self.exit_gate is not None  # then the coda reads every state
         coda = [
-            Unit(OUTSIDE, (layer,), place="step" if gated else "after", reads_all_states=gated)
+            Unit(OUTSIDE, (layer,), place="step" if gated else "after")
             for layer in layers[looped.stop :]
         ]
         steps = [
@@ -364,7 +363,7 @@ class LoopDecoder(Decoder):
                 tuple(small),
                 fp32=True,
                 kept=True,
-                reads_all_states=reads_all_states,
+                reads_all_states=not coda and (gated or self.norm_placement == "readout"),
             ),
             *coda,
         ]

@@ -52,11 +52,15 @@ class DecoderCosts(Decoder.Config):
         reached = recurrent_steps if backward_steps is None else backward_steps
         # A coda reads every state that has an exit logit.
         coda = self.coda_layers * (recurrent_steps if self.exit_gate is not None else 1)
-        to_start = reached >= recurrent_steps or (reached > 0 and self.injection is not None)
+        to_start = self.reaches_start(recurrent_steps, reached)
         return LayerVisits(
             self.prelude_layers + recurrent_steps * len(self.looped) + coda,
             self.prelude_layers * to_start + reached * len(self.looped) + coda * (reached > 0),
         )
+
+    def reaches_start(self, recurrent_steps: float, reached: float) -> bool:
+        """Return whether a backward pass through so many last steps reaches what precedes them."""
+        return reached >= recurrent_steps or (reached > 0 and self.injection is not None)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         """Return (parameters, training FLOPs per token at this config's R)."""
