@@ -6,6 +6,7 @@ import pytest
 
 from titan_loop.training.recurrence import (
     RecurrenceConfig,
+    depths_over,
     fewest_recurrent_steps,
     most_recurrent_steps,
     recurrent_steps_at,
@@ -17,6 +18,23 @@ def test_scheduled_recurrence_rounds_and_clips():
     config = RecurrenceConfig(steps=Schedule.parse("0:1 linear 10:5"), max_steps=4)
     at = [recurrent_steps_at(config, tokens=t, step=0, seed=0) for t in (0, 3, 5, 10)]
     assert at == [1, 2, 3, 4]
+
+
+def test_the_reach_of_the_backward_pass_may_grow():
+    growing = RecurrenceConfig(backward_growth=Schedule.parse("0:1 linear 10:5"))
+    assert [growing.backward_steps_at(tokens) for tokens in (0, 3, 5, 10)] == [1, 2, 3, 5]
+    assert growing.most_backward_steps == 5
+    fixed = RecurrenceConfig(backward_steps=2)
+    assert fixed.backward_steps_at(7) == fixed.most_backward_steps == 2
+    assert RecurrenceConfig().most_backward_steps is None
+    for wrong in ({"backward_steps": 2}, {"backward_growth": Schedule.constant(0)}):
+        config = RecurrenceConfig(**{"backward_growth": Schedule.constant(1), **wrong})
+        (refusal,) = config.refusals()
+        assert refusal.field == "recurrence.backward_growth"
+    halves = RecurrenceConfig(
+        steps=Schedule.constant(4), backward_growth=Schedule.steps([(0, 1), (50, 3)])
+    )
+    assert depths_over(halves, 100) == {(4, 1): 2048, (4, 3): 2048}
 
 
 def test_poisson_recurrence_is_a_function_of_seed_and_step():

@@ -79,6 +79,21 @@ def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
     assert record["mfu"] == pytest.approx(sum(flops) * BATCH_TOKENS / seconds / 1e12)
 
 
+def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):
+    reached = []
+
+    class Watch(Callback):
+        def on_step_end(self, trainer, record):
+            reached.append(trainer.model.recurrence.backward_steps)
+
+    config = tiny_config(source, tmp_path / "run", steps=4)
+    config.model.tie_weights = True
+    config.recurrence.backward_growth = Schedule.steps([(0, 1), (2 * BATCH_TOKENS, 3)])
+    config.callbacks = (Watch(),)
+    run_training(config, command=["test"])
+    assert reached == [1, 1, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("changes", "depth", "drawn"),
     [

@@ -84,7 +84,7 @@ class LoopDecoder(Decoder):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
-            self.recurrence.backward_steps = config.recurrence.backward_steps
+            self.recurrence.backward_steps = config.recurrence.most_backward_steps
             self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
 
         def set_sharding(self, *, enable_sp: bool) -> None:

@@ -160,7 +160,7 @@ def stage_needs(
         device_type="cuda",
         compute_bytes=cluster.compute_bytes,
         recurrent_steps=most_recurrent_steps(config.recurrence),
-        backward_steps=config.recurrence.backward_steps,
+        backward_steps=config.recurrence.most_backward_steps,
         trainable=config.trainable,
         states=config.optimizer_states,
     )

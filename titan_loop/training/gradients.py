@@ -127,6 +127,7 @@ class GradientTrainer(Trainer):
         collect = self.config.loss.collect(exit_gate=self.model.exit_gate is not None)
         kwargs = {**extra_kwargs, "recurrent_steps": self.plan.recurrent_steps, "collect": collect}
         of_loss = kwargs.pop("of_loss")
+        self.model.recurrence.backward_steps = self.plan.backward_steps
         with self.train_context():
             output = self.model(inputs, **kwargs)
             loss, metrics = self.loss_fn(output, labels, global_valid_tokens, **of_loss)

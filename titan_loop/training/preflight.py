@@ -34,6 +34,7 @@ from titan_loop.training.chosen_model import model_config
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.optimizer import MuonConfig
 from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
+from titan_loop.training.schedule import Schedule
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
@@ -190,8 +191,10 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"{str(recurrence.steps)!r} gives {fewest} to {most}",
             "leave it True, or fix R",
         )
-    for name, schedule in config.objective_schedules().items():
-        if schedule.smallest != schedule.largest:
+    schedules: dict[str, Schedule | None] = {**config.objective_schedules()}
+    schedules["recurrence.backward_growth"] = recurrence.backward_growth
+    for name, schedule in schedules.items():
+        if schedule is not None and schedule.smallest != schedule.largest:
             yield Refusal(
                 "training.disable_cuda_graphs",
                 f"{flag} replays one {name}, and {name}={str(schedule)!r} changes",
@@ -430,7 +433,7 @@ def remarks(config: RunConfig) -> Iterator[str]:
 
 def _untrained_embedding(config: RunConfig) -> str:
     """Return why no step trains the embedding; empty if one does."""
-    reached = config.recurrence.backward_steps
+    reached = config.recurrence.most_backward_steps
     fewest = fewest_recurrent_steps(config.recurrence)
     # A tied embedding trains as the head.
     trains_elsewhere = config.trainable != "all" or config.model.tie_weights

@@ -47,6 +47,21 @@ class RecurrenceConfig:
     earlier steps, and the embedding none at all in a step with R > k, unless it is tied to the
     head."""
 
+    backward_growth: Schedule | None = None
+    """k against global tokens, rounded, in place of backward_steps: truncated at first, and trained
+    through more and more steps."""
+
+    def backward_steps_at(self, tokens: int) -> int | None:
+        """Return k after so many global tokens; None for all steps."""
+        growth = self.backward_growth
+        return self.backward_steps if growth is None else round(growth(tokens))
+
+    @property
+    def most_backward_steps(self) -> int | None:
+        """The largest k of the run; None for all steps."""
+        growth = self.backward_growth
+        return self.backward_steps if growth is None else round(growth.largest)
+
     def refusals(self) -> Iterator[Refusal]:
         """Yield step counts below 1 and limits that exclude each other."""
         shown = f"recurrence.steps={str(self.steps)!r}"
@@ -72,6 +87,14 @@ class RecurrenceConfig:
                 "recurrence.backward_steps",
                 f"recurrence.backward_steps={self.backward_steps} is below 1",
                 "use at least 1, or None for all",
+            )
+        growth = self.backward_growth
+        if growth is not None and (growth.smallest < 1 or self.backward_steps is not None):
+            yield Refusal(
+                "recurrence.backward_growth",
+                f"recurrence.backward_growth={str(growth)!r} falls below 1, or stands beside "
+                f"recurrence.backward_steps={self.backward_steps}",
+                "use at least 1, and one of the two",
             )
         if self.max_steps is not None and self.max_steps < self.min_steps:
             yield Refusal(
@@ -113,7 +136,7 @@ def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[fl
     for sample in range(_SAMPLES):
         tokens = int((sample + 0.5) / _SAMPLES * total_tokens)
         steps = config.steps(tokens) if config.poisson else typical_recurrent_steps(config, tokens)
-        depths[steps, min(steps, config.backward_steps or steps)] += 1
+        depths[steps, min(steps, config.backward_steps_at(tokens) or steps)] += 1
     return depths
 
 

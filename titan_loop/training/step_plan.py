@@ -24,6 +24,7 @@ class StepPlan:
         rate_tokens: Those of them that the schedule of the learning rate counts.
         windows: Windows in its global batch.
         recurrent_steps: R.
+        backward_steps: k, the number of last steps that are trained through; None for all.
         learning_rate: Learning rate of every parameter.
         schedules: Values of the objective's schedules by name, and 0 for each of
             `OBJECTIVE_SCHEDULES` that it has no use for.
@@ -34,6 +35,7 @@ class StepPlan:
     rate_tokens: int
     windows: int
     recurrent_steps: int
+    backward_steps: int | None
     learning_rate: float
     schedules: Mapping[str, float]
 
@@ -69,6 +71,7 @@ def plan_step(
         recurrent_steps=recurrent_steps_at(
             recurrence, tokens=tokens, step=step, seed=seed, deepest=depth
         ),
+        backward_steps=recurrence.backward_steps_at(tokens),
         learning_rate=config.learning_rate(tokens - rate_start_tokens),
         schedules=dict.fromkeys(OBJECTIVE_SCHEDULES, 0.0)
         | {name: schedule(tokens) for name, schedule in config.objective_schedules().items()},
@@ -77,7 +80,7 @@ def plan_step(
 
 def step_flops(config: RunConfig, model: LoopDecoder.Config, plan: StepPlan) -> float:
     """Return the model FLOPs of one step on all ranks together; recomputation does not count."""
-    seq_len, reached = config.training.seq_len, config.recurrence.backward_steps
+    seq_len, reached = config.training.seq_len, plan.backward_steps
     flops = model.training_flops(seq_len, plan.recurrent_steps, config.trainable, reached)
     return flops.total * plan.windows * seq_len
 
