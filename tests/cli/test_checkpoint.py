@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from titan_loop.checkpoint import retention
 from titan_loop.checkpoint.choosing import list_checkpoints, newest_good
 from titan_loop.checkpoint.manifest import read_manifest, write_manifest
 from titan_loop.checkpoint.retention import read_tags
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli import main as cli
+from titan_loop.runs import run_checkpoints
 
 STEPS = (2, 4, 6)
 
@@ -303,14 +303,14 @@ def test_rm_keeps_jobs_out_until_it_is_done(checkpoints, call, monkeypatch):
     lock = checkpoints.parent / "run.lock"
     lock.touch()
     claim = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    real, refused = retention.discard, []
+    real, refused = run_checkpoints.discard, []
 
     def discard(path: Path) -> None:
         job = subprocess.run([sys.executable, "-c", claim, str(lock)], stderr=subprocess.PIPE)
         refused.append(b"BlockingIOError" in job.stderr)
         real(path)
 
-    monkeypatch.setattr(retention, "discard", discard)
+    monkeypatch.setattr(run_checkpoints, "discard", discard)
     assert call("rm", checkpoints / "step-8", checkpoints / "step-9").code == 0
     assert refused == [True, True]
     subprocess.run([sys.executable, "-c", claim, str(lock)], check=True)

@@ -1,6 +1,5 @@
 """`titan-loop checkpoint VERB`: list, check, compare, name, delete and merge checkpoints."""
 
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +23,9 @@ def ls(run: Path, *, verify: bool = False) -> None:
         verify: Read every file instead of comparing sizes.
     """
     from titan_loop.checkpoint.choosing import list_checkpoints
+    from titan_loop.runs.run_checkpoints import checkpoints_folder
 
-    folder, keep_every = _folder_of(run)
+    folder, keep_every = checkpoints_folder(run)
     rows = [("step", "tokens", "R", "size", "when", "kept", "state")]
     for checkpoint in list_checkpoints(folder, hashes=verify, keep_every=keep_every):
         manifest = checkpoint.manifest or {}
@@ -52,12 +52,9 @@ def verify(path: Path) -> int:
     Args:
         path: Run directory, or one checkpoint.
     """
-    from titan_loop.checkpoint.choosing import list_checkpoints, look_at
+    from titan_loop.runs.run_checkpoints import verified
 
-    if _is_checkpoint(path):
-        listed = [look_at(path, hashes=True)]
-    else:
-        listed = list_checkpoints(_folder_of(path)[0], hashes=True)
+    listed = verified(path)
     for checkpoint in listed:
         print(f"{checkpoint.path.name}: {_state(checkpoint)}")
     damaged = [checkpoint for checkpoint in listed if checkpoint.faults]
@@ -77,9 +74,10 @@ def diff(a: Path, b: Path, *, skip_hashes: bool = False) -> int:
     """
     from titan_loop.checkpoint.difference import differences
     from titan_loop.checkpoint.tensors import CheckpointReader
+    from titan_loop.runs.run_checkpoints import checkpoint_meant
 
     look_at = "sizes" if skip_hashes else "hashes"
-    first, second = (CheckpointReader(_checkpoint_of(path), look_at=look_at) for path in (a, b))
+    first, second = (CheckpointReader(checkpoint_meant(path), look_at=look_at) for path in (a, b))
     count = 0
     for difference in differences(first, second):
         print(f"{difference.where}: {difference.how}")
@@ -98,27 +96,10 @@ def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
         checkpoints: Folders step-N.
         force: Delete such checkpoints, too.
     """
-    from titan_loop.checkpoint.choosing import look_at, why_not_delete
-    from titan_loop.checkpoint.retention import discard
-    from titan_loop.runs.run_directory import LOCK, RunDirectory
+    from titan_loop.runs.run_checkpoints import delete_checkpoints
 
-    with contextlib.ExitStack() as locks:
-        locked: set[Path] = set()
-        for path in checkpoints:
-            run = path.absolute().parent.parent
-            if not look_at(path).committed and run not in locked and (run / LOCK).exists():
-                # Refuses if a job may be writing this one now, and keeps one from beginning to.
-                locks.enter_context(RunDirectory(run).lock())
-                locked.add(run)
-            reasons = [] if force else why_not_delete(path, keep_every=_keep_every(run))
-            if reasons:
-                raise UserError(
-                    f"{path} is kept ({', '.join(reasons)}); nothing was deleted, --force deletes "
-                    "it"
-                )
-        for path in checkpoints:
-            discard(path)
-            print(f"Deleted {path}")
+    for path in delete_checkpoints(checkpoints, force=force):
+        print(f"Deleted {path}")
 
 
 def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
@@ -156,9 +137,10 @@ def consolidate(
     """
     from titan_loop.checkpoint import consolidate as consolidation
     from titan_loop.checkpoint.tensors import CheckpointReader
+    from titan_loop.runs.run_checkpoints import checkpoint_meant
 
     look_at = "sizes" if skip_hashes else "hashes"
-    reader = CheckpointReader(_checkpoint_of(checkpoint), look_at=look_at)
+    reader = CheckpointReader(checkpoint_meant(checkpoint), look_at=look_at)
     keys = consolidation.consolidate(reader, output, optimizer=optimizer)
     print(f"{output}: {len(keys)} tensors, {_size(output.stat().st_size)}")
 
@@ -179,44 +161,6 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
     from titan_loop.runs.conversion import merge_runs
 
     print(merge_runs(checkpoints, output, weights, sys.argv))
-
-
-def _is_checkpoint(path: Path) -> bool:
-    from titan_loop.checkpoint.manifest import METADATA
-    from titan_loop.checkpoint.retention import is_committed
-
-    return is_committed(path) or (path / METADATA).exists()
-
-
-def _checkpoint_of(path: Path) -> Path:
-    """Return a checkpoint's folder; a run stands for its newest whole checkpoint."""
-    from titan_loop.checkpoint.best import named_checkpoint
-    from titan_loop.runs.run_directory import RunDirectory
-    from titan_loop.runs.saved_run import SavedRun
-
-    is_run = RunDirectory(path).run_json.exists()
-    return SavedRun(path).checkpoint().path if is_run else named_checkpoint(path)
-
-
-def _folder_of(path: Path) -> tuple[Path, int]:
-    """Return the folder of a run's checkpoints, and which multiples the run keeps."""
-    from titan_loop.runs.run_directory import RunDirectory
-
-    run_directory = RunDirectory(path)
-    if run_directory.run_json.exists():
-        return run_directory.checkpoints, _keep_every(path)
-    if not any(path.glob("*step-*")):
-        stages = sorted(run.parent.name for run in path.glob("*/run.json"))
-        which = f"one of {', '.join(stages)} in it" if stages else "a run directory"
-        raise UserError(f"{path} has no checkpoints; give {which}")
-    return path, _keep_every(path.absolute().parent)
-
-
-def _keep_every(run: Path) -> int:
-    from titan_loop.runs.run_directory import RunDirectory
-    from titan_loop.runs.saved_run import SavedRun
-
-    return SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0
 
 
 def _state(checkpoint: "ListedCheckpoint") -> str:

@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,10 +14,8 @@ from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from titan_loop.inference.engine import Engine
     from titan_loop.inference.rows import Completion, GeneratedToken
+    from titan_loop.inference.session import Session
 
 _LARGEST_SEED = 2**64 - 1  # of torch.Generator
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
@@ -107,14 +105,20 @@ def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -
     from titan_loop.inference.cache import cache_strategy
     from titan_loop.inference.engine import Engine
     from titan_loop.inference.exit_policy import parse_exit_policy
-    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer, text_ends
-    from titan_loop.inference.rows import text_requests
+    from titan_loop.inference.loading import load_checkpoint, load_matching_tokenizer
     from titan_loop.inference.sampling import Sampling
+    from titan_loop.inference.session import Session, SessionOptions
     from titan_loop.inference.speculative import SelfSpeculation
     from titan_loop.runs.recipe_folder import chosen_run
 
     policy = parse_exit_policy(given.exit)
-    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p)
+    options = SessionOptions(
+        sampling=Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p),
+        seed=given.seed,
+        max_new_tokens=given.max_new_tokens,
+        stop=given.stop,
+        chat=given.chat,
+    )
     cache_strategy(given.kv_cache)
     loaded = load_checkpoint(
         chosen_run(checkpoint, stage),
@@ -135,106 +139,61 @@ def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -
         speculation=speculation,
     )
     tokenizer = load_matching_tokenizer(loaded, given.tokenizer)
-    generator = torch.Generator().manual_seed(given.seed)
-
-    ends = text_ends(loaded, tokenizer)
-    if given.chat and loaded.run.text_format(tokenizer).turn_end is None:
+    session = Session(engine, loaded, tokenizer, options)
+    if given.chat and not session.knows_chats:
         print(
             "[this model was not trained on conversations: it continues the text of the chat]",
             file=sys.stderr,
         )
-
-    def stream(prompts: list[str] | list[list[int]]) -> "Iterator[GeneratedToken]":
-        beginning = [] if ends.end_of_text is None else [ends.end_of_text]
-        requests = text_requests(
-            tokenizer,
-            [prompt or beginning for prompt in prompts],  # a text of its own begins after the last
-            stop_tokens=ends.stop_tokens,
-            max_new_tokens=given.max_new_tokens,
-            stop=given.stop,
-        )
-        return engine.stream(requests, sampling=sampling, generator=generator)
-
-    session = _Session(engine, tokenizer, stream, given)
     if len(given.prompt) > 1:
-        session.complete_all(list(given.prompt))
+        _print_all(session, list(given.prompt), given)
     else:
         for prompt in given.prompt or _lines():
-            session.answer(prompt)
+            _print_answer(session, prompt, given)
 
 
-class _Session:
-    """Prints completions and, in a chat, remembers the turns."""
+def _print_answer(session: "Session", prompt: str, given: Generation) -> None:
+    """Print one completion, or one turn of the chat, as it comes."""
+    from titan_loop.inference.rows import Completion
 
-    def __init__(
-        self,
-        engine: "Engine",
-        tokenizer: "Tokenizer",
-        stream: "Callable[[list[str] | list[list[int]]], Iterator[GeneratedToken]]",
-        given: Generation,
-    ) -> None:
-        from titan_loop.text.chatml import Turn
+    start = time.perf_counter()
+    completion = Completion()
+    for event in session.answer(prompt):
+        completion.add(event)
+        print(_shown(event, given), end="", flush=True)
+    print(flush=True)
+    _summarise(session, [completion], time.perf_counter() - start)
 
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._stream = stream
-        self._given = given
-        self._turns: list[Turn] = []
 
-    def answer(self, prompt: str) -> None:
-        """Stream one completion, or one turn of the chat."""
-        from titan_loop.inference.rows import Completion
-        from titan_loop.text.chatml import ASSISTANT, Turn, chat_prompt
+def _print_all(session: "Session", prompts: list[str], given: Generation) -> None:
+    """Complete several prompts in one batch and print them one after the other."""
+    from titan_loop.inference.rows import Completion
 
-        start = time.perf_counter()
-        completion = Completion()
-        prompts: list[str] | list[list[int]] = [prompt]
-        if self._given.chat:
-            self._turns.append(Turn("user", prompt))
-            prompts = [chat_prompt(self._tokenizer, self._turns)]
-        for event in self._stream(prompts):
-            completion.add(event)
-            print(self._shown(event.text, event.step), end="", flush=True)
-        print(flush=True)
-        self._summarise([completion], time.perf_counter() - start)
-        if self._given.chat:
-            self._turns.append(Turn(ASSISTANT, completion.text))
+    start = time.perf_counter()
+    completions = [Completion() for _ in prompts]
+    shown = [""] * len(prompts)
+    for event in session.complete(prompts):
+        completions[event.row].add(event)
+        shown[event.row] += _shown(event, given)
+    for prompt, text in zip(prompts, shown, strict=True):
+        print(f"=== {prompt}\n{text}")
+    _summarise(session, completions, time.perf_counter() - start)
 
-    def complete_all(self, prompts: list[str]) -> None:
-        """Complete several prompts in one batch and print them one after the other."""
-        from titan_loop.inference.rows import Completion
 
-        start = time.perf_counter()
-        completions = [Completion() for _ in prompts]
-        shown = [""] * len(prompts)
-        for event in self._stream(prompts):
-            completions[event.row].add(event)
-            shown[event.row] += self._shown(event.text, event.step)
-        for prompt, text in zip(prompts, shown, strict=True):
-            print(f"=== {prompt}\n{text}")
-        self._summarise(completions, time.perf_counter() - start)
+def _shown(event: "GeneratedToken", given: Generation) -> str:
+    return event.text + str(event.step).translate(_SUBSCRIPTS) if given.show_steps else event.text
 
-    def _shown(self, text: str, step: int) -> str:
-        return text + str(step).translate(_SUBSCRIPTS) if self._given.show_steps else text
 
-    def _summarise(self, completions: "list[Completion]", seconds: float) -> None:
-        engine = self._engine
-        steps = [step for completion in completions for step in completion.steps]
-        mean = sum(steps) / len(steps) if steps else float("nan")
-        parts = [
-            f"{len(steps)} tokens in {seconds:.1f} s",
-            f"mean exit step {mean:.2f} of {engine.recurrent_steps}",
-            f"cache {engine.work.cache_bytes / 1e6:.2f} MB ({self._given.kv_cache})",
-        ]
-        if engine.speculation is not None:
-            parts.append(f"accepted {engine.speculation.acceptance:.0%} of the drafts")
-        print(f"[{', '.join(parts)}]", file=sys.stderr)
-        if any(completion.finish == "context" for completion in completions):
-            print(
-                f"[ended at the context of {engine.stack.context_tokens} tokens, by default the "
-                "trained window; --context gives it another]",
-                file=sys.stderr,
-            )
+def _summarise(session: "Session", completions: "list[Completion]", seconds: float) -> None:
+    tokens = sum(len(completion.steps) for completion in completions)
+    phrases = [f"{tokens} tokens in {seconds:.1f} s", *session.summary(completions)]
+    print(f"[{', '.join(phrases)}]", file=sys.stderr)
+    if any(completion.finish == "context" for completion in completions):
+        print(
+            f"[ended at the context of {session.context_tokens} tokens, by default the trained "
+            "window; --context gives it another]",
+            file=sys.stderr,
+        )
 
 
 def _lines() -> Iterator[str]:

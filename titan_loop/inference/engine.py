@@ -62,6 +62,7 @@ class Engine:
         # Steps that a policy can never reach need no cache.
         self.recurrent_steps = self.exit_policy.deepest_step(steps)
         self.speculation = speculation
+        self.kv_cache = kv_cache
         self._strategy = cache_strategy(kv_cache)
         require_exit_policy(model, self.exit_policy)
         if speculation is not None:

@@ -1,0 +1,87 @@
+"""Checkpoints by the paths that people give: which ones are meant, checked, and deleted."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from titan_loop.checkpoint.best import named_checkpoint
+from titan_loop.checkpoint.choosing import (
+    ListedCheckpoint,
+    list_checkpoints,
+    look_at,
+    why_not_delete,
+)
+from titan_loop.checkpoint.manifest import METADATA
+from titan_loop.checkpoint.retention import discard, is_committed
+from titan_loop.errors import UserError
+from titan_loop.runs.run_directory import LOCK, RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+
+
+def checkpoint_meant(path: Path) -> Path:
+    """Return a checkpoint's folder; a run stands for its newest whole checkpoint."""
+    is_run = RunDirectory(path).run_json.exists()
+    return SavedRun(path).checkpoint().path if is_run else named_checkpoint(path)
+
+
+def checkpoints_folder(path: Path) -> tuple[Path, int]:
+    """Return the folder of a run's checkpoints, and which multiples the run keeps.
+
+    Args:
+        path: The run, or that folder.
+
+    Raises:
+        UserError: There are no checkpoints; stages in the folder are named.
+    """
+    run_directory = RunDirectory(path)
+    if run_directory.run_json.exists():
+        return run_directory.checkpoints, _keep_every(path)
+    if not any(path.glob("*step-*")):
+        stages = sorted(run.parent.name for run in path.glob("*/run.json"))
+        which = f"one of {', '.join(stages)} in it" if stages else "a run directory"
+        raise UserError(f"{path} has no checkpoints; give {which}")
+    return path, _keep_every(path.absolute().parent)
+
+
+def verified(path: Path) -> list[ListedCheckpoint]:
+    """Read every file of a checkpoint, or of all checkpoints of a run, and return what was found.
+
+    Raises:
+        UserError: As `checkpoints_folder`.
+    """
+    if is_committed(path) or (path / METADATA).exists():
+        return [look_at(path, hashes=True)]
+    return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
+
+
+def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
+    """Delete checkpoints, and yield each that is gone.
+
+    Args:
+        checkpoints: Folders step-N.
+        force: Delete the newest good one and those that are kept for ever, too.
+
+    Raises:
+        UserError: One of them is kept, or a job may be writing it; nothing was deleted then.
+    """
+    with contextlib.ExitStack() as locks:
+        locked: set[Path] = set()
+        for path in checkpoints:
+            run = path.absolute().parent.parent
+            if not look_at(path).committed and run not in locked and (run / LOCK).exists():
+                # Refuses if a job may be writing this one now, and keeps one from beginning to.
+                locks.enter_context(RunDirectory(run).lock())
+                locked.add(run)
+            reasons = [] if force else why_not_delete(path, keep_every=_keep_every(run))
+            if reasons:
+                raise UserError(
+                    f"{path} is kept ({', '.join(reasons)}); nothing was deleted, --force deletes "
+                    "it"
+                )
+        for path in checkpoints:
+            discard(path)
+            yield path
+
+
+def _keep_every(run: Path) -> int:
+    return SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0

@@ -1,0 +1,240 @@
+"""What this machine offers a run: versions, devices, ranks, compiler, folders and room.
+
+Every check yields `Finding`s; it starts no process group and allocates nothing on a device.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_loop.errors import UserError
+
+_PACKAGES = (
+    "titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"
+)  # fmt: skip
+_SMALLEST_DISK_BYTES = 2 * 10**9
+_SMALLEST_MEMORY_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: Subject, such as "device".
+        text: Description of what was found.
+        fix: Remedy; None if nothing is wrong.
+        blocks_training: Whether a run would fail.
+    """
+
+    section: str
+    text: str
+    fix: str | None = None
+    blocks_training: bool = False
+
+
+def check_machine(run_directory: Path, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the findings of all checks.
+
+    Args:
+        run_directory: Folder that runs will be written to.
+        environment: Variables, which a launcher may have set.
+    """
+    yield from check_versions()
+    yield from check_devices()
+    yield from check_launcher(environment)
+    yield from check_compiler()
+    yield from check_folders(run_directory)
+    yield from check_room(run_directory)
+
+
+def check_versions() -> Iterator[Finding]:
+    """Compare the installed versions with the bounds this package declares."""
+    from packaging.requirements import Requirement
+
+    yield Finding("python", platform.python_version())
+    try:
+        lines = importlib.metadata.requires("titan-loop") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("titan-loop", "not installed, used from a folder", fix="pip install -e .")
+        lines = []
+    bounds = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, lines)
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
+    for name in dict.fromkeys((*_PACKAGES, *bounds)):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in bounds:
+                yield Finding(name, "missing", f"pip install '{name}{bounds[name]}'", True)
+            continue
+        if name in bounds and not bounds[name].contains(version, prereleases=True):
+            fix = f"pip install '{name}{bounds[name]}'"
+            yield Finding(name, f"{version} is outside {bounds[name]}", fix, True)
+        elif name in _PACKAGES:
+            yield Finding(name, version)
+
+
+def check_devices() -> Iterator[Finding]:
+    """Report the device and the precision of a run."""
+    import torch
+
+    from titan_loop import compat
+
+    if compat.device_type() == "cuda":
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        yield Finding("device", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}, NCCL")
+        yield Finding("precision", "bfloat16 mixed precision")
+    else:
+        yield Finding("device", "CPU, gloo", fix=_why_no_gpu(torch.version.cuda))
+        yield Finding("precision", "float32")
+    yield Finding("SPMD backend", compat.SPMD_BACKEND)
+
+
+def _why_no_gpu(cuda_of_torch: str | None) -> str | None:
+    """Return a fix if there is an NVIDIA GPU that torch does not use."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    if "GPU" not in listing.stdout:
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "unset CUDA_VISIBLE_DEVICES, which hides this machine's GPU"
+    if cuda_of_torch is None:
+        return "this machine has a GPU but torch is a CPU build: pip install a CUDA build of torch"
+    return f"torch was built for CUDA {cuda_of_torch}: upgrade the NVIDIA driver to match"
+
+
+def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the ranks a run would have and the threads of each."""
+    from titan_loop import compat
+
+    cores = len(os.sched_getaffinity(0))
+    wanted = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [key for key in wanted if key not in environment]
+    if "RANK" in environment and missing:
+        yield Finding(
+            "launcher",
+            f"RANK={environment['RANK']} is set without {', '.join(missing)}",
+            fix="start with torchrun, or unset RANK to train on one process",
+            blocks_training=True,
+        )
+        return
+    completed = dict(environment)
+    try:
+        rank, world_size = compat.start_runtime(completed)
+    except UserError as error:
+        yield Finding("launcher", str(error), "set it in the batch script", blocks_training=True)
+        return
+    if "RANK" in environment:
+        name = "torchrun"
+    else:
+        name = f"SLURM job {environment.get('SLURM_JOB_ID', '?')}" if world_size > 1 else "none"
+    local = int(completed.get("LOCAL_WORLD_SIZE", "1"))
+    threads = compat.threads_per_rank(local)
+    yield Finding("launcher", f"{name}: rank {rank} of {world_size}, {local} on this host")
+    too_many = local * threads > cores
+    yield Finding(
+        "threads",
+        f"{threads} per rank, {local} rank{'s' if local > 1 else ''}, {cores} cores",
+        fix=f"set OMP_NUM_THREADS={max(1, cores // local)}, or start fewer ranks here: threads "
+        "that share a core wait for each other"
+        if too_many
+        else None,
+    )
+    if compat.device_type() == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if local > gpus:
+            yield Finding(
+                "ranks",
+                f"{local} ranks on this host share {gpus} GPUs",
+                fix=f"start at most {gpus} ranks a host (torchrun --nproc-per-node {gpus})",
+                blocks_training=True,
+            )
+
+
+def check_compiler() -> Iterator[Finding]:
+    """Look for the compiler that `torch.compile` needs on this device."""
+    from titan_loop import compat
+    from titan_loop.distributed.compiler import missing_compiler
+
+    missing = missing_compiler(compat.device_type())
+    if missing is None:
+        yield Finding("compiler", "found: torch.compile can run")
+    else:
+        yield Finding(
+            "compiler",
+            f"{missing}: torch.compile cannot run",
+            fix="install gcc and g++, or train with --compile.no-enable",
+        )
+
+
+def check_folders(run_directory: Path) -> Iterator[Finding]:
+    """Write to every folder a run writes to."""
+    folders = {
+        "run directory": (run_directory, "give another --dump-folder"),
+        "temporary": (Path(tempfile.gettempdir()), "point TMPDIR to a writable folder"),
+    }
+    for section, (folder, fix) in folders.items():
+        problem = _why_not_writable(folder)
+        if problem is None:
+            yield Finding(section, f"{folder.absolute()} is writable")
+        else:
+            yield Finding(section, f"{folder.absolute()}: {problem}", fix, blocks_training=True)
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Return None if files can be made in `folder`, or in the parent it would be made in."""
+    existing = _existing_parent(folder)
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"titan_loop")
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    return None
+
+
+def _existing_parent(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def check_room(run_directory: Path) -> Iterator[Finding]:
+    """Report how much disk and memory is free."""
+    existing = _existing_parent(run_directory)
+    free = shutil.disk_usage(existing).free
+    yield Finding(
+        "disk",
+        f"{_gigabytes(free)} free at {existing}",
+        fix="free space, or give another --dump-folder: a checkpoint is three times the weights"
+        if free < _SMALLEST_DISK_BYTES
+        else None,
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding(
+        "memory",
+        f"{_gigabytes(memory)} free of {_gigabytes(total)}",
+        fix="end other programs: importing torch and a small run need about 2 GB"
+        if memory < _SMALLEST_MEMORY_BYTES
+        else None,
+    )
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 10**9:.1f} GB"
