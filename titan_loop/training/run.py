@@ -127,7 +127,8 @@ def run_training(
                 on_rank_zero(all_ranks(), lambda: trainer.checkpointer.copy_to(_remote(config)))
             startup.mark("build")
             trainer.train()
-            _say_how_it_ended(trainer)
+            if rank == 0:
+                _say_how_it_ended(trainer)
         together = True
     except _AGREED:
         together = True
