@@ -14,6 +14,8 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_loop.cli.main import main
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.planning.cluster import Cluster
@@ -82,6 +84,7 @@ def test_hsdp_with_tensor_parallelism_moves_what_plan_says():
 
 def test_another_family_moves_what_plan_says():
     config = stage()
+    config.dataloader = TaskLoader.Config(task=Mano(5, 3))
     config.model = RecurrentDepthOptions(
         positions="learned", learned_positions=SEQ_LEN, vocab_size=512
     )

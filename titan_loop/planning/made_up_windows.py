@@ -40,6 +40,10 @@ class MadeUpWindows(GlobalBatchLoader):
     def __init__(self, config: Config, **split: Any) -> None:
         super().__init__(config, {}, **split)
 
+    def deepest(self, windows: int) -> int:
+        """Return 1: no window asks for anything."""
+        return 1
+
     def read(self, position: Position) -> BatchesRead:
         """Return micro-batches, made where they are asked for: fake under a fake mode."""
         windows = position.windows // self._dp_world_size

@@ -218,12 +218,8 @@ def _without_files(config: LoopTrainer.Config, folder: str) -> LoopTrainer.Confi
     """Return the stage's config with nothing to read, and only `folder` to write to."""
     vocab_size = stage_architecture(config).vocab_size
     config = replace(deepcopy(replace(config, callbacks=())), dump_folder=folder)
-    if config.dataloader.generated_task() is None:
-        config.held_out.interval = 0
-        config.dataloader = MadeUpWindows.Config(
-            instead_of=config.dataloader, vocab_size=vocab_size
-        )
-    config.dataloader.prefetch = False
+    config.held_out.interval, config.suite.interval, config.best = 0, 0, False
+    config.dataloader = MadeUpWindows.Config(instead_of=config.dataloader, vocab_size=vocab_size)
     config.checkpoint.carry.parent = config.checkpoint.remote = ""
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
     config.profiler.enable_profiling = config.profiler.enable_memory_snapshot = False
