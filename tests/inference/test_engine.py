@@ -50,11 +50,12 @@ def full_forward_greedy(model, prompt: list[int], count: int, steps: int) -> lis
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("lengths", [(1, 7, 4), (4, 4, 4)], ids=["ragged", "in step"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_decoding_with_the_full_cache_equals_the_full_forward_at_every_depth(model, steps):
-    ragged = prompts(1, 7, 4)
-    got = Engine(model, recurrent_steps=steps).complete(requests(ragged))
-    for prompt, completion in zip(ragged, got, strict=True):
+def test_decoding_with_the_full_cache_equals_the_full_forward_at_every_depth(model, steps, lengths):
+    given = prompts(*lengths)
+    got = Engine(model, recurrent_steps=steps).complete(requests(given))
+    for prompt, completion in zip(given, got, strict=True):
         assert completion.tokens == full_forward_greedy(model, prompt, 8, steps)
         assert completion.steps == [steps] * 8
         assert completion.finish == "limit"

@@ -98,12 +98,17 @@ def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch)
             )
 
 
-def test_different_lengths_need_a_mask():
+def test_different_lengths_need_a_mask_but_for_one_query():
     kernel = DocumentAttention(DocumentAttention.Config())
-    q, kv = torch.randn(1, 1, 2, 8), torch.randn(1, 3, 2, 8)
-    with pytest.raises(ValueError, match="1 queries and 3 keys need an explicit mask"):
+    q, kv = torch.randn(1, 2, 2, 8), torch.randn(1, 3, 2, 8)
+    with pytest.raises(ValueError, match="2 queries and 3 keys need an explicit mask"):
         kernel(q, kv, kv)
-    assert kernel(q, kv, kv, attention_masks=torch.ones(1, 1, 1, 3).bool()).shape == q.shape
+    assert kernel(q, kv, kv, attention_masks=torch.ones(1, 1, 2, 3).bool()).shape == q.shape
+    last, everything = q[:, 1:], torch.ones(1, 1, 1, 3).bool()
+    for scores in (None, torch.randn(1, 2, 1, 3)):
+        seen = kernel(last, kv, kv, scores_BNLS=scores)
+        masked = kernel(last, kv, kv, attention_masks=everything, scores_BNLS=scores)
+        torch.testing.assert_close(seen, masked, atol=FP32_TOLERANCE, rtol=0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU choice")

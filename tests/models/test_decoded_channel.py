@@ -109,8 +109,7 @@ def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
     shared = engine.complete(asked, rows=2)
     assert all(step > 1 for completion in shared for step in completion.steps)
     assert set(decoded) <= {9, 6}  # windows of prompts, not single tokens
-    context = engine.stack.token_context
-    monkeypatch.setattr(engine.stack, "token_context", lambda at, cache, _: context(at, cache))
+    monkeypatch.setattr(engine.stack, "told", lambda context, _: context)
     assert engine.complete(asked, rows=2) == shared
 
 

@@ -37,6 +37,27 @@ from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot
 
 
+class Places(NamedTuple):
+    """Where new tokens of all rows are stored.
+
+    Attributes:
+        positions_BL: Their positions.
+        seen: S, the number of keys that they may attend to: the largest position plus one.
+        in_step: Whether every row has one token, at position S − 1; slices then do for indices.
+    """
+
+    positions_BL: Tensor
+    seen: int
+    in_step: bool
+
+    @classmethod
+    def of(cls, positions_BL: Tensor) -> "Places":
+        """Return the places of tokens at (B, L) positions."""
+        positions = positions_BL.flatten().tolist()
+        seen = max(positions) + 1
+        return cls(positions_BL, seen, positions_BL.shape[1] == 1 and min(positions) + 1 == seen)
+
+
 class CacheShape(NamedTuple):
     """Sizes of a cache: R, looped and other layers, B, tokens a row can hold, K-V heads, H."""
 
@@ -103,14 +124,22 @@ class LoopCache(ABC):
             self.outside.admit(rows)
         return PromptVisit(self, first)
 
-    def tokens(self, positions_BL: Tensor, seen: int) -> "TokenVisit":
-        """Return the view that a pass over new tokens reads and writes through.
+    def tokens(self, places: Places) -> "TokenVisit":
+        """Return the view that a pass over new tokens reads and writes through."""
+        return TokenVisit(self, places)
 
-        Args:
-            positions_BL: Positions of each row's tokens.
-            seen: S, the number of keys to return: the largest position plus one.
-        """
-        return TokenVisit(self, positions_BL, seen)
+    def _write_slot(
+        self, slot: int, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor]:
+        """Store new tokens of all rows in one slot; return what stands there up to S."""
+        keys_BSNH = self._memory[0, slot, layer, : self.rows, : places.seen]
+        values_BSNH = self._memory[1, slot, layer, : self.rows, : places.seen]
+        if places.in_step:
+            keys_BSNH[:, -1:], values_BSNH[:, -1:] = k_BLNH, v_BLNH
+        else:
+            keys_BSNH[self._row, places.positions_BL] = k_BLNH
+            values_BSNH[self._row, places.positions_BL] = v_BLNH
+        return keys_BSNH, values_BSNH
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep only these rows, given in increasing order, and move them to the front."""
@@ -127,12 +156,12 @@ class LoopCache(ABC):
 
     @abstractmethod
     def write_tokens(
-        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
-    ) -> Tensor:
+        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor]:
         """Store one layer's keys and values of new tokens; return all they may attend to.
 
         Returns:
-            (2, B, S, N, H).
+            Keys and values, (B, S, N, H) each.
         """
 
     @abstractmethod
@@ -159,24 +188,21 @@ class FullCache(LoopCache):
         self._kept[:, step - 1, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
     def write_tokens(
-        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
-    ) -> Tensor:
+        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor]:
         """Store in each row's own step; rows at different steps cost a copy of what they read."""
         if isinstance(step, int):
-            kept_2BSNH = self._kept[:, step - 1, layer]
-            kept_2BSNH[:, self._row, positions_BL] = new_2BLNH
-            return kept_2BSNH[:, :, :seen]
+            return self._write_slot(step - 1, layer, k_BLNH, v_BLNH, places)
         slot_B1 = step.unsqueeze(1) - 1
-        kept_2RBSNH = self._kept[:, :, layer, :, :seen]
-        kept_2RBSNH[:, slot_B1, self._row, positions_BL] = new_2BLNH
-        return kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
+        kept_2RBSNH = self._kept[:, :, layer, :, : places.seen]
+        kept_2RBSNH[:, slot_B1, self._row, places.positions_BL] = torch.stack((k_BLNH, v_BLNH))
+        keys_BSNH, values_BSNH = kept_2RBSNH[:, slot_B1[:, 0], self._row[:, 0]]
+        return keys_BSNH, values_BSNH
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Let the last step that ran stand for every deeper one."""
-        for deeper in range(2, self.shape.steps + 1):
+        for deeper in range(int(steps.min()) + 1, self.shape.steps + 1):
             early = steps < deeper
-            if not early.any():
-                continue
             row, position = rows[early], positions[early]
             # (E, 2, layers, N, H): indices apart from each other put their dimension first
             last = self._kept[:, steps[early] - 1, :, row, position]
@@ -191,12 +217,10 @@ class LastCache(LoopCache):
         self._kept[:, 0, layer, first_row:, : new_2BLNH.shape[2]] = new_2BLNH
 
     def write_tokens(
-        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
-    ) -> Tensor:
+        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor]:
         """Overwrite; the token itself must see the current step's entry."""
-        kept_2BSNH = self._kept[:, 0, layer]
-        kept_2BSNH[:, self._row, positions_BL] = new_2BLNH
-        return kept_2BSNH[:, :, :seen]
+        return self._write_slot(0, layer, k_BLNH, v_BLNH, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Nothing to settle."""
@@ -211,13 +235,14 @@ class _PendingCache(LastCache):
         self.allocated_bytes += self._pending.nbytes
 
     def write_tokens(
-        self, step: int | Tensor, layer: int, new_2BLNH: Tensor, positions_BL: Tensor, seen: int
-    ) -> Tensor:
+        self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor]:
         """As `last`, and remember what to keep."""
+        new_2BLNH = torch.stack((k_BLNH, v_BLNH))
         step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
         waiting_2BLNH = self._pending[:, layer, : self.rows]
         waiting_2BLNH.copy_(self._combined(waiting_2BLNH, new_2BLNH, step_B))
-        return super().write_tokens(step, layer, new_2BLNH, positions_BL, seen)
+        return super().write_tokens(step, layer, k_BLNH, v_BLNH, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
         """Put what was remembered in place of the last step's entry."""
@@ -283,25 +308,22 @@ class PromptVisit:
         """Store, and return the same keys and values: all rows are at one step."""
         cache, step = _addressed(self._cache, slot)
         assert isinstance(step, int), "a prompt's rows share their step"
-        cache.write_prompt(step, slot.layer, self._first_row, _stacked(k_BLNH, v_BLNH))
+        new_2BLNH = torch.stack((_local(k_BLNH), _local(v_BLNH)))
+        cache.write_prompt(step, slot.layer, self._first_row, new_2BLNH)
         return k_BLNH, v_BLNH
 
 
 class TokenVisit:
     """The `KeyValueCache` of a pass over new tokens of all rows."""
 
-    def __init__(self, cache: LoopCache, positions_BL: Tensor, seen: int) -> None:
+    def __init__(self, cache: LoopCache, places: Places) -> None:
         self._cache = cache
-        self._positions_BL = positions_BL
-        self._seen = seen
+        self._places = places
 
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
-        keys_BSNH, values_BSNH = cache.write_tokens(
-            step, slot.layer, _stacked(k_BLNH, v_BLNH), self._positions_BL, self._seen
-        )
-        return keys_BSNH, values_BSNH
+        return cache.write_tokens(step, slot.layer, _local(k_BLNH), _local(v_BLNH), self._places)
 
 
 def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:
@@ -312,9 +334,6 @@ def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tens
     return cache.outside, 1
 
 
-def _stacked(k_BLNH: Tensor, v_BLNH: Tensor) -> Tensor:
-    """Stack keys and values; under tensor parallelism this rank's heads."""
-    if isinstance(k_BLNH, DTensor):
-        assert isinstance(v_BLNH, DTensor)
-        k_BLNH, v_BLNH = k_BLNH.to_local(), v_BLNH.to_local()
-    return torch.stack((k_BLNH, v_BLNH))
+def _local(heads_BLNH: Tensor) -> Tensor:
+    """Return this rank's heads under tensor parallelism."""
+    return heads_BLNH.to_local() if isinstance(heads_BLNH, DTensor) else heads_BLNH

@@ -18,6 +18,7 @@ from titan_loop.inference.detokenizer import Detokenizer
 from titan_loop.inference.exit_policy import ExitDecider
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import LoopState, Stack
+from titan_loop.models.context import LoopContext
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -202,6 +203,15 @@ class Batch:
     sampling: Sampling
     recurrent_steps: int
     state: LoopState | None = None
+    _placed: tuple[list[int], LoopContext] | None = None
+
+    def context(self) -> LoopContext:
+        """Return what layer visits of the rows' newest tokens share; steps of a token share it."""
+        positions = [row.position for row in self.rows]
+        if self._placed is None or self._placed[0] != positions:
+            context = self.stack.token_context(self.column(positions), self.cache)
+            self._placed = positions, context
+        return self._placed[1]
 
     def column(self, values: Iterable[int]) -> Tensor:
         """Return one integer per row as (B, 1)."""
@@ -209,6 +219,8 @@ class Batch:
 
     def sample(self, logits_BV: Tensor, rows: list[Row]) -> list[int]:
         """Draw a token for each of `rows` from (B, V) logits."""
+        if self.sampling.temperature == 0.0:
+            return logits_BV.argmax(-1).tolist()
         return self.draw(probabilities(logits_BV, self.sampling), rows)
 
     def draw(self, weight_BV: Tensor, rows: list[Row]) -> list[int]:

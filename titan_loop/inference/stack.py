@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
 from titan_loop.errors import UserError
-from titan_loop.inference.cache import CacheShape, LoopCache
+from titan_loop.inference.cache import CacheShape, LoopCache, Places
 from titan_loop.models.attention import DocumentAttention, LoopAttention
 from titan_loop.models.context import KeyValueCache, LoopContext
 from titan_loop.models.decoder import LoopDecoder
@@ -110,24 +110,31 @@ class Stack:
         """Return what all steps of whole prompts from position 0 share."""
         return self.model.make_context(tokens_BL, cache=cache)
 
-    def token_context(
-        self, positions_BL: Tensor, cache: LoopCache, said_BLV: Tensor | None = None
-    ) -> LoopContext:
+    def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
         """Return what layer visits of new tokens share.
 
         Args:
             positions_BL: Positions of the tokens.
             cache: Cache of these rows.
+        """
+        places = Places.of(positions_BL)
+        key_S = torch.arange(places.seen, device=self.device)
+        mask_B1LS = None  # rows in step see all their keys
+        if not places.in_step:
+            mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
+        visit = cache.tokens(places)
+        return self.model.make_context(
+            positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
+        )
+
+    def told(self, context: LoopContext, said_BLV: Tensor | None) -> LoopContext:
+        """Return the context of the next step.
+
+        Args:
+            context: From `token_context`.
             said_BLV: What an exit policy read off these rows after the step before, if it did; not
                 used where ranks share the embeddings.
         """
-        seen = int(positions_BL.max()) + 1
-        key_S = torch.arange(seen, device=self.device)
-        mask_B1LS = (key_S <= positions_BL.unsqueeze(-1)).unsqueeze(1)
-        visit = cache.tokens(positions_BL, seen)
-        context = self.model.make_context(
-            positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
-        )
         return context._replace(said_BLV=said_BLV if self._mesh is None else None)
 
     def step(

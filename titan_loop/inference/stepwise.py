@@ -17,12 +17,12 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         row.step += 1
     steps = [row.step for row in rows]
     step_BL = batch.column(steps)
-    position_BL = batch.column(row.position for row in rows)
+    context = batch.context()
     state = stack.step(
         batch.state,
         batch.column(row.token for row in rows),
         steps,
-        stack.token_context(position_BL, batch.cache, batch.decider.log_prob_BLV),
+        stack.told(context, batch.decider.log_prob_BLV),
         reads=batch.decider.reads(steps),
     )
     before = state if batch.state is None else batch.state
@@ -31,7 +31,7 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
     leaving = leaves_BL[:, 0].nonzero()[:, 0]
     if not len(leaving):
         return
-    batch.cache.leave(leaving, position_BL[leaving, 0], step_BL[leaving, 0])
+    batch.cache.leave(leaving, context.positions_BL[leaving, 0], step_BL[leaving, 0])
     left = [rows[index] for index in leaving.tolist()]
     logits_BV = stack.readout(state.read_BLD[leaving])[:, 0]
     for row, token in zip(left, batch.sample(logits_BV, left), strict=True):

@@ -79,7 +79,8 @@ def document_block_mask(
 class DocumentAttention(Module):
     """Scaled dot-product attention with an explicit boolean mask, for CPU and as the reference.
 
-    Query and key lengths may differ when a mask is given (decoding with a cache).
+    Query and key lengths may differ (decoding with a cache) when a mask is given, or when there is
+    one query, the newest, which sees all keys.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -106,8 +107,8 @@ class DocumentAttention(Module):
             q_BLNH: Rotated queries.
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
             v_BLNH: Values, like the keys.
-            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention over equal
-                lengths.
+            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention: of as many
+                queries as keys, or of the last one alone.
             scale: Factor on the scores; None means 1/sqrt(H).
             enable_gqa: Whether there are fewer key-value heads than query heads.
             scores_BNLS: What is added to the products of queries and keys, before they are scaled.
@@ -115,13 +116,14 @@ class DocumentAttention(Module):
         Raises:
             ValueError: Lengths differ and no mask says which keys a query may see.
         """
-        if attention_masks is None and q_BLNH.shape[1] != k_BLNH.shape[1]:
-            raise ValueError(
-                f"{q_BLNH.shape[1]} queries and {k_BLNH.shape[1]} keys need an explicit mask"
-            )
+        queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
+        if attention_masks is None and queries not in (1, keys):
+            raise ValueError(f"{queries} queries and {keys} keys need an explicit mask")
         if scores_BNLS is not None:
             if attention_masks is None:
-                attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril()
+                attention_masks = torch.ones_like(scores_BNLS[0, 0], dtype=torch.bool).tril(
+                    keys - queries
+                )
             factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
             return _attend_with_scores(q_BLNH, k_BLNH, v_BLNH, scores_BNLS, attention_masks, factor)
         out_BNLH = F.scaled_dot_product_attention(
@@ -129,7 +131,7 @@ class DocumentAttention(Module):
             k_BLNH.transpose(1, 2),
             v_BLNH.transpose(1, 2),
             attn_mask=attention_masks,
-            is_causal=attention_masks is None,
+            is_causal=attention_masks is None and queries > 1,
             scale=scale,
             enable_gqa=enable_gqa,
         )

@@ -13,11 +13,13 @@ the same rounds. Ends with code 1 if an aim is missed; refuses to run beside a l
 import argparse
 import itertools
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan module)
+import timing
 import torch
 import torch.nn.functional as F
 from conditions import begin, parser_of
@@ -135,7 +137,16 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", type=Path, help="a trained model, for speculation")
     parser.add_argument("--prompt", default="def test_", help="of the trained model")
+    parser.add_argument(
+        "--cpu-seconds",
+        action="store_true",
+        help="count CPU seconds of one thread, which other programs change less than the time",
+    )
     options = begin(parser)
+    if options.cpu_seconds:
+        if torch.get_num_threads() > 1:
+            parser.error("--cpu-seconds counts all threads: set OMP_NUM_THREADS=1")
+        timing.clock = time.process_time
     if "speculation" in options.parts and options.checkpoint is None:
         parser.error("--parts speculation needs --checkpoint: random weights accept no draft")
     return options

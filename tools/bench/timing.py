@@ -10,11 +10,14 @@ from torchtitan.tools import utils as titan_utils
 
 T = TypeVar("T")
 
+clock = time.perf_counter
+"""What `now` reads; a program may set another one."""
+
 
 def now() -> float:
     """Return the time in seconds at which the device has done its work."""
     titan_utils.device_module.synchronize()
-    return time.perf_counter()
+    return clock()
 
 
 def seconds_of(step: Callable[[], object]) -> float:
