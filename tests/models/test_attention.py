@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, create_varlen_metadata_for_document
 
+from titan_loop import compat
 from titan_loop.distributed.context_parallel import window_share
 from titan_loop.errors import UserError
 from titan_loop.models.attention import (
@@ -16,7 +17,7 @@ from titan_loop.models.attention import (
 )
 from titan_loop.models.families import ouro
 from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.family import build_decoder
+from titan_loop.models.family import build_decoder, decoder_config
 
 LENGTHS = (50, 1, 77)
 # The eager kernel takes its softmax in fp32 in another order.
@@ -83,7 +84,7 @@ def test_flex_attention_in_eager_form_agrees_with_the_explicit_mask(monkeypatch)
     options = OuroOptions(size="debugmodel")
     torch.manual_seed(0)
     reference = build_decoder(options, max_seq_len=128)
-    monkeypatch.setattr(ouro, "inner_attention_config", lambda backend: FlexAttention.Config())
+    monkeypatch.setattr(ouro, "inner_attention_config", lambda _, scores: FlexAttention.Config())
     flex = build_decoder(options, max_seq_len=128)
     flex.load_state_dict(reference.state_dict())
     tokens = torch.randint(128, (2, 128))
@@ -109,6 +110,16 @@ def test_different_lengths_need_a_mask_but_for_one_query():
         seen = kernel(last, kv, kv, scores_BNLS=scores)
         masked = kernel(last, kv, kv, attention_masks=everything, scores_BNLS=scores)
         torch.testing.assert_close(seen, masked, atol=FP32_TOLERANCE, rtol=0)
+
+
+def test_auto_takes_the_kernel_that_adds_to_scores_where_positions_do(monkeypatch):
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    assert isinstance(inner_attention_config("auto"), FlexAttention.Config)
+    decoder_config(OuroOptions(positions="relative", relative_window=8), max_seq_len=128)
+    with pytest.raises(UserError, match=r"positions=relative needs model\.attention=sdpa or auto"):
+        decoder_config(
+            OuroOptions(positions="relative", relative_window=8, attention="flex"), max_seq_len=128
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPU choice")

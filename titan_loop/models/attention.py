@@ -161,7 +161,7 @@ def _attend_with_scores(
     return (weights_MLS @ v_MSH).unflatten(0, shape[:2]).transpose(1, 2)
 
 
-def inner_attention_config(backend: str) -> Module.Config:
+def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Config:
     """Return the config of the attention kernel called `backend`.
 
     Flex and varlen are torchtitan's modules. Their masks and Flex's wiring are tested on CPU with
@@ -170,6 +170,8 @@ def inner_attention_config(backend: str) -> Module.Config:
     Args:
         backend: "sdpa" (any device), "flex" or "varlen" (CUDA), or "auto": Flex on CUDA, SDPA
             elsewhere.
+        scores: Whether positions add to the scores, which only SDPA's module can; "auto" is SDPA
+            then.
 
     Raises:
         UserError: The backend is unknown, or needs CUDA and there is none.
@@ -181,7 +183,7 @@ def inner_attention_config(backend: str) -> Module.Config:
         )
     on_cuda = compat.device_type() == "cuda"
     if backend == "auto":
-        backend = "flex" if on_cuda else "sdpa"
+        backend = "flex" if on_cuda and not scores else "sdpa"
     if backend != "sdpa" and not on_cuda:
         raise UserError(
             f"model.attention={backend} needs CUDA, which is not there; use sdpa or auto"

@@ -30,6 +30,7 @@ from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.attention import (
@@ -156,11 +157,16 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
         return LearnedPositions.Config(table=table)
     if kind in ("relative", "deberta"):
         assert options.relative_window is not None
-        if not isinstance(inner_attention_config(options.attention), DocumentAttention.Config):
-            raise UserError(f"model.positions={kind} needs model.attention=sdpa")
+        if not isinstance(_kernel(options), DocumentAttention.Config):
+            raise UserError(f"model.positions={kind} needs model.attention=sdpa or auto")
         relative = RelativePositions if kind == "relative" else DebertaPositions
         return relative.Config(window=options.relative_window)
     return RotaryPositions.Config() if kind == "rope" else Positions.Config()
+
+
+def _kernel(options: OuroOptions) -> Module.Config:
+    scores = options.positions in ("relative", "deberta")
+    return inner_attention_config(options.attention, scores=scores)
 
 
 def _injection(options: OuroOptions, shape: ModelSize) -> AdditiveInjection.Config | None:
@@ -216,7 +222,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
                 wkv=_linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
             ),
             wo=_linear(shape.dim, shape.dim),
-            inner_attention=inner_attention_config(options.attention),
+            inner_attention=_kernel(options),
             rope=rotation.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
         )
         if isinstance(positions, DebertaPositions.Config):
