@@ -8,7 +8,7 @@ else that escapes is a defect and keeps its traceback.
 import difflib
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 EXIT_OK = 0
@@ -45,6 +45,14 @@ def raise_first(refusals: Iterable[Refusal]) -> None:
     """Raise the first refusal, if there is one, as a `UserError`."""
     for refusal in refusals:
         raise UserError(str(refusal))
+
+
+def caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
+    """Yield what a check raises as the refusal of a field."""
+    try:
+        check()
+    except UserError as error:
+        yield Refusal(field, str(error))
 
 
 class RunFailedError(RuntimeError):

@@ -86,7 +86,7 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert error_of(capsys, "trains") == "unknown verb 'trains'; nearest: train"
     assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")
     assert error_of(capsys, "train", "quickstrat") == (
-        "unknown recipe 'quickstrat'; nearest: quickstart"
+        "unknown recipe 'quickstrat'; nearest: quickstart, quickstart_search"
     )
     assert "unknown flag --widnows; nearest: --windows" in error_of(
         capsys, "eval", "runs/x", "--widnows", "3"

@@ -48,7 +48,7 @@ def test_offline_tasks_run_and_a_failing_one_loses_nothing(own_run: Path):
     tasks = expand_tasks(["mano", "mmlu_dev", "no_such_task", "multi_hop"])
     options = TaskOptions(tasks=tasks, depths=(1, 4), limit=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HarnessTasks, "_find", _nobody_knows)
+        patch.setattr(HarnessTasks, "find", _nobody_knows)
         report = evaluate_tasks(own_run, options)
     assert list(report.tasks) == ["mano", "mmlu_dev", "multi_hop"]
     for readings in report.tasks.values():

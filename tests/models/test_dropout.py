@@ -11,7 +11,7 @@ from titan_loop.models.dropout import Dropout, seed_dropout
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.preflight import layout_refusals
+from titan_loop.training.layout_preflight import layout_refusals
 
 SEQ_LEN = 16
 

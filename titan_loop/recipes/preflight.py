@@ -14,11 +14,10 @@ from typing import Any
 from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.errors import Refusal
+from titan_loop.errors import Refusal, caught
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
-from titan_loop.training.preflight import caught
 
 MOST_SILENT_EPOCHS = 4
 """Number of times that a stage may read a source without a cap that allows it. Up to four epochs

@@ -5,8 +5,8 @@
     device_refusals(config)                    settings that need a GPU where there is none
     data_refusals(config)                      opens the prepared data
     column_refusals(config, model)             columns that loss or model read and no loader has
-    layout_refusals(config, model, ranks)      degrees of parallelism against model, window, ranks
-    batch_refusals(config, ranks)              global batches against the data-parallel ranks
+    layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
+    batch_refusals(config, ranks)              ┘ global batches against the ranks
     folder_refusals(folder)                    a run directory that cannot be written
 
 `refusals(config, world_size)` is all of them but the last, in the order in which each may rely on
@@ -16,31 +16,27 @@ that is not there. `remarks(config)` says what is legal and has no effect.
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_recomputation
-from titan_loop.distributed.parallelize import check_parallelism
-from titan_loop.errors import Refusal, UserError
+from titan_loop.distributed.activation_checkpointing import FullOffloadAC
+from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.batch_schedule import batch_sizes
 from titan_loop.training.chosen_model import model_config
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
+from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.optimizer import MuonConfig
 from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
 from titan_loop.training.schedule import Schedule
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
-
-_WORTH_SPLITTING = 4096
-"""Tokens of a window that a rank should have under context parallelism, at least."""
 
 _AT_LEAST_ONE = (
     "total_tokens",
@@ -297,95 +293,6 @@ def column_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Re
             )
 
 
-def layout_refusals(
-    config: RunConfig, model: LoopDecoder.Config, world_size: int
-) -> Iterator[Refusal]:
-    """Yield degrees of parallelism that do not fit the model, the window or the ranks.
-
-    Args:
-        config: Without `value_refusals`.
-        model: The architecture, from `model_config`.
-        world_size: Number of ranks that will train.
-    """
-    attention = model.layers[0].attention
-    yield from caught(
-        "parallelism",
-        lambda: check_parallelism(
-            config.parallelism,
-            world_size=world_size,
-            n_heads=attention.n_heads,
-            n_kv_heads=attention.n_kv_heads or attention.n_heads,
-            seq_len=config.training.seq_len,
-            attention=config.model.attention,
-        ),
-    )
-    yield from caught(
-        "parallelism",
-        lambda: model.check_spreading(
-            tensor_parallel=config.parallelism.tensor_parallel_degree,
-            context_parallel=config.parallelism.context_parallel_degree,
-        ),
-    )
-    if model.draws and not config.training.disable_cuda_graphs:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            "training.disable_cuda_graphs=False replays one mask of model.dropout",
-            "leave it True",
-        )
-    yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
-    yield from caught(
-        "activation_checkpoint",
-        lambda: check_recomputation(
-            config.activation_checkpoint, config.parallelism, draws=model.draws
-        ),
-    )
-
-
-def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
-    """Yield a batch that some point of the schedule cannot split over the ranks.
-
-    Args:
-        config: Without `value_refusals` and `layout_refusals`.
-        world_size: Number of ranks that will train.
-    """
-    parallel, training = config.parallelism, config.training
-    degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree
-    sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
-
-    def windows_per_pass(context_degree: int) -> int:
-        return training.local_batch_size * max(1, world_size // (tp * context_degree))
-
-    def uneven(context_degree: int) -> list[int]:
-        per_pass = windows_per_pass(context_degree)
-        return [windows for windows in sorted(sizes) if windows % per_pass]
-
-    if not uneven(degree):
-        return
-    per_pass = windows_per_pass(degree)
-    fixes: list[str] = []
-    if len(sizes) == 1:
-        tokens = -(-min(sizes) // per_pass) * per_pass * training.seq_len
-        fixes.append(f"--batch.global-batch-tokens {tokens}")
-    elif min(sizes) % per_pass == 0:
-        fixes.append(f"--batch.multiple-of-windows {per_pass}")
-    else:
-        fixes.append(
-            f"--batch.global-batch-tokens of multiples of {per_pass * training.seq_len:,} tokens"
-        )
-    larger, others = degree, tp * parallel.data_parallel_replicate_degree
-    while larger * 2 <= world_size and training.seq_len >= 2 * larger * _WORTH_SPLITTING:
-        larger *= 2
-        if world_size % (larger * others) == 0 and not uneven(larger):
-            fixes.append(f"--parallelism.context-parallel-degree {larger}")
-            break
-    yield Refusal(
-        "batch.global_batch_tokens",
-        f"a global batch of {uneven(degree)[0]} windows does not divide by local_batch_size="
-        f"{training.local_batch_size} × {world_size // (tp * degree)} data-parallel ranks",
-        f"use {', or '.join(fixes)}",
-    )
-
-
 def folder_refusals(folder: Path) -> Iterator[Refusal]:
     """Yield why a run directory cannot be written; every rank asks, and leaves nothing behind.
 
@@ -452,14 +359,6 @@ def _starts_trained(config: RunConfig) -> bool:
 
 def _offloads_states(config: RunConfig) -> bool:
     return isinstance(config.activation_checkpoint, FullOffloadAC.Config)
-
-
-def caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
-    """Yield what a check of a lower floor raises."""
-    try:
-        check()
-    except UserError as error:
-        yield Refusal(field, str(error))
 
 
 def _get(config: Any, path: str) -> Any:

@@ -70,7 +70,7 @@ def test_it_says_what_it_cannot_guarantee(
 
 
 def test_vocabulary_and_mistakes(config: TextStreamLoader.Config, small_tokenizer: Path) -> None:
-    assert config.vocabulary() == (300, 299)
+    assert config.vocabulary()[:2] == (300, 299)
     assert config.source_paths() == []
     with pytest.raises(UserError, match=r"eos_token=</s> is not in the tokenizer"):
         StreamTokenizer(str(small_tokenizer), "</s>")
