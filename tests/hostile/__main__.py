@@ -39,6 +39,7 @@ _MAY_CHANGE = {
     "data pack": ("source/source.json", "source/train/", "source/held_out/"),
     "eval": ("run/evals",),
     "eval of tasks": ("run/evals",),
+    "eval watch": ("run/evals/",),
     "plot": ("run/plots/",),
     "report": ("run/report.html", "run/plots/"),
     "train": ("run/",),
@@ -107,6 +108,9 @@ def _lost(case: Case, folder: Path, path: Path, before: dict[str, str]) -> str:
                 continue
             log = name.endswith(".jsonl")
             if "/step-" not in name and (not log or _continues(folder / name, content)):
+                continue
+        elif case.verb == "eval watch" and name.startswith("run/evals.jsonl"):
+            if _continues(folder / name, content):
                 continue
         elif name.startswith(_MAY_CHANGE.get(case.verb, ("out/",))):
             continue

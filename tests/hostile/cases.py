@@ -20,6 +20,10 @@ _RECIPE = "tests.hostile.whole:recipe"
 _NEWEST = "run/checkpoints/step-4"
 
 VERBS: Mapping[str, Sequence[str]] = {
+    "analyse": (
+        *("analyse", "agreement", "run", "--items", "multi_hop"),
+        *("--depths", "1", "2", "--limit", "2"),
+    ),
     "checkpoint ls": ("checkpoint", "ls", "run"),
     "checkpoint verify": ("checkpoint", "verify", "run"),
     "checkpoint diff": ("checkpoint", "diff", "run/checkpoints/step-2", _NEWEST),
@@ -60,11 +64,19 @@ VERBS: Mapping[str, Sequence[str]] = {
     "data verify": ("data", "verify", "source"),
     "eval of tasks": ("eval", "run", "--tasks", "held_out", "--windows", "2"),
     "eval": ("eval", "run", "--depths", "1", "--windows", "2"),
+    "eval watch": ("eval", "watch", "run", "--once", "--depths", "1", "--windows", "2"),
     "generate": ("generate", "run", "--prompt", "def", "--max-new-tokens", "2"),
     "plot": ("plot", "run"),
     "report": ("report", "run"),
+    "results add": ("results", "add", "run", "--folder", "out/results"),
+    "scaling": ("scaling", "run"),
+    "slurm submit": ("slurm", "submit", _RECIPE, "--nodes", "1", "--dry-run"),
     "status": ("status", "run"),
     "train": ("train", _RECIPE, "--dump-folder", "run"),
+    "train --config": (
+        *("train", "--config", "run/config.json", "--dump-folder", "out/again"),
+        *("--training.steps", "1"),
+    ),
     "train a child": (
         "train",
         _RECIPE,
@@ -86,6 +98,7 @@ _OF_CHECKPOINTS = (
 _OF_RUNS = (
     *("eval", "eval of tasks", "generate", "plot", "report", "status", "train", "train a child"),
     *("upcycle", "convert export", "checkpoint ls", "checkpoint merge"),
+    *("analyse", "eval watch", "results add", "scaling", "slurm submit", "train --config"),
 )
 _OF_SOURCES = ("data pack", "data plan", "data show", "data verify", "eval", "train", "train anew")
 
@@ -142,10 +155,23 @@ TARGETS = (
     Target("config.json of a run", "run/config.json", spoiling.JSON_FILE, _OF_RUNS),
     Target("run.json", "run/run.json", spoiling.JSON_FILE, _OF_RUNS),
     Target(
-        "metrics", "run/metrics.jsonl", spoiling.JSON_LINES, ("plot", "report", "status", "train")
+        "metrics",
+        "run/metrics.jsonl",
+        spoiling.JSON_LINES,
+        ("plot", "report", "status", "train", "results add", "scaling"),
     ),
-    Target("evaluations", "run/evals.jsonl", spoiling.JSON_LINES, ("plot", "report", "train")),
-    Target("report of depths", "run/evals/depth*.json", spoiling.JSON_FILE, ("plot", "report")),
+    Target(
+        "evaluations",
+        "run/evals.jsonl",
+        spoiling.JSON_LINES,
+        ("plot", "report", "train", "eval watch"),
+    ),
+    Target(
+        "report of depths",
+        "run/evals/depth*.json",
+        spoiling.JSON_FILE,
+        ("plot", "report", "results add"),
+    ),
     Target("card of a source", "source/source.json", spoiling.JSON_FILE, _OF_SOURCES),
     Target("index of documents", "source/train/*.ds.index", spoiling.INDEX, _OF_SOURCES),
     Target(
