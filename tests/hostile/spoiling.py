@@ -88,7 +88,7 @@ ANY_FILE: dict[str, Spoil] = {
     "a link to itself": _linked_to("{name}"),
     "a link to nothing": _linked_to("nothing"),
     "a link to /dev/zero": _linked_to("/dev/zero"),
-    "a link to a folder": _linked_to("/"),
+    "a link to a folder": _linked_to("/etc"),
     "behind a link": _moved_behind_a_link,
 }
 
