@@ -349,7 +349,7 @@ def classify_errors(
     Args:
         model: In evaluation mode, whole.
         task: What it was trained on.
-        circuits: Of this model.
+        circuits: What `find_circuits` found in this model.
         graphs: The graphs.
     """
     last = len(model.layers) - 1

@@ -119,7 +119,7 @@ class RunResult:
             `evals.jsonl`.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
-        format_version: Of the file.
+        format_version: Version of the file's layout.
     """
 
     recipe: str

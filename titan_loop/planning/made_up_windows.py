@@ -1,4 +1,4 @@
-"""Windows without content, in the place of data that are not here."""
+"""Windows of made-up tokens, for rehearsing a stage whose data are not on this machine."""
 
 from dataclasses import dataclass, field
 from typing import Any
