@@ -88,6 +88,15 @@ def test_a_stop_string_and_the_largest_seed(capsys, trained_run):
     assert out == whole[: whole.find(whole[4:6])] + "\n"
 
 
+def test_prompts_and_stop_strings_may_begin_with_dashes(capsys, trained_run):
+    flags = ("--stop", "--", "--stop", "-x")
+    out, _ = generate(capsys, trained_run, "--prompt", "--ab", "--prompt=-c", *NEW, *flags)
+    assert out.startswith("=== --ab\n")
+    assert "\n=== -c\n" in out
+    assert main(["generate", str(trained_run), "--prompt", "--chat"]) == EXIT_USER_ERROR
+    assert "--prompt needs a value" in capsys.readouterr().err
+
+
 def test_the_seed_decides_what_is_sampled(capsys, trained_run):
     def sampled(seed: str) -> str:
         flags = ("--temperature", "1", "--top-k", "40", "--top-p", "0.95", "--seed", seed)

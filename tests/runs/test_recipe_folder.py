@@ -26,7 +26,9 @@ def test_the_stage_trained_last_or_the_one_named(recipe: Path, caplog: pytest.Lo
     with caplog.at_level(logging.INFO):
         assert chosen_run(recipe, None) == recipe / "1b"
     assert f"{recipe} has the stages 1a, 1b: taking 1b; --stage takes another" in caplog.text
+    caplog.clear()
     assert chosen_run(recipe, "1a") == recipe / "1a"
+    assert not caplog.text
     assert chosen_run(recipe / "1a", None) == recipe / "1a"
 
 

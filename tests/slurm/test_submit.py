@@ -83,7 +83,7 @@ def test_cpus_memory_gpus_and_mail_reach_the_script(tmp_path, capsys):
     site = tmp_path / "site.sh"
     site.write_text("export TITAN_LOOP_SBATCH_FLAGS='--exclusive --mem=0 --constraint=\"a&b\"'\n")
     flags = ("--nodes=1", "--gpus-per-node=a100:2", "--time=1:00:00", "--dry-run")
-    more = ("--site", str(site), "--sbatch=--qos=long --mail-type=END,FAIL")
+    more = ("--site", str(site), "--sbatch", "--qos=long")
     # Of a machine with GPUs, which this one is not.
     gpu_only = ("--profiler.enable-memory-snapshot", "--model.attention=varlen")
     assert main(["slurm", "submit", RECIPE, *flags, *more, *gpu_only]) == 0
@@ -96,13 +96,14 @@ def test_cpus_memory_gpus_and_mail_reach_the_script(tmp_path, capsys):
         "--mem=0",
         "'--constraint=a&b'",
         "--qos=long",
-        "--mail-type=END,FAIL",
     ):
         assert f"#SBATCH {directive}" in lines, directive
     assert captured.err == ""
-    gres = ("--site", str(site), "--sbatch=--gres=gpu:a100:2")
+    gres = ("--site", str(site), "--sbatch=--gres=gpu:a100:2 --mail-type=END,FAIL")
     assert main(["slurm", "submit", RECIPE, *flags, *gres]) == 0
-    assert "gpus-per-node" not in capsys.readouterr().out.partition("exec ")[0]
+    script = capsys.readouterr().out.partition("exec ")[0]
+    assert "gpus-per-node" not in script
+    assert "#SBATCH --mail-type=END,FAIL" in script.splitlines()
 
 
 def test_a_job_that_would_get_one_cpu_is_remarked(capsys):

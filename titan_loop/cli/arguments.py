@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import itertools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,13 @@ _MOST_LISTED = 40
 """Known flags that a message names when none is close."""
 
 _FLAGS = "flags"
+_DASHES = "may begin with dashes"
+FreeText = Annotated[str, _DASHES]
+"""A flag's text, which may begin with dashes unless it is itself a flag of the verb."""
+
+FreeTexts = Annotated[UseAppendAction[tuple[str, ...]], _DASHES]
+"""Such a text for each time that the flag is given."""
+
 _recipe_first: set[Callable[..., Any]] = set()
 _registry = ConstructorRegistry()
 
@@ -123,11 +131,13 @@ def bind(
     bound.__annotations__ = {p.name: p.annotation for p in parameters}
     # tyro would keep the line breaks within an entry of `Args:`.
     bound.__doc__ = re.sub(r"\n {8}(?=\S)", " ", inspect.getdoc(function) or "")
-    flags = list(_flags(parameters))
+    kinds = dict(_flags(parameters))
+    flags = list(kinds)
+    words = _with_dashes(words, kinds)
     with one_line_errors(flags, name):
         call, rest = tyro.cli(
             bound,
-            args=list(words),
+            args=words,
             prog=f"titan-loop {name}",
             config=(FlagCreatePairsOff, PositionalMetavarFromFieldName, OmitArgPrefixes),
             registry=_registry,
@@ -244,15 +254,29 @@ def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[kind, Positional])
 
 
-def _flags(parameters: Iterable[inspect.Parameter]) -> Iterator[str]:
-    """Yield the flags of a verb, including those of dataclasses among its parameters."""
+def _flags(parameters: Iterable[inspect.Parameter]) -> Iterator[tuple[str, Any]]:
+    """Yield the flags of a verb with their types, those of dataclasses among its parameters too."""
     for parameter in parameters:
         kinds = {parameter.name: parameter.annotation}
         if is_dataclass(parameter.annotation):
             kinds = {field.name: field.type for field in fields(parameter.annotation)}
         for name, kind in kinds.items():
             if Positional not in getattr(kind, "__metadata__", ()):
-                yield f"--{name.rstrip('_').replace('_', '-')}"
+                yield f"--{name.rstrip('_').replace('_', '-')}", kind
+
+
+def _with_dashes(words: Sequence[str], kinds: Mapping[str, Any]) -> list[str]:
+    """Return the words with `--FLAG TEXT` as `--FLAG=TEXT` where a text may begin with dashes."""
+    joined: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        joined.append(word)
+        if _DASHES in getattr(kinds.get(word), "__metadata__", ()):
+            following = list(itertools.islice(rest, 1))
+            if following and following[0] not in kinds:
+                joined[-1] += f"={following.pop()}"
+            joined += following
+    return joined
 
 
 @_registry.primitive_rule

@@ -8,9 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tyro.conf import UseAppendAction
-
-from titan_loop.cli.arguments import command
+from titan_loop.cli.arguments import FreeTexts, command
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,14 +44,14 @@ class Generation:
         dtype: Type of the weights.
     """
 
-    prompt: UseAppendAction[tuple[str, ...]] = ()
+    prompt: FreeTexts = ()
     chat: bool = False
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
-    stop: UseAppendAction[tuple[str, ...]] = ()
+    stop: FreeTexts = ()
     recurrent_steps: int | None = None
     exit: str = "full"
     kv_cache: str = "full"

@@ -11,11 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_run(folder: Path, stage: str | None) -> Path:
-    """Return the run to look at; of a recipe's folder that of a stage, and the log lists them.
+    """Return the run to look at; of a recipe's folder that of a stage.
 
     Args:
         folder: A run, a checkpoint, or a recipe's folder.
-        stage: Name of a stage or fork; None for the one trained last.
+        stage: Name of a stage or fork; None for the one trained last, which the log names.
 
     Raises:
         UserError: There is no such stage, or none has begun.
@@ -34,10 +34,11 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
             f"--stage {stage} is none of those begun in {folder}{nearest(stage, begun)}"
         )
     chosen = stage or max(begun, key=lambda name: (begun[name], name))
-    logger.info(
-        "%s has the stages %s: taking %s; --stage takes another",
-        folder,
-        ", ".join(sorted(begun)),
-        chosen,
-    )
+    if stage is None:
+        logger.info(
+            "%s has the stages %s: taking %s; --stage takes another",
+            folder,
+            ", ".join(sorted(begun)),
+            chosen,
+        )
     return RunDirectory(folder / chosen).path
