@@ -1,19 +1,35 @@
 """A run on a generated task whose checkpoint was written without training."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.discoloop import DiscoLoopOptions
+from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.models.families.ponder import PonderOptions
+from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import ModelOptions, build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
 TASK = PermutationHops(entities=12, relations=6, hops=3, asked_hops=5, trained_questions=300)
 WINDOW = TASK.longest_example - 1
+
+MODELS: dict[str, ModelOptions] = {
+    "ouro": OuroOptions(),
+    "outside": OuroOptions(n_layers=4, prelude_layers=1, coda_layers=1, norm_placement="readout"),
+    "recurrent_depth": RecurrentDepthOptions(),
+    "discoloop": DiscoLoopOptions(),
+    "ponder": PonderOptions(),
+}
+"""What analyses of states are tested on: every family that reads plain tokens, and a model with
+layers outside the loop."""
 
 
 def random_model(options: ModelOptions) -> LoopDecoder:
@@ -24,6 +40,37 @@ def random_model(options: ModelOptions) -> LoopDecoder:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.double().eval()
+
+
+def walk(
+    model: LoopDecoder,
+    tokens: Tensor,
+    steps: int,
+    visited: Callable[[tuple[int, int], Tensor], Tensor],
+) -> Tensor:
+    """Return what the head reads after a pass written out layer by layer.
+
+    Args:
+        model: From `random_model`.
+        tokens: (B, L).
+        steps: R.
+        visited: Takes a visit (step, looped layer), of the embedding (0, 0), and the state there;
+            returns the state to go on with.
+    """
+    context, layers = model.make_context(tokens), [*model.layers.values()]
+    looped, normed = model.config.looped, model.norm_placement == "every_step"
+    carry = visited((0, 0), model.tok_embeddings(tokens))
+    for layer in layers[: looped.start]:
+        carry = layer(carry, context)
+    for step in range(1, steps + 1):
+        state = carry
+        for number, index in enumerate(looped, start=1):
+            state = visited((step, number), layers[index](state, context))
+        state = model.norm(state) if normed else state
+        carry = model.advance(carry, state, step, context)
+    for layer in layers[looped.stop :]:
+        state = layer(state, context)
+    return state if normed and looped.stop == len(layers) else model.norm(state)
 
 
 def write_task_run(path: Path, options: ModelOptions, *, step: int = 3) -> Path:

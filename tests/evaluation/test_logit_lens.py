@@ -7,44 +7,40 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluation.task_run import TASK, random_model, write_task_run
+from tests.evaluation.task_run import MODELS, TASK, random_model, walk, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.data.tasks.two_graph import Chain, TwoGraph
 from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.logit_lens import logit_lens, logit_margin
-from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 
 STEPS, COUNT = 3, 10
 
 
-@pytest.mark.parametrize("options", [OuroOptions(), RecurrentDepthOptions()], ids=["ouro", "depth"])
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 @torch.no_grad()
 def test_the_lens_reads_what_separate_passes_say(options):
     model = random_model(options)
     lenses = logit_lens(model, TASK, "3_hops", steps=STEPS, count=COUNT, batch_rows=4)
     assert [lens.waypoint for lens in lenses] == ["hop_1", "hop_2", "target"]
-    layers, questions = len(model.layers), TASK.held_out_questions(COUNT, TASK.strata["3_hops"])
-    for hop, lens in enumerate(lenses, start=1):
-        margins = np.zeros((COUNT, STEPS, layers))
-        for row, question in enumerate(questions):
-            tokens = torch.tensor([TASK.encode(question).tokens[:-1].tolist()])
-            entity = question.entity
-            for relation in question.relations[:hop]:
-                entity = int(TASK.tails[relation, entity])
-            context = model.make_context(tokens)
-            state = model.tok_embeddings(tokens)
-            for step in range(STEPS):
-                for number, layer in enumerate(model.layers.values()):
-                    state = layer(state, context)
-                    logits = model.lm_head(model.norm(state))[0, hop]
-                    others = [float(x) for token, x in enumerate(logits) if token != entity]
-                    margins[row, step, number] = float(logits[entity]) - max(others)
-                if model.norm_placement == "every_step":
-                    state = model.norm(state)
-        np.testing.assert_allclose(lens.margin, margins.mean(0), atol=1e-9)
-        assert lens.accuracy.tolist() == (margins > 0).mean(0).tolist()
+    questions = TASK.held_out_questions(COUNT, TASK.strata["3_hops"])
+    margins = np.zeros((COUNT, STEPS, len(model.looped_layers()), 3))
+    for row, question in enumerate(questions):
+        tokens = torch.tensor([TASK.encode(question).tokens[:-1].tolist()])
+
+        def visited(visit, state, found=margins[row], question=question):
+            step, layer = visit
+            if layer:
+                logits = model.lm_head(model.norm(state))[0, 1:]
+                for hop, entity in enumerate(TASK.reached(question)):
+                    others = [float(x) for token, x in enumerate(logits[hop]) if token != entity]
+                    found[step - 1, layer - 1, hop] = float(logits[hop, entity]) - max(others)
+            return state
+
+        walk(model, tokens, STEPS, visited)
+    for hop, lens in enumerate(lenses):
+        np.testing.assert_allclose(lens.margin, margins[..., hop].mean(0), atol=1e-9)
+        assert lens.accuracy.tolist() == (margins[..., hop] > 0).mean(0).tolist()
 
 
 def test_a_margin_is_the_distance_to_the_strongest_other():
@@ -74,10 +70,11 @@ def test_waypoints_of_the_tasks():
 
 
 def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
-    run = write_task_run(tmp_path / "run", RecurrentDepthOptions())
+    run = write_task_run(tmp_path / "run", MODELS["outside"])  # two of four layers are looped
     words = ["analyse", "lens", str(run), "--questions", "8"]
     assert main([*words, "--strata", "2_hops", "3_hops", "--recurrent-steps", "2"]) == 0
-    assert "2_hops" in capsys.readouterr().out
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.split() == ["stratum", "waypoint", "1.1", "1.2", "2.1", "2.2"]
     record = json.loads((run / "evals" / "lens-step-3.json").read_text())
     assert [lens["waypoint"] for lens in record["strata"]] == [
         "hop_1", "target", "hop_1", "hop_2", "target",

@@ -7,20 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluation.task_run import TASK, WINDOW, random_model, write_task_run
+from tests.evaluation.task_run import MODELS, TASK, WINDOW, random_model, walk, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.patching import patching
 from titan_loop.evaluation.step_exam import StepExam, reach, step_exam
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 
 STEPS, COUNT = 5, 9
 KL_NATS, ENTROPY_NATS = 0.05, 2.5
 
 
-@pytest.fixture(params=[OuroOptions(), RecurrentDepthOptions()], ids=["ouro", "recurrent_depth"])
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
 def model(request) -> LoopDecoder:
     return random_model(request.param)
 
@@ -71,12 +69,10 @@ def test_a_patch_is_the_other_questions_state_at_one_place(model):
     assert change.shape == (5, 4)
     questions = TASK.held_out_questions(4, TASK.strata["3_hops"])
     pairs = [TASK.encode(q).tokens.tolist() for q in questions]
-    layers = list(model.layers.values())
 
     def run(tokens, at=None, position=None, other=None):
         """Return logits of the last position and the states at all visits."""
-        tokens = torch.tensor([tokens[:-1]])
-        context, state, states = model.make_context(tokens), model.tok_embeddings(tokens), {}
+        states = {}
 
         def visited(visit, state):
             if visit == at:
@@ -85,22 +81,15 @@ def test_a_patch_is_the_other_questions_state_at_one_place(model):
             states[visit] = state
             return state
 
-        state = visited((0, 0), state)
-        for step in (1, 2):
-            for number, layer in enumerate(layers, start=1):
-                state = visited((step, number), layer(state, context))
-            if model.norm_placement == "every_step":
-                state = model.norm(state)
-        if model.norm_placement == "readout":
-            state = model.norm(state)
-        return model.lm_head(state)[0, -1], states
+        read = walk(model, torch.tensor([tokens[:-1]]), 2, visited)
+        return model.lm_head(read)[0, -1], states
 
+    passes = [run(tokens) for tokens in pairs]
     for row, visit in enumerate(visits):
         for position in range(4):
             changes = []
             for number, tokens in enumerate(pairs):
-                _, others = run(pairs[(number + 1) % 4])
-                clean, _ = run(tokens)
+                (clean, _), (_, others) = passes[number], passes[(number + 1) % 4]
                 patched, _ = run(tokens, visit, position, others[visit])
                 changes.append(margin(patched, tokens[-1]) - margin(clean, tokens[-1]))
             assert change[row, position] == pytest.approx(np.mean(changes), abs=1e-9)
@@ -125,7 +114,7 @@ def test_learned_within_the_trained_steps_and_reached_with_more():
 
 
 def test_the_verbs_leave_records_and_plots(tmp_path: Path, capsys):
-    run = write_task_run(tmp_path / "run", RecurrentDepthOptions())
+    run = write_task_run(tmp_path / "run", MODELS["recurrent_depth"])
     words = ["analyse", "steps", str(run), "--questions", "8"]
     assert main([*words, "--exit", "kl:0.5,2", "kl:0.5,inf", "--recurrent-steps", "4"]) == 0
     assert "learned 0, reached 0: generalisation ratio nan" in capsys.readouterr().out

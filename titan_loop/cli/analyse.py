@@ -184,7 +184,8 @@ def lens(
 ) -> None:
     """Read bridge and target off the states after every layer of every step (logit lens).
 
-    For runs on a generated task. Writes evals/lens-step-N.json and a plot that `report` shows.
+    For runs on a generated task. Norm and head read the state as it is, without the layers of a
+    coda. Writes evals/lens-step-N.json and a plot that `report` shows.
 
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
@@ -204,8 +205,8 @@ def lens(
         for name in names
         for lens in logit_lens(loaded.model, task, name, steps=steps, count=questions)
     ]
-    layers = len(loaded.model.layers)
-    visits = [f"{step}.{layer}" for step in range(1, steps + 1) for layer in range(1, layers + 1)]
+    layers = range(1, len(loaded.model.looped_layers()) + 1)
+    visits = [f"{step}.{layer}" for step in range(1, steps + 1) for layer in layers]
     rows = [["stratum", "waypoint", *visits]]
     rows += [
         [lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in lens.accuracy.flat)]

@@ -10,7 +10,7 @@ mean over many pairs of questions, where the paper shows one.
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Task
@@ -79,26 +79,15 @@ def patching(
         copies_BLLD[:, position, position] = other_BLD
         return copies_BLLD.flatten(0, 1)
 
-    def embedded(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-        if (0, 0) not in kept:
-            kept[0, 0] = output
-            return output
-        return patched(output, (0, 0))
-
-    hook = model.tok_embeddings.register_forward_hook(embedded)
-    try:
-        with at_layer_visits(model, keep):
-            clean_B = margins(1)
-        changes = [margins(length)]
-    finally:
-        hook.remove()
-    visits = [*kept]
-    for visit in visits[1:]:
+    with at_layer_visits(model, keep, embedding=True):
+        clean_B = margins(1)
+    visits, changes = [*kept], []
+    for visit in visits:
 
         def put(step: int, layer: int, state: Tensor, at: Visit = visit) -> Tensor | None:
             return patched(state, at) if (step, layer) == at else None
 
-        with at_layer_visits(model, put):
+        with at_layer_visits(model, put, embedding=True):
             changes.append(margins(length))
     change = torch.stack(changes).unflatten(1, (count, length)) - clean_B.unsqueeze(1)
     return visits, change.double().mean(1).cpu().numpy()
