@@ -29,7 +29,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_loop.errors import UserError
 from titan_loop.planning.cluster import Cluster
-from titan_loop.training.stability import StepVerdict
+from titan_loop.training.stability.verdict import StepVerdict
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def run_training(
 
     Raises:
         UserError: One line naming field, value and fix.
-        NonFiniteError: Training stopped, see `titan_loop.training.stability`.
+        NonFiniteError: Training stopped, see `titan_loop.training.stability.verdict`.
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     startup = startup or StartupClock()

@@ -43,7 +43,7 @@ from titan_loop.training.lost_folder import follow_folder
 from titan_loop.training.metrics import StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.resolved_run import ResolvedRun
-from titan_loop.training.stability import (
+from titan_loop.training.stability.verdict import (
     SkippedSteps,
     StepVerdict,
     agree_on_step,

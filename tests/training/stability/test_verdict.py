@@ -9,7 +9,7 @@ from torch import nn
 from torchtitan.components.optimizer import default_adamw
 
 from titan_loop.errors import NonFiniteError, UserError
-from titan_loop.training.stability import (
+from titan_loop.training.stability.verdict import (
     SkippedSteps,
     StepVerdict,
     agree_on_step,
