@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
-from titan_loop.data.keyed import keyed_integer, keyed_uniform
+from titan_loop.data.keyed import keyed_uniform
+from titan_loop.data.tasks.knowledge_graph import check_graph, draw_edges
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 
@@ -89,16 +90,9 @@ class TwoGraph(Task):
     """Chooses the edges."""
 
     def __post_init__(self) -> None:
-        if self.entities < 2 or self.degree < 1:
-            raise UserError(
-                f"TwoGraph entities {self.entities} and degree {self.degree} must be at least 2 "
-                "and 1"
-            )
-        if self.relations < self.degree:
-            raise UserError(
-                f"TwoGraph relations {self.relations} must be at least its degree {self.degree}: "
-                "the edges of an entity have distinct relations"
-            )
+        check_graph(
+            "TwoGraph", entities=self.entities, relations=self.relations, degree=self.degree
+        )
         if not 2 <= self.hops <= MOST_HOPS:
             raise UserError(f"TwoGraph hops {self.hops} must be 2 or {MOST_HOPS}")
         if self.form not in ("symbolic", "direct", "reverse"):
@@ -155,21 +149,14 @@ class TwoGraph(Task):
     @cached_property
     def edges(self) -> list[list[tuple[int, int]]]:
         """The (relation, entity) pairs of every entity; entities of B follow those of A."""
-        generator = random.Random(keyed_integer("two_graph edges", self.graph_seed))
-        edges = []
-        for head in range(2 * self.entities):
-            unused = list(range(self.relations))
-            first = 0 if head < self.entities else self.entities
-            edges.append(
-                [
-                    (
-                        unused.pop(int(generator.random() * len(unused))),
-                        first + int(generator.random() * self.entities),
-                    )
-                    for _ in range(self.degree)
-                ]
-            )
-        return edges
+        return draw_edges(
+            "two_graph edges",
+            self.graph_seed,
+            entities=self.entities,
+            relations=self.relations,
+            degree=self.degree,
+            graphs=2,
+        )
 
     def identity(self, question: Chain) -> tuple[int, ...]:
         """Return the first entity and the relations; they determine the others."""

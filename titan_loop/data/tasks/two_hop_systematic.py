@@ -21,6 +21,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
+from titan_loop.data.tasks.knowledge_graph import check_graph, draw_edges
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 
@@ -63,16 +64,9 @@ class TwoHopSystematic(Task):
     """Chooses edges and splits."""
 
     def __post_init__(self) -> None:
-        if self.entities < 2 or self.degree < 1:
-            raise UserError(
-                f"TwoHopSystematic entities {self.entities} and degree {self.degree} must be at "
-                "least 2 and 1"
-            )
-        if self.relations < self.degree:
-            raise UserError(
-                f"TwoHopSystematic relations {self.relations} must be at least its degree "
-                f"{self.degree}: the edges of an entity have distinct relations"
-            )
+        check_graph(
+            "TwoHopSystematic", entities=self.entities, relations=self.relations, degree=self.degree
+        )
         if not 0 < self.ood_share < 1:
             raise UserError(f"TwoHopSystematic ood_share {self.ood_share} must lie between 0 and 1")
         most = _MOST_TRAINED * self.degree * (1 - self.ood_share)
@@ -105,14 +99,15 @@ class TwoHopSystematic(Task):
     @cached_property
     def edges(self) -> tuple[np.ndarray, np.ndarray]:
         """Relation and tail of every fact."""
-        generator = random.Random(keyed_integer("two_hop_systematic edges", self.graph_seed))
-        relations, tails = [], []
-        for _ in range(self.entities):
-            unused = list(range(self.relations))
-            for _ in range(self.degree):
-                relations.append(unused.pop(int(generator.random() * len(unused))))
-                tails.append(int(generator.random() * self.entities))
-        return np.array(relations), np.array(tails)
+        edges = draw_edges(
+            "two_hop_systematic edges",
+            self.graph_seed,
+            entities=self.entities,
+            relations=self.relations,
+            degree=self.degree,
+        )
+        relations, tails = np.array(edges).reshape(-1, 2).T
+        return relations, tails
 
     @cached_property
     def _splits(self) -> dict[Split, np.ndarray]:
