@@ -18,7 +18,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.tasks.registry import recorded_task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.exam import Exam, right_at_readings
+from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
 from titan_loop.evaluation.held_out import (
     at_readings,
     open_run,
@@ -236,9 +236,14 @@ class _Evaluation:
         }
 
     def _graded(self, exam: Exam) -> Results:
-        forward = right_at_readings(self._model, self._readings)
-        names = [reading.name for reading in self._readings]
-        return exam.grade(names, lambda windows: sum_windows(windows, forward, device=self._device))
+        right = right_at_readings(self._model, self._readings)
+        nats = at_readings(self._model, self._readings)
+        return exam.grade(
+            [reading.name for reading in self._readings],
+            lambda windows: sum_windows(windows, right, device=self._device),
+            lambda windows: sum_windows(windows, nats, device=self._device),
+            model_sizes(self._model),
+        )
 
     def _ask_harness(self, task: SuiteTask) -> Results:
         consent = self._options.confirm_run_unsafe_code

@@ -5,9 +5,12 @@
 An example is right if every label of its answer is the most likely of all tokens, so an answer of
 several tokens is what greedy decoding would have produced. The same windows are asked of a model in
 training (`right_at_depths`), where ranks may share it, and of a checkpoint (`right_at_readings`).
+An exam of facts also says how many bits of them the model knows (`Task.knowledge`): those of a
+uniform guess less the nats of the answers, for all items that training tells of, per parameter.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -23,7 +26,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.task_loader import clear, place
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out import Forward, at_readings, depth_states
 from titan_loop.evaluation.readings import Reading
@@ -36,6 +39,9 @@ logger = logging.getLogger(__name__)
 ACCURACY = "acc,none"
 LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
+
+KNOWLEDGE = "knowledge"
+"""Result, behind the task's name, of all strata of an exam of facts together."""
 
 OWN_DEPTH = "depth"
 """Reading of every question after as many recurrent steps as it needs."""
@@ -85,6 +91,7 @@ class Exam:
                 f"{vocab_size}: ask it of a model that was trained on it"
             )
         alone = len(task.strata) == 1
+        self._task = task
         self.windows: dict[str, HeldOutWindows] = {}
         self.steps: dict[str, list[int]] = {}
         for stratum, examples in task.exam(count, strata=strata).items():
@@ -99,7 +106,13 @@ class Exam:
                     raise
                 logger.warning("not asked while training: %s", error)
 
-    def grade(self, readings: Sequence[str], sums: Callable[[HeldOutWindows], Sums]) -> Results:
+    def grade(
+        self,
+        readings: Sequence[str],
+        sums: Callable[[HeldOutWindows], Sums],
+        nats: Callable[[HeldOutWindows], Sums] | None = None,
+        sizes: tuple[int, int] = (0, 0),
+    ) -> Results:
         """Return name → reading → accuracy and mean steps.
 
         Where questions say how many steps they need, and all those depths are among the readings,
@@ -107,7 +120,9 @@ class Exam:
 
         Args:
             readings: Name of each row of the sums.
-            sums: Scores windows; collective where the ranks share the model or the windows.
+            sums: Counts right labels; collective where the ranks share the model or the windows.
+            nats: Negative log likelihood of the labels, likewise; None measures no knowledge.
+            sizes: Parameters of the model, with and without embedding and head.
         """
         results: Results = {}
         for name, windows in self.windows.items():
@@ -125,7 +140,42 @@ class Exam:
                 shares_P = right_PW.sum(axis=1) / labels_W.sum()
                 for reading, share in zip(sums_of, shares_P, strict=True):
                     results[name][reading].metrics[LABELS] = float(share)
+        knowledge = self._task.knowledge
+        asked = (
+            [] if knowledge is None else [f"{self._task.name}/{name}" for name in knowledge.bits]
+        )
+        if nats is not None and knowledge is not None and {*asked} <= self.windows.keys():
+            results.update(self._known(knowledge, readings, nats, sizes))
         return results
+
+    def _known(
+        self,
+        knowledge: Knowledge,
+        readings: Sequence[str],
+        nats: Callable[[HeldOutWindows], Sums],
+        sizes: tuple[int, int],
+    ) -> Results:
+        """Return the bits an item that are known, by stratum and in all, and those a parameter."""
+        by_stratum: dict[str, NDArray[np.float64]] = {}
+        for stratum, bits in knowledge.bits.items():
+            nats_PW, _ = nats(self.windows[f"{self._task.name}/{stratum}"])
+            by_stratum[f"{stratum}_bits"] = bits - np.asarray(nats_PW).mean(axis=1) / math.log(2)
+        bits_P = sum(by_stratum.values(), np.zeros(len(readings)))
+        every, inner = sizes
+        known = {
+            "bits": bits_P,
+            **by_stratum,
+            "bits_per_parameter": knowledge.items * bits_P / every,
+            "bits_per_inner_parameter": knowledge.items * bits_P / inner,
+        }
+        return {
+            f"{self._task.name}/{KNOWLEDGE}": {
+                reading: ReadingResult(
+                    metrics={name: float(value_P[row]) for name, value_P in known.items()}
+                )
+                for row, reading in enumerate(readings)
+            }
+        }
 
     def _at_own_depth(self, name: str, sums_of: Mapping[str, Sums]) -> dict[str, Sums]:
         """Return the sums of every window at its own depth, if all of these were read."""
@@ -161,6 +211,14 @@ def right_at_depths(
         return torch.stack(right), steps_PB
 
     return forward
+
+
+def model_sizes(model: LoopDecoder) -> tuple[int, int]:
+    """Return the number of parameters, with and without embedding and head."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    tables = ("tok_embeddings.", "lm_head.")
+    inner = sum(size for name, size in sizes.items() if not name.startswith(tables))
+    return sum(sizes.values()), inner
 
 
 def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forward:

@@ -23,7 +23,7 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import Exam, right_at_depths
+from titan_loop.evaluation.exam import Exam, model_sizes, right_at_depths
 from titan_loop.evaluation.held_out import (
     Forward,
     Sums,
@@ -213,9 +213,13 @@ class TaskExam(TrainingTask):
 
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Grade every stratum."""
-        forward = right_at_depths(trainer.model, depths, trainer.window_share)
+        model, share = trainer.model, trainer.window_share
+        right, nats = right_at_depths(model, depths, share), at_depths(model, depths, share)
         return self._exam.grade(
-            depth_names(depths), lambda windows: sums_in_training(trainer, windows, forward)
+            depth_names(depths),
+            lambda windows: sums_in_training(trainer, windows, right),
+            lambda windows: sums_in_training(trainer, windows, nats),
+            model_sizes(model),
         )
 
 

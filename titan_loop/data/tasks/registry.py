@@ -1,13 +1,15 @@
 """The generated tasks by name, and the task that a checkpoint was trained on."""
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
 
+from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, DagChainOfThought
 from titan_loop.data.tasks.depo import Depo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
+from titan_loop.data.tasks.mano_capo import ManoCapo
 from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.data.tasks.task import Task
@@ -20,12 +22,14 @@ TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
 
 _OWN = (
+    Capo,
     DagArithmetic,
     DagChainOfThought,
     Depo,
     LayeredQA,
     MQAR,
     Mano,
+    ManoCapo,
     PermutationHops,
     TwoGraph,
     TwoHopSystematic,
@@ -70,5 +74,15 @@ def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
     name = data.get(TASK)
     if name is None:
         return None
-    kind = find_task(name)
-    return kind(**{field.name: data[field.name] for field in fields(kind) if field.name in data})
+    return _of_record(find_task(name), data)
+
+
+def _of_record(kind: type, record: Mapping[str, Any]) -> Any:
+    """Return a task, or a part of one, from its recorded parameters."""
+    hints = get_type_hints(kind)
+
+    def value(name: str) -> Any:
+        is_part = is_dataclass(hints[name])
+        return _of_record(hints[name], record[name]) if is_part else record[name]
+
+    return kind(**{field.name: value(field.name) for field in fields(kind) if field.name in record})

@@ -64,6 +64,20 @@ class Example:
         return np.where(self.answer, self.labels, IGNORED)
 
 
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """What an exam of facts measures: how many bits of them a model knows.
+
+    Attributes:
+        items: Number of items that training tells of, such as people.
+        bits: Bits of one item's answer under a uniform guess, by stratum; the exam's examples of a
+            stratum are items.
+    """
+
+    items: int
+    bits: Mapping[str, float]
+
+
 @dataclass(frozen=True)
 class Task(ABC):
     """Examples drawn from a keyed generator, and an exam of those never trained on.
@@ -143,6 +157,11 @@ class Task(ABC):
     @property
     def most_steps(self) -> int | None:
         """Largest depth of a training question, if there is one."""
+        return None
+
+    @property
+    def knowledge(self) -> Knowledge | None:
+        """What there is to be known by heart; None for a task without facts."""
         return None
 
     @property

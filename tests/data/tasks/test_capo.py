@@ -1,0 +1,206 @@
+"""Capo: biographies say what the world holds, and the exam's bits are those of the formula."""
+
+import math
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.capo import Biography, Capo
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.data.tasks.mano_capo import ManoCapo
+from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.task import Task
+from titan_loop.errors import UserError
+from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.exam import Exam
+from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.while_training import evaluations
+from titan_loop.recipes.recorded import recorded_recipe
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.run import run_training
+
+EXACT = 1e-9  # float64; a person's nats are tens
+SMALL = Capo(
+    people=30,
+    first_names=5,
+    middle_names=4,
+    last_names=6,
+    years=7,
+    cities=3,
+    universities=8,
+    majors=2,
+    employers=9,
+)
+BOTH = ManoCapo(mano=Mano(modulus=5, max_operations=3), capo=SMALL, mano_share=0.25)
+POOLS = "first_names middle_names last_names genders months days years cities universities majors"
+NAMED = [*POOLS.split(), "employers"]
+
+
+def said(biography: Biography) -> list[str]:
+    return SMALL.decode(SMALL.encode(biography).tokens.tolist()).split()
+
+
+def test_a_biography_says_name_and_attributes_of_its_person():
+    seen = set()
+    for biography in islice(SMALL.questions(key=0), 300):
+        words = said(biography)
+        told = dict(word.rsplit("_", 1) for word in words if "_" in word)
+        assert [int(told[name]) for name in NAMED] == SMALL.world[biography.person].tolist()
+        assert words[0] == "<bos>"
+        assert words.count(".") == 5
+        assert len(words) <= SMALL.longest_example
+        seen.add(biography.person)
+    assert len(seen) == SMALL.people  # one is missed once in 900 tests
+    assert said(Biography(3, (1, 0, 3, 2, 0), "both"))[4:8] == ["came", "into", "this", "world"]
+    lengths = {len(said(Biography(0, (wording,) * 5, "both"))) for wording in range(4)}
+    assert len(lengths) > 1
+
+
+def test_names_are_different_and_values_uniform():
+    large = Capo(people=20_000)
+    assert len({tuple(name) for name in large.world[:, :3].tolist()}) == large.people
+    for column, size in zip(large.world.T, large._sizes, strict=True):
+        assert column.min() >= 0
+        assert column.max() == size - 1  # every value of 1,000 is missed once in 10^8 worlds
+    # The mean of 20,000 uniform days: its deviation is 0.057, five of them.
+    assert large.world[:, 5].mean() == pytest.approx(13.5, abs=0.29)
+
+
+def test_the_answer_is_the_name_the_values_or_both():
+    def graded(graded) -> list[str]:
+        example = SMALL.encode(Biography(7, (0, 1, 2, 3, 0), graded))
+        labels = example.answer_labels()
+        return SMALL.decode([int(x) for x in labels if x != IGNORED]).split()
+
+    words = [word for word in said(Biography(7, (0, 1, 2, 3, 0), "both")) if "_" in word]
+    del words[8], words[9], words[10]  # the second, third and fourth pronoun
+    assert graded("both") == words
+    assert graded("names") == words[:3]
+    assert graded("values") == words[3:]
+
+
+def nats_of(model: str, windows: HeldOutWindows, task: Capo, shift: int) -> np.ndarray:
+    """What a model that knows nothing, or everybody, says of each window's labels."""
+    first = len(task.decode([*range(task.vocab_size)]).split()) - sum(task._sizes)
+    pool = np.repeat(np.arange(len(task._sizes)), task._sizes)
+    nats = np.zeros(len(windows.labels))
+    for number, row in enumerate(windows.labels.tolist()):
+        labels = [label - shift - first for label in row if label != IGNORE_INDEX]
+        told: list[int] = []
+        for label in labels:
+            if model == "uniform":
+                nats[number] += math.log(task._sizes[pool[label]])
+            elif pool[label] < 3:  # of those who share the name so far, this many go on so
+                told.append(label - sum(task._sizes[: pool[label]]))
+                agree = [
+                    sum((task.world[:, :n] == told[:n]).all(axis=1))
+                    for n in (len(told) - 1, len(told))
+                ]
+                nats[number] += math.log(agree[0] / agree[1])
+    return nats
+
+
+@pytest.mark.parametrize("task", [SMALL, BOTH], ids=["alone", "with mano"])
+def test_an_oracle_and_a_uniform_model_know_the_bits_of_the_formula(task: Task):
+    exam = Exam(task, 1000, vocab_size=task.vocab_size, room=64)
+    shift = 0 if task is SMALL else BOTH.mano.vocab_size
+    assert len(exam.windows[f"{task.name}/names"].labels) == SMALL.people
+
+    def zeros(windows):
+        return (np.zeros((2, len(windows.labels))),) * 2
+
+    def nats(windows):
+        each = [nats_of(model, windows, SMALL, shift) for model in ("uniform", "oracle")]
+        return np.stack(each), np.ones((2, len(windows.labels)))
+
+    graded = exam.grade(["uniform", "oracle"], zeros, nats, (500, 200))
+    found = graded[f"{task.name}/knowledge"]
+    values = math.log2(2 * 12 * 28 * 7 * 3 * 8 * 2 * 9)
+    uniform, oracle = (found[reading].metrics for reading in ("uniform", "oracle"))
+    assert all(value == pytest.approx(0, abs=EXACT) for value in uniform.values())
+    bits = math.log2(5 * 4 * 6 / 30) + values
+    assert oracle["names_bits"] == pytest.approx(math.log2(120 / 30), abs=EXACT)
+    assert oracle["values_bits"] == pytest.approx(values, abs=EXACT)
+    assert oracle["bits"] == pytest.approx(bits, abs=EXACT)
+    assert oracle["bits_per_parameter"] == pytest.approx(30 * bits / 500, abs=EXACT)
+    assert oracle["bits_per_inner_parameter"] == pytest.approx(30 * bits / 200, abs=EXACT)
+
+
+def test_the_papers_size():
+    assert Capo().knowledge.bits["values"] == pytest.approx(47.6, abs=0.05)
+    assert Capo().knowledge.bits["names"] == math.log2(400 * 400 * 1000)
+
+
+def test_mano_and_capo_are_mixed_by_their_share_without_a_common_token():
+    drawn = list(islice(BOTH.questions(key=1), 4000))
+    manos = [question for question in drawn if question.task == "mano"]
+    # Binomial: a deviation of 27, five of them.
+    assert len(manos) == pytest.approx(1000, abs=137)
+    tokens = {name: set() for name in ("mano", "capo")}
+    for question in drawn:
+        example = BOTH.encode(question)
+        used = {*example.tokens.tolist(), *(x for x in example.labels.tolist() if x != IGNORED)}
+        tokens[question.task] |= used
+    assert not tokens["mano"] & tokens["capo"]
+    assert max(tokens["capo"]) < BOTH.vocab_size
+    alone = BOTH.mano.encode(manos[0].of_task)
+    assert (BOTH.encode(manos[0]).tokens == alone.tokens).all()
+    exam = BOTH.exam(20)
+    assert [*exam] == ["mano", "names", "values"]
+    held_out = [
+        BOTH.mano.is_held_out(q.of_task) for q in BOTH.held_out_questions(20, BOTH.strata["mano"])
+    ]
+    assert all(held_out)
+    assert not any(BOTH.mano.is_held_out(question.of_task) for question in manos)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path: Path):
+    config = tiny_config(Path("none"), tmp_path / "run", steps=2)
+    config.training.seq_len = BOTH.longest_example
+    config.total_tokens = 2 * config.training.seq_len * config.training.local_batch_size
+    config.batch.global_batch_tokens = type(config.batch.global_batch_tokens).constant(
+        config.training.seq_len * config.training.local_batch_size
+    )
+    config.dataloader = TaskLoader.Config(task=BOTH)
+    config.suite.interval, config.suite.tasks, config.suite.depths = 2, [BOTH.name], [1]
+    config.suite.questions = 12
+    run_training(config, evaluations=evaluations)
+    run = RunDirectory(config.dump_folder)
+    (record,) = read_jsonl(run.evals_jsonl)
+    found = evaluate_tasks(
+        run.path, TaskOptions(tasks=expand_tasks([BOTH.name]), depths=[1], limit=12)
+    )
+    assert found.failures == {}
+    assert found.flat() == pytest.approx(record["results"])
+    knowledge = found.tasks["mano_capo/knowledge"]["static:1"].metrics
+    assert knowledge["names_bits"] + knowledge["values_bits"] == pytest.approx(knowledge["bits"])
+    loader = config.dataloader.build(dp_world_size=1, dp_rank=0, seq_len=64, local_batch_size=1)
+    assert recorded_task(loader.state_dict()) == BOTH
+    (stage,) = recorded_recipe(run.path / "config.json").stages
+    assert stage.config.dataloader.generated_task() == BOTH
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Capo(people=0), "Capo people 0 must be at least 1"),
+        (lambda: Capo(cities=0), "Capo cities 0 must be at least 1"),
+        (
+            lambda: Capo(people=5, first_names=1, middle_names=2, last_names=2),
+            "Capo people 5 must be at most 4, the number of names",
+        ),
+        (lambda: ManoCapo(mano_share=1.0), "mano_share 1.0 must be above 0 and below 1"),
+    ],
+)
+def test_parameters_that_leave_no_task_are_refused(make, message: str):
+    with pytest.raises(UserError, match=message):
+        make()
