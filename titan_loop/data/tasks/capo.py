@@ -208,7 +208,7 @@ class Capo(Task):
         """Return the biography; the answer is the name, the values, or both."""
         values = self.world[question.person]
         first_id = len(_FIXED) + np.cumsum((0, *self._sizes[:-1]))
-        named = dict(zip(_POOLS, (first_id + values).tolist(), strict=True))
+        named: dict[str, int] = dict(zip(_POOLS, (first_id + values).tolist(), strict=True))
         tokens = [_FIXED.index("<bos>")]
         kinds: list[str] = [""]
 
