@@ -122,6 +122,20 @@ def test_python_that_task_files_name_runs_only_with_consent(own_run: Path, tmp_p
     assert marker.exists(), "the harness should have run it, or this test shows nothing"
 
 
+@pytest.mark.parametrize(
+    ("file", "content"), [("toy.yaml", "task: toy\noutput_tipe: x\n"), ("items.jsonl", "{")]
+)
+def test_an_own_task_that_cannot_be_used_is_one_line(tmp_path: Path, file: str, content: str):
+    (tmp_path / "items.jsonl").write_text('{"a": "b"}\n')
+    (tmp_path / "toy.yaml").write_text(
+        f"task: toy\ndataset_path: json\ndataset_kwargs:\n  data_files: {tmp_path}/items.jsonl\n"
+        f"  cache_dir: {tmp_path / 'cache'}\ntest_split: train\noutput_type: loglikelihood\n"
+    )
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match=f"^toy: its task file or the data .*look into {tmp_path}"):
+        HarnessTasks(tmp_path).load(SuiteTask("toy"))
+
+
 def _nobody_knows(self: HarnessTasks, name: str):
     raise UserError(f"task {name!r} is unknown")
 

@@ -16,8 +16,9 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TITAN_LOOP_HOSTILE_MARKER="")
 os.environ["MPLBACKEND"] = "agg"
@@ -38,6 +39,7 @@ _MAY_CHANGE = {
     "checkpoint tag": ("run/checkpoints/step-4/tags.json",),
     "data pack": ("source/source.json", "source/train/", "source/held_out/"),
     "eval": ("run/evals",),
+    "eval of own tasks": ("run/evals",),
     "eval of tasks": ("run/evals",),
     "eval watch": ("run/evals/",),
     "plot": ("run/plots/",),
@@ -151,6 +153,22 @@ def _import_everything() -> None:
                 print(f"{module.name} is not imported: {error}")
     for name in ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "tokenizers"):
         importlib.import_module(name)
+    _index_harness_tasks()
+
+
+def _index_harness_tasks() -> None:
+    """Read the harness' own task files once, which takes every `lm_eval` many seconds."""
+    import lm_eval.tasks
+    from lm_eval.tasks._index import TaskIndex
+
+    home, build = Path(lm_eval.tasks.__file__).parent, TaskIndex.build
+    own = build([home])
+
+    def with_own(paths: Sequence[Path]) -> dict[str, Any]:
+        others = build([path for path in paths if path != home])
+        return {**own, **others} if home in paths else others
+
+    TaskIndex.build = staticmethod(with_own)
 
 
 def _work(share: list[Case], things: Path, work: Path, results: Path) -> int:
@@ -198,7 +216,6 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="show every ending")
     given = parser.parse_args()
     began = time.monotonic()
-    _import_everything()
     torch.set_num_threads(1)
     chosen = [*cases(given.first, given.cases)]
     if os.getuid() != 0:
@@ -208,8 +225,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         work.chmod(0o777)
-        things = work / "things"
+        things, hub = work / "things", work / "hub"
         things.mkdir()
+        hub.mkdir()
+        hub.chmod(0o777)
+        os.environ["HF_HOME"] = str(hub)  # read when `datasets` is imported
+        _import_everything()
 
         def build() -> int:
             compat.skip_final_pause()

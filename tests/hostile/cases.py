@@ -62,10 +62,18 @@ VERBS: Mapping[str, Sequence[str]] = {
         "280",
     ),
     "data verify": ("data", "verify", "source"),
+    "eval of own tasks": (
+        *("eval", "run", "--tasks", "own", "--include-path", "tasks"),
+        *("--depths", "1", "--limit", "2"),
+    ),
     "eval of tasks": ("eval", "run", "--tasks", "held_out", "--windows", "2"),
     "eval": ("eval", "run", "--depths", "1", "--windows", "2"),
     "eval watch": ("eval", "watch", "run", "--once", "--depths", "1", "--windows", "2"),
     "generate": ("generate", "run", "--prompt", "def", "--max-new-tokens", "2"),
+    "lm_eval": (
+        *("lm_eval", "--model", "titan_loop", "--model_args", "checkpoint=run"),
+        *("--include_path", "tasks", "--tasks", "own", "--limit", "2"),
+    ),
     "plot": ("plot", "run"),
     "report": ("report", "run"),
     "results add": ("results", "add", "run", "--folder", "out/results"),
@@ -93,12 +101,14 @@ VERBS: Mapping[str, Sequence[str]] = {
 
 _OF_CHECKPOINTS = (
     *(verb for verb in VERBS if verb.startswith("checkpoint")),
-    *("convert export", "eval", "generate", "status", "train", "train a child", "upcycle"),
+    *("convert export", "eval", "generate", "lm_eval", "status", "train", "train a child"),
+    "upcycle",
 )
 _OF_RUNS = (
     *("eval", "eval of tasks", "generate", "plot", "report", "status", "train", "train a child"),
     *("upcycle", "convert export", "checkpoint ls", "checkpoint merge"),
-    *("analyse", "eval watch", "results add", "scaling", "slurm submit", "train --config"),
+    *("analyse", "eval watch", "lm_eval", "results add", "scaling", "slurm submit"),
+    "train --config",
 )
 _OF_SOURCES = ("data pack", "data plan", "data show", "data verify", "eval", "train", "train anew")
 
@@ -187,7 +197,7 @@ TARGETS = (
         "tokenizer of a source",
         "source/tokenizer.json",
         spoiling.JSON_FILE,
-        (*_OF_SOURCES, "generate", "convert export"),
+        (*_OF_SOURCES, "generate", "convert export", "lm_eval"),
     ),
     Target(
         "config.json of a folder", "export/config.json", spoiling.JSON_FILE, ("convert import",)
@@ -213,6 +223,8 @@ TARGETS = (
         ("data tokenize", "data train-tokenizer"),
     ),
     Target("tokenizer", "tokenizer.json", spoiling.JSON_FILE, ("data tokenize",)),
+    Target("task file", "tasks/own.yaml", spoiling.TASK_FILE, ("eval of own tasks",)),
+    Target("items of a task", "tasks/items.jsonl", spoiling.ITEMS, ("eval of own tasks",)),
 )
 
 CLOSED = "closed to others"

@@ -190,6 +190,41 @@ JSON_FILE: dict[str, Spoil] = {**ANY_FILE, **JSON_TEXTS, "another field": _chang
 JSON_LINES = {**ANY_FILE, **JSON_TEXTS, "another field": _changed_line}
 
 
+_CONTENTS = (
+    "flipped bits",
+    "cut",
+    "last byte gone",
+    "spliced",
+    "empty",
+    "zeros",
+    "noise",
+    "missing",
+)
+
+
+def _with_code(path: Path, rng: random.Random) -> None:
+    """Name Python in a task file; it would leave the marker."""
+    module = path.with_name("code.py")
+    marker = os.environ[MARKER_VARIABLE]
+    module.write_text(f"open({marker!r}, 'w')\n\ndef of(*_):\n    return ''\n")
+    field = rng.choice(
+        ("doc_to_text", "process_docs", "class", "process_results", "custom_dataset")
+    )
+    lines = [line for line in path.read_text().splitlines() if not line.startswith(field)]
+    path.write_text("\n".join([*lines, f"{field}: !function code.of"]) + "\n")
+
+
+# Task files are trusted (SECURITY.md): they may be wrong, and their code waits for consent.
+TASK_FILE: dict[str, Spoil] = {
+    **{name: ANY_FILE[name] for name in _CONTENTS},
+    "not YAML": _texts("task: [", "\t: x", "a: &a [*a]", "task: own\ntask: own", "--- 5", "[]"),
+    "code": _with_code,
+}
+
+
+ITEMS: dict[str, Spoil] = {name: JSON_LINES[name] for name in _CONTENTS} | JSON_TEXTS
+
+
 def _many_files(path: Path, _: random.Random) -> None:
     """Name 20,000 files: looking through all names for each takes minutes."""
     files = {f"tensor{n}": f"{n}.safetensors" for n in range(20_000)}

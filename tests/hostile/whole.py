@@ -9,6 +9,24 @@ from titan_loop.training.trainer import LoopTrainer
 STEPS, SAVED = 6, 4
 """Steps of a whole training, and those of the run that is spoiled."""
 
+TASK = """\
+task: own
+dataset_path: json
+dataset_kwargs: {data_files: {test: tasks/items.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+"""A task of lm-evaluation-harness with items of one's own."""
+
+ITEMS = [
+    {"question": "one, two,", "choices": [" three", " nine"], "answer": 0},
+    {"question": "red, green,", "choices": [" ten", " blue"], "answer": 1},
+]
+
 
 def recipe() -> LoopTrainer.Config:
     """Return the run of the folder that the process is in, which `titan-loop train` continues."""
@@ -40,3 +58,6 @@ def build(folder: Path) -> None:
     run("checkpoint", "tag", "run/checkpoints/step-2", "paper")
     run("eval", "run", "--depths", 1, 2, "--windows", 2)
     run("convert", "export", "run", "--output", "export", "--chatml", "--max-shard-gigabytes", 1e-4)
+    Path("tasks").mkdir()
+    Path("tasks/own.yaml").write_text(TASK)
+    Path("tasks/items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))

@@ -55,11 +55,22 @@ class HarnessTasks:
         """Return what the harness' `evaluate` takes, its data read.
 
         Raises:
-            UserError: Nobody knows the task, or its data can be had from nowhere.
+            UserError: Nobody knows the task, its data can be had from nowhere, or its files are
+                your own and of no use.
             NotAskedError: Its files name Python code, and there is no consent to run that.
         """
         with self._own_code_only(task.name):
-            return self._load(task)
+            try:
+                return self._load(task)
+            except UserError:
+                raise
+            except Exception as error:
+                if self._include_path is None:
+                    raise
+                raise UserError(
+                    f"{task.name}: its task file or the data that this names cannot be used "
+                    f"({type(error).__name__}: {error}); look into {self._include_path}"
+                ) from error
 
     @contextmanager
     def _own_code_only(self, name: str) -> Iterator[None]:
