@@ -1,12 +1,14 @@
 """A run's result is what it recorded at its last step, and tables put it beside a paper's."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from titan_loop.analysis.results import ResultTable, RunResult, table_text
+from titan_loop.analysis.results import ResultTable, RunResult, differences_text, table_text
 from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
@@ -99,6 +101,35 @@ def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
         "| looped, paper | 100.0 | 97.6 |",
         "| not | - | 12.5 |",
     ]
+
+
+def test_rows_are_compared_on_the_same_documents():
+    """Over 30 documents; the difference is far smaller than documents differ."""
+    rng = np.random.default_rng(0)
+    n_bytes = rng.integers(100, 900, 30)
+    hard = rng.uniform(1, 3, 30) * n_bytes * math.log(2)
+    table = replace(TABLE, factor=1.0, digits=3, less="not")
+
+    def result(stage: str, seed: int, bits_less: float, n_bytes: np.ndarray = n_bytes) -> RunResult:
+        nats = hard - bits_less * n_bytes * math.log(2)
+        texts = [" ".join(map(str, part)) for part in (n_bytes, nats)]
+        name = "mano/2/acc,none/static:4"
+        return RunResult(
+            recipe="r", stage=stage, seed=seed, overrides=[], commit=None, machine="", versions={},
+            tokens=0, steps=0, seconds=0.0, losses=[], results={name: 0.0}, units={name: texts},
+        )  # fmt: skip
+
+    runs = [result("not_looped", 1, 0.0), result("not_looped", 2, 0.01), result("looped", 1, 0.06)]
+    found = table.difference(runs, "looped", "2")
+    assert found is not None
+    assert found == pytest.approx((-0.06, -0.06, -0.06)), "of seed 1, which both have"
+    runs.append(result("looped", 2, 0.03))
+    found = table.difference(runs, "looped", "2")
+    assert found is not None
+    assert found.value == pytest.approx((-0.06 - 0.02) / 2)
+    assert "| looped | -0.040 [-0.040, -0.040] | - |" in differences_text(table, runs)
+    runs[-1] = result("looped", 2, 0.03, n_bytes + 1)
+    assert table.difference(runs, "looped", "2") is None, "they read other documents"
 
 
 def test_the_commands_write_and_show(tmp_path, capsys):

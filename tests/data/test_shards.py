@@ -72,6 +72,14 @@ def test_documents_in_stored_order(source: Path) -> None:
     assert [shards.document(n).tolist() for n in range(len(documents))] == documents
 
 
+def test_the_document_of_a_token(source: Path) -> None:
+    shards = TokenShards(source)
+    numbers = [shards.document_of(token) for token in range(shards.tokens)]
+    lengths = np.bincount(numbers)
+    assert numbers == sorted(numbers)
+    assert lengths.tolist() == [len(shards.document(n)) for n in range(shards.split.documents)]
+
+
 def test_opening_touches_no_shard(source: Path) -> None:
     shards = TokenShards(source)
     shards.read(0, 1)

@@ -22,6 +22,7 @@ def report(step: int) -> DepthReport:
         nats,
         n_bytes,
         {name: 60 * bits * math.log(2) for name, bits in (("unigram", 3.0), ("bigram", 2.5))},
+        windows=5,
     )
     return DepthReport(step=step, tokens=100 * step, trained_recurrent_steps=4, sources={"c": code})
 
@@ -31,15 +32,15 @@ def test_summary():
     assert source.depths[1].value == pytest.approx(2.5)
     assert source.depths[4] == pytest.approx((2.0, 2.0, 2.0))
     assert source.baselines["unigram"] == pytest.approx(3.0)
-    assert (source.windows, source.n_bytes) == (3, 60)
+    assert (source.windows, source.n_bytes) == (5, 60)
 
 
-def test_changes_are_paired_over_the_windows():
-    """Windows that differ far more than depths do hide no difference between these."""
+def test_changes_are_paired_over_the_units():
+    """Documents that differ far more than depths do hide no difference between these."""
     n_bytes = np.full(40, 100.0)
     hard = np.linspace(1.0, 3.0, 40)
     nats = math.log(2) * n_bytes * np.stack([hard - 0.02, hard, hard - 0.01])
-    source = summarise_source([4, 1, 2], nats, n_bytes, {})
+    source = summarise_source([4, 1, 2], nats, n_bytes, {}, windows=40)
     assert source.depths[4].high - source.depths[4].low > 0.2
     assert source.changes[1] == (0, 0, 0)
     assert source.changes[4] == pytest.approx((-0.02, -0.02, -0.02))

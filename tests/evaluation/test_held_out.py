@@ -58,8 +58,22 @@ def test_both_forwards_agree_with_the_definition(source: Path, model: LoopDecode
 def scores_of(nats: float, tokens: int, n_bytes: int) -> WindowScores:
     return WindowScores(
         np.full((1, 3), nats), np.full((1, 3), 2.0 * tokens),
-        np.full(3, tokens), np.full(3, n_bytes),
+        np.full(3, tokens), np.full(3, n_bytes), np.arange(3),
     )  # fmt: skip
+
+
+def test_windows_of_a_document_are_one_unit_of_the_bootstrap():
+    """Two windows of every document say no more than one."""
+    rng = np.random.default_rng(0)
+    nats, n_bytes = rng.uniform(10, 90, (2, 12)), rng.integers(10, 90, 12)
+    once = WindowScores(nats, nats, n_bytes, n_bytes, np.arange(12))
+    twice = WindowScores(*(np.repeat(part, 2, axis=-1) for part in once))
+    for found, expected in zip(twice.by_unit(), once.by_unit(), strict=True):
+        np.testing.assert_allclose(found, 2 * expected)
+    few = WindowScores(*(np.repeat(part[..., :9], 2, axis=-1) for part in once))
+    assert few.by_unit()[1].shape == (18,), "nine documents are too few to resample"
+    both = with_total({"code": twice, "prose": twice})["all"]
+    assert both.by_unit()[1].shape == (24,), "a number means another document in another source"
 
 
 def test_summary_and_total():

@@ -14,8 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from titan_loop.analysis.drawing import draw_axes, draw_panels
 from titan_loop.errors import UserError
+from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
 from titan_loop.evaluation.offline_tasks import HELD_OUT
@@ -56,6 +59,8 @@ class ResultTable:
         factor: Unit of the shown numbers: 100 for per cent.
         digits: Decimal places.
         over_training: Columns that are also drawn over the steps of training.
+        less: Row that the others are compared with, if any: a second table has the differences
+            in held-out bits per byte, with intervals over documents.
     """
 
     name: str
@@ -68,6 +73,7 @@ class ResultTable:
     factor: float = 100.0
     digits: int = 1
     over_training: Sequence[str] = ()
+    less: str = ""
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
@@ -94,6 +100,30 @@ class ResultTable:
                     if name in found
                 ]
 
+    def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Interval | None:
+        """Return a cell less that of the row `less`, both over the same documents and seeds.
+
+        Returns:
+            None where a run is missing, has no held-out text, or has read other documents.
+        """
+        own, other = (self._units(results, label, column) for label in (row, self.less))
+        seeds = own.keys() & other.keys()
+        if not seeds or any(own[seed][0] != other[seed][0] for seed in seeds):
+            return None
+        n_bytes = own[min(seeds)][0]
+        nats = [
+            np.mean([found[seed][1] for seed in sorted(seeds)], axis=0) for found in (own, other)
+        ]
+        return paired_difference(*nats, n_bytes)
+
+    def _units(
+        self, results: Sequence["RunResult"], row: str, column: str
+    ) -> dict[int, tuple[list[float], list[float]]]:
+        """Return seed → bytes and nats of every document of a cell."""
+        where, name = self._address(row, column)
+        found = {r.seed: r.units.get(name) for r in results if r.has(where, name)}
+        return {seed: sums for seed, texts in found.items() if texts for sums in [_numbers(texts)]}
+
     def _address(self, row: str, column: str) -> tuple[Where, str]:
         where = {**self.everywhere, **self.rows[row], **self.columns[column]}
         return where, "/".join(where[part] for part in _REPORTED_BY if part in where)
@@ -119,6 +149,8 @@ class RunResult:
             `evals.jsonl`.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
+        units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
+            of numbers, so that runs can be compared on the same documents.
         format_version: Version of the file's layout.
     """
 
@@ -136,6 +168,7 @@ class RunResult:
     results: dict[str, float]
     evaluations: list[list[Any]] = field(default_factory=list)
     task: dict[str, Any] = field(default_factory=dict)
+    units: dict[str, list[str]] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def has(self, where: Where, name: str) -> bool:
@@ -181,6 +214,7 @@ class RunResult:
                 for record in _thinned(evaluated, _MOST_EVALUATIONS)
             ],
             task=config.get("dataloader", {}).get("task", {}),
+            units=_units_of(run),
         )
 
     @classmethod
@@ -266,10 +300,9 @@ def _metrics(results: Mapping[str, float]) -> dict[str, float]:
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return what evaluations found at the newest step that has one; later ones count."""
     found = [(record["step"], record["results"]) for record in evaluated]
-    for path in run.evaluations.glob("depth-step-*.json"):
-        report = DepthReport.load(path)
+    for report in _depth_reports(run):
         depths = {
-            f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}": interval.value
+            _held_out_name(source, depth): interval.value
             for source, depths in report.sources.items()
             for depth, interval in depths.depths.items()
         }
@@ -279,6 +312,32 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     return {
         name: value for step, results in found if step == newest for name, value in results.items()
     }
+
+
+def _depth_reports(run: RunDirectory) -> list[DepthReport]:
+    return [DepthReport.load(path) for path in run.evaluations.glob("depth-step-*.json")]
+
+
+def _held_out_name(source: str, depth: int) -> str:
+    return f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}"
+
+
+def _units_of(run: RunDirectory) -> dict[str, list[str]]:
+    """Return what `RunResult.units` has, of the newest report of depths."""
+    newest = max(_depth_reports(run), key=lambda report: report.step, default=None)
+    return {
+        _held_out_name(source, depth): [" ".join(map(str, sums)) for sums in (n_bytes, nats)]
+        for source, depths in (newest.sources if newest else {}).items()
+        if depths.units is not None
+        for n_bytes in [depths.units.n_bytes]
+        for depth, nats in depths.units.nats.items()
+    }
+
+
+def _numbers(texts: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Return the bytes and the nats that `_units_of` wrote."""
+    n_bytes, nats = ([float(word) for word in text.split()] for text in texts)
+    return n_bytes, nats
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
@@ -295,6 +354,28 @@ def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
             cells = ["" if value is None else f"{value:.{table.digits}f}" for value in told]
             lines.append(f"| {row}, paper | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
+    """Return the differences to the row `less` in Markdown, with 95 % intervals over documents.
+
+    Documents are resampled and seeds averaged, so the intervals leave out how seeds differ.
+    """
+    lines = [
+        f"| {table.title}, less {table.less} | {' | '.join(table.columns)} |",
+        f"|---|{'---|' * len(table.columns)}",
+    ]
+    for row in table.rows:
+        found = [table.difference(results, row, column) for column in table.columns]
+        if row != table.less and any(found):
+            cells = ["-" if x is None else _with_bounds(x, table.digits) for x in found]
+            lines.append(f"| {row} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _with_bounds(interval: Interval, digits: int) -> str:
+    value, low, high = (f"{number:+.{digits}f}" for number in interval)
+    return f"{value} [{low}, {high}]"
 
 
 def _cell(table: ResultTable, values: Sequence[float]) -> str:

@@ -10,7 +10,7 @@ from titan_loop.tables import columns
 def depth_table(report: DepthReport) -> str:
     """Return bits per byte of every source at every depth, baselines last, lower is better.
 
-    Intervals are half widths of the 95 % bootstrap interval over windows; `*` marks the trained R.
+    Intervals are half widths of 95 % bootstrap intervals over documents; `*` marks the trained R.
     """
     lines = text_table(depth_rows(report)).splitlines()
     return "\n".join([*lines[:-1], lines[1], lines[-1]])

@@ -39,6 +39,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     """
     from titan_loop.analysis.results import (
         RunResult,
+        differences_text,
         draw_curves,
         draw_table,
         runs_text,
@@ -60,6 +61,8 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         if not table.has_any(results):
             continue
         print(f"\n{table_text(table, results)}")
+        if table.less:
+            print(f"\n{differences_text(table, results)}")
         if plot:
             path = place.parent / _PLOTS / f"{name}-{table.name}.png"
             print(f"\n{draw_table(table, results, path)}")

@@ -197,6 +197,12 @@ class TokenShards:
             number -= card.documents
         raise IndexError(number)
 
+    def document_of(self, token: int) -> int:
+        """Return the number in stored order of the document that the split's token belongs to."""
+        ((shard, first, _, _),) = self._parts(token, 1)
+        ends, stop = self._ends_after(shard, first)
+        return sum(self._documents[:shard]) + stop - len(ends)
+
     def _parts(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
         """Return (shard, first token, last token + 1, tokens before) of each shard touched."""
         assert 0 <= start < start + count <= self.tokens, (start, count, self.tokens)

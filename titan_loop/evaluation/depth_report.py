@@ -7,6 +7,7 @@ alone.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -24,6 +25,19 @@ from titan_loop.storage.regular_file import DamagedFileError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitSums:
+    """Sums of the units of the bootstrap, which are documents, or windows where those are few.
+
+    Attributes:
+        n_bytes: Bytes of every unit.
+        nats: Recurrent steps → negative log likelihood of every unit.
+    """
+
+    n_bytes: list[int]
+    nats: dict[int, list[float]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SourceDepths:
     """The results of one source, or of all together.
 
@@ -33,7 +47,8 @@ class SourceDepths:
         windows: Held-out windows scored.
         n_bytes: Bytes of text in them.
         changes: Recurrent steps → bits per byte less those at the first depth, with the interval
-            of the difference over the same windows; empty in reports of 0.1.
+            of the difference over the same units; empty in reports of 0.1.
+        units: What the intervals are drawn over; None in reports of 0.1.
     """
 
     depths: dict[int, Interval]
@@ -41,6 +56,7 @@ class SourceDepths:
     windows: int
     n_bytes: int
     changes: dict[int, Interval] = field(default_factory=dict)
+    units: UnitSums | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +103,7 @@ class DepthReport:
                     baselines={kind: number(bits) for kind, bits in fields["baselines"].items()},
                     windows=count(fields["windows"]),
                     n_bytes=count(fields["n_bytes"]),
+                    units=_unit_sums(fields.get("units")),
                 )
                 for name, fields in record.pop("sources").items()
             }
@@ -119,6 +136,15 @@ def _intervals(recorded: Mapping[str, Sequence[float]]) -> dict[int, Interval]:
     return {int(depth): Interval(*map(number, triple)) for depth, triple in recorded.items()}
 
 
+def _unit_sums(recorded: Mapping[str, Any] | None) -> UnitSums | None:
+    if recorded is None:
+        return None
+    return UnitSums(
+        n_bytes=[count(n_bytes) for n_bytes in recorded["n_bytes"]],
+        nats={int(depth): [*map(number, nats)] for depth, nats in recorded["nats"].items()},
+    )
+
+
 def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram") -> None:
     """Refuse a model that does not save enough of a baseline's bits per byte.
 
@@ -146,31 +172,37 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
 
 def summarise_source(
     depths: Sequence[int],
-    nats_RW: ArrayLike,
-    bytes_W: ArrayLike,
+    nats_RU: ArrayLike,
+    bytes_U: ArrayLike,
     baseline_nats: Mapping[str, float],
     *,
+    windows: int,
     seed: int = 0,
 ) -> SourceDepths:
     """Return the results of one source.
 
     Args:
-        depths: R recurrent steps, the rows of `nats_RW`.
-        nats_RW: (R, W) summed negative log likelihood of every window at every depth.
-        bytes_W: (W) bytes every window predicts.
-        baseline_nats: Name → summed negative log likelihood over all windows.
+        depths: R recurrent steps, the rows of `nats_RU`.
+        nats_RU: (R, U) summed negative log likelihood of every unit at every depth.
+        bytes_U: (U) bytes every unit predicts.
+        baseline_nats: Name → summed negative log likelihood over all units.
+        windows: Number of windows in them.
         seed: Seed of the bootstrap.
     """
-    nats_RW = np.asarray(nats_RW, dtype=np.float64)
-    intervals = bootstrap_bits_per_byte(nats_RW, bytes_W, seed=seed)
+    nats_RU, bytes_U = np.asarray(nats_RU, dtype=np.float64), np.asarray(bytes_U)
+    intervals = bootstrap_bits_per_byte(nats_RU, bytes_U, seed=seed)
     first = depths.index(min(depths))
     return SourceDepths(
         depths=dict(zip(depths, intervals, strict=True)),
         changes={
-            depth: paired_difference(nats_W, nats_RW[first], bytes_W, seed=seed)
-            for depth, nats_W in zip(depths, nats_RW, strict=True)
+            depth: paired_difference(nats_U, nats_RU[first], bytes_U, seed=seed)
+            for depth, nats_U in zip(depths, nats_RU, strict=True)
         },
-        baselines={name: bits_per_byte(nats, bytes_W) for name, nats in baseline_nats.items()},
-        windows=len(np.asarray(bytes_W)),
-        n_bytes=round(float(np.sum(np.asarray(bytes_W)))),
+        baselines={name: bits_per_byte(nats, bytes_U) for name, nats in baseline_nats.items()},
+        windows=windows,
+        n_bytes=round(float(np.sum(bytes_U))),
+        units=UnitSums(
+            n_bytes=bytes_U.tolist(),
+            nats=dict(zip(depths, np.round(nats_RU, 2).tolist(), strict=True)),
+        ),
     )

@@ -82,7 +82,9 @@ def evaluate_run(
         trained_recurrent_steps=loaded.recurrent_steps,
         baseline_tokens=counts.tokens,
         sources={
-            name: summarise_source(depths, part.nats_PW, part.bytes_W, nats.get(name, together))
+            name: summarise_source(
+                depths, *part.by_unit(), nats.get(name, together), windows=len(part.bytes_W)
+            )
             for name, part in with_total(scores).items()
         },
     )

@@ -8,7 +8,7 @@ function they bring: `at_depths` reads a distributed model at several depths thr
 head, `at_readings` a whole model under any exit policy. All readings cost one pass to the deepest
 step.
 
-Shapes: P readings, W windows, B windows of a batch, L tokens.
+Shapes: P readings, W windows, U units of the bootstrap, B windows of a batch, L tokens.
 """
 
 import logging
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 ALL_SOURCES = "all"
 _BATCH_WINDOWS = 8
+_FEWEST_DOCUMENTS = 10
+"""With fewer documents, windows are the units of the bootstrap."""
 
 Sums = tuple[list[float], list[float]]  # of one window: a value and recurrent steps at each reading
 Forward = Callable[[HeldOutWindows], tuple[Tensor, Tensor]]
@@ -58,12 +60,14 @@ class WindowScores(NamedTuple):
         steps_PW: Recurrent steps, summed over a window's labels.
         tokens_W: Number of labels.
         bytes_W: Bytes of text the labels stand for.
+        documents_W: Numbers of the documents the windows begin in.
     """
 
     nats_PW: NDArray[np.float64]
     steps_PW: NDArray[np.float64]
     tokens_W: NDArray[np.int64]
     bytes_W: NDArray[np.int64]
+    documents_W: NDArray[np.int64]
 
     @classmethod
     def of(
@@ -75,7 +79,22 @@ class WindowScores(NamedTuple):
             steps_PW,
             (windows.labels != IGNORE_INDEX).sum(dim=1).numpy(),
             windows.label_bytes.sum(dim=1).numpy(),
+            np.asarray(windows.documents or range(len(windows.labels)), dtype=np.int64),
         )
+
+    def by_unit(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return nats (P, U) and bytes (U) of what may be taken as drawn independently.
+
+        That is a document, all of its windows together; with few documents it is a window.
+        """
+        documents, unit_W = np.unique(self.documents_W, return_inverse=True)
+        if len(documents) < _FEWEST_DOCUMENTS:
+            return self.nats_PW, self.bytes_W
+        nats_PU = np.zeros((len(self.nats_PW), len(documents)))
+        bytes_U = np.zeros(len(documents), dtype=np.int64)
+        np.add.at(nats_PU, (slice(None), unit_W), self.nats_PW)
+        np.add.at(bytes_U, unit_W, self.bytes_W)
+        return nats_PU, bytes_U
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
@@ -166,7 +185,7 @@ def depth_states(
     windows: HeldOutWindows,
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the states at several depths of one pass, and this rank's part of the labels."""
-    input_BL, positions_BL, labels_BL, _, columns, whole = windows
+    input_BL, positions_BL, labels_BL, _, columns, whole, _ = windows
     masks = None
     if share is not None:
         masks = model.get_attention_masks(positions_BL, share)
@@ -260,14 +279,14 @@ def sum_windows(
 
 
 def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:
-    """Return reading → bits per byte with its 95 % bootstrap interval over windows, and more.
+    """Return reading → bits per byte with its 95 % bootstrap interval over documents, and more.
 
     Args:
         scores: Scores of one source.
         readings: Name of each row.
     """
     tokens = int(scores.tokens_W.sum())
-    intervals = bootstrap_bits_per_byte(scores.nats_PW, scores.bytes_W)
+    intervals = bootstrap_bits_per_byte(*scores.by_unit())
     nats_P, steps_P = scores.nats_PW.sum(axis=1), scores.steps_PW.sum(axis=1)
     return {
         name: ReadingResult(
@@ -287,8 +306,12 @@ def with_total(scores: Mapping[str, WindowScores]) -> dict[str, WindowScores]:
     """Return the scores of every source, then of all sources together if there are several."""
     if len(scores) < 2:
         return dict(scores)
-    parts = zip(*scores.values(), strict=True)
-    total = WindowScores(*(np.concatenate(part, axis=-1) for part in parts))
+    *parts, documents = zip(*scores.values(), strict=True)
+    after = np.cumsum([0, *(1 + part.max() for part in documents)])
+    total = WindowScores(
+        *(np.concatenate(part, axis=-1) for part in parts),
+        np.concatenate([part + first for part, first in zip(documents, after, strict=False)]),
+    )
     return {**scores, name_of_total(scores): total}
 
 

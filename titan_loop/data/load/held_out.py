@@ -26,7 +26,8 @@ class HeldOutWindows(NamedTuple):
     `input`, `positions` and `labels` as in training, (n, L) int64. `label_bytes` (n, L) int64: the
     bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
     the total cross entropy to give nats per byte. `columns` are further ones for the model, by
-    name; those in `whole` have one value a window instead of one a token.
+    name; those in `whole` have one value a window instead of one a token. `documents` has the
+    number of the document each window begins in, or nothing if every window stands for itself.
     """
 
     input: torch.Tensor
@@ -35,6 +36,7 @@ class HeldOutWindows(NamedTuple):
     label_bytes: torch.Tensor
     columns: Mapping[str, torch.Tensor] = {}
     whole: Collection[str] = ()
+    documents: Sequence[int] = ()
 
     def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
         """Return some of the windows, on a device."""
@@ -107,6 +109,11 @@ def held_out_windows(
             f"source {source_path}: none of its {count} held-out windows has a label, so there is "
             "no loss to report: ask for more windows or hold out more documents"
         )
+    starts = (source.start(epoch, number) for epoch, number in zip(epochs, numbers, strict=True))
     return HeldOutWindows(
-        inputs["input"], inputs["positions"], labels, torch.from_numpy(label_bytes)
+        inputs["input"],
+        inputs["positions"],
+        labels,
+        torch.from_numpy(label_bytes),
+        documents=[shards.document_of(start) for start in starts],
     )

@@ -190,9 +190,13 @@ class CutWindows(SourceWindows):
             self._last_offset = (epoch, keyed_integer("offset", self._key, epoch) % choices)
         return self._last_offset[1]
 
+    def start(self, epoch: int, number: int) -> int:
+        """Return the first token of the cut `number` of `epoch`."""
+        return self.offset(int(epoch)) + int(number) * self.seq_len
+
     def read_into(self, epoch: int, number: int, window: Window) -> None:
         """Read the cut `number` of `epoch` (see the base class)."""
-        start = self.offset(epoch) + number * self.seq_len
+        start = self.start(epoch, number)
         ids, ends = self.shards.read(start, self.seq_len + 1)
         mask = self.shards.read_mask(start, self.seq_len + 1)
         window.fill(ids, ends, mask)
