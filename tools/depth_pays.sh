@@ -36,7 +36,10 @@ for seed in $seeds; do
         stage "$arm, seed $seed"
         folder=runs/depth_pays-seed$seed
         titan_loop train depth_pays --stage "$arm" --dump-folder "$folder" --debug.seed "$seed"
-        titan_loop eval "$folder/$arm" --windows 128
+        titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8
+        if [ "$arm" = grown_averaged ]; then
+            titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8 --ema
+        fi
         titan_loop results add "$folder/$arm"
     done
 done

@@ -1,8 +1,10 @@
 """Which recipe makes looping worth its compute: one model trained in several ways on the same text.
 
-All arms have the same three layers (0.3 M parameters with embedding and head) and read the same
-windows of the quick start's corpus, so they differ in R over training and in one option each. An
-arm that is grown runs R = 1, then 2, then 4; all but `looped` minimise the loss of the last step.
+All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
+differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
+more layers. An arm that is grown runs R = 1, then 2, then 4; all but `looped` minimise the loss of
+the last step. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of its
+tokens. `grown_averaged` is read from the average of its weights.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
@@ -25,29 +27,34 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.quickstart import CORPUS
 
-TOTAL_TOKENS = 1_500_000
+TOTAL_TOKENS = 3_000_000
+TOTAL_FLOPS = 1.327e13
+"""What TOTAL_TOKENS cost at R = 4 with the loss of the last step."""
+
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 4 * WINDOW_TOKENS
 STEPS = 4
 GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 4, 2), (TOTAL_TOKENS // 2, STEPS)])
 """R by tokens: a quarter of them at R = 1, another at 2, half at 4."""
 
-ARMS = {
+OUTSIDE = {"prelude_layers": 1, "coda_layers": 1}
+ARMS: dict[str, dict[str, Any]] = {
     "not_looped": {"steps": 1},
     "looped": {"steps": STEPS, "exit_gate": True},
     "last_step": {"steps": STEPS},
     "grown": {},
     "grown_additive": {"injection": "additive"},
     "grown_diagonal": {"injection": "diagonal"},
-    "grown_outside": {"prelude_layers": 1, "coda_layers": 1},
-    "grown_outside_injected": {
-        "prelude_layers": 1,
-        "coda_layers": 1,
-        "injection": "diagonal",
-    },
+    "grown_outside": {"n_layers": 3, **OUTSIDE},
+    "grown_outside_injected": {"n_layers": 3, **OUTSIDE, "injection": "diagonal"},
     "grown_scaled": {"residual_scale": "visits"},
+    "grown_averaged": {"average": 0.995},
     "grown_muon": {"optimizer": "muon"},
-    "dense": {"steps": 1, "n_layers": 3 * STEPS},
+    "two_layers": {"steps": 1, "n_layers": 2},
+    "dense": {"steps": 1, "n_layers": STEPS},
+    "not_looped_flops": {"steps": 1, "same_flops": True},
+    "grown_flops": {"same_flops": True},
+    "looped_flops": {"steps": STEPS, "exit_gate": True, "same_flops": True},
 }
 """Name → options; `dense` has as many layers as the looped arms have visits."""
 
@@ -57,15 +64,19 @@ TABLES = {
             name="bits_per_byte",
             title="held-out bits per byte at the trained R",
             rows={
-                name: {"stage": name, "reading": f"static:{arm.get('steps', STEPS)}"}
+                name: {
+                    "stage": name,
+                    "reading": f"static:{arm.get('steps', STEPS)}{',ema' * ('average' in arm)}",
+                }
                 for name, arm in ARMS.items()
             },
             columns={
                 source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math")
+                for source in ("code", "prose", "math", "all")
             },
             factor=1.0,
             digits=3,
+            less="not_looped",
         )
     ]
 }
@@ -82,9 +93,11 @@ def depth_pays() -> Recipe:
 def _arm(
     *,
     steps: int | None = None,
-    n_layers: int = 3,
+    n_layers: int = 1,
     exit_gate: bool = False,
     optimizer: OptimizerName = "adamw",
+    average: float = 0.0,
+    same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
     """Return an arm; without `steps` R grows."""
@@ -94,8 +107,8 @@ def _arm(
         model=OuroOptions(
             size="quickstart",
             n_layers=n_layers,
-            dim=64,
-            hidden_dim=192,
+            dim=96,
+            hidden_dim=256,
             recurrent_steps=most,
             exit_gate=exit_gate,
             **model,
@@ -104,7 +117,7 @@ def _arm(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),
         learning_rate=Schedule.warmup_cosine(
-            1e-2, start=1e-3, warmup_tokens=100_000, total_tokens=TOTAL_TOKENS, final=1e-3
+            1e-2, start=1e-3, warmup_tokens=150_000, total_tokens=TOTAL_TOKENS, final=1e-3
         ),
         entropy_weight=Schedule.constant(0.1),
         recurrence=RecurrenceConfig(steps=GROWTH if steps is None else Schedule.constant(steps)),
@@ -112,6 +125,8 @@ def _arm(
         held_out=HeldOutConfig(interval=0, depths=sorted({1, 2, most, 2 * most})),
     )
     config.optimizer.name = optimizer
+    config.ema.decay = average
+    config.total_flops = TOTAL_FLOPS if same_flops else None
     config.training.seq_len = WINDOW_TOKENS
     config.training.local_batch_size = 4
     config.checkpoint.interval = 10_000

@@ -2,8 +2,12 @@
 
 import dataclasses
 
+import pytest
+
 from titan_loop.models.family import build_decoder
-from train_configs.depth_pays import ARMS, TOTAL_TOKENS, depth_pays
+from titan_loop.training.chosen_model import stage_architecture
+from titan_loop.training.flop_budget import mean_flops, within_budget
+from train_configs.depth_pays import ARMS, TOTAL_FLOPS, TOTAL_TOKENS, depth_pays
 
 
 def parameters(name: str) -> int:
@@ -14,10 +18,20 @@ def parameters(name: str) -> int:
 
 
 def test_arms_of_one_comparison_have_the_same_parameters():
-    counted = {name: parameters(name) for name in ARMS if name != "dense"}
-    injected = {name for name in counted if ARMS[name].get("injection") == "diagonal"}
-    assert {counted[name] - 64 * (name in injected) for name in counted} == {291_648}
-    assert parameters("dense") > 2 * 291_648
+    alike = [name for name in ARMS if "n_layers" not in ARMS[name]]
+    injected = {name for name in alike if ARMS[name].get("injection") == "diagonal"}
+    (counted,) = {parameters(name) - 96 * (name in injected) for name in alike}
+    layer = parameters("two_layers") - counted
+    assert parameters("dense") - counted == 3 * layer
+    assert parameters("grown_outside") - counted == 2 * layer
+
+
+def test_arms_of_the_same_flops_spend_them():
+    stages = [depth_pays().stage(name) for name in ARMS if ARMS[name].get("same_flops")]
+    configs = [within_budget(stage.config) for stage in [*stages, depth_pays().stage("last_step")]]
+    for config in configs:
+        spent = mean_flops(config, stage_architecture(config)).total * config.total_tokens
+        assert spent == pytest.approx(TOTAL_FLOPS, rel=1e-3)
 
 
 def test_growth_ends_at_the_depth_of_the_fixed_arms():

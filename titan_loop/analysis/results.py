@@ -146,7 +146,7 @@ class RunResult:
         seconds: Duration of training, without evaluation.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`.
+            `evals.jsonl`; ",ema" follows the reading of averaged weights.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
@@ -302,7 +302,7 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     found = [(record["step"], record["results"]) for record in evaluated]
     for report in _depth_reports(run):
         depths = {
-            _held_out_name(source, depth): interval.value
+            _held_out_name(report, source, depth): interval.value
             for source, depths in report.sources.items()
             for depth, interval in depths.depths.items()
         }
@@ -315,19 +315,24 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _depth_reports(run: RunDirectory) -> list[DepthReport]:
-    return [DepthReport.load(path) for path in run.evaluations.glob("depth-step-*.json")]
+    return [DepthReport.load(path) for path in run.evaluations.glob("depth-*step-*.json")]
 
 
-def _held_out_name(source: str, depth: int) -> str:
-    return f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}"
+def _held_out_name(report: DepthReport, source: str, depth: int) -> str:
+    return f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}{',ema' if report.ema else ''}"
 
 
 def _units_of(run: RunDirectory) -> dict[str, list[str]]:
-    """Return what `RunResult.units` has, of the newest report of depths."""
-    newest = max(_depth_reports(run), key=lambda report: report.step, default=None)
+    """Return what `RunResult.units` has, of the newest step with a report of depths."""
+    reports = _depth_reports(run)
+    newest = max((report.step for report in reports), default=0)
     return {
-        _held_out_name(source, depth): [" ".join(map(str, sums)) for sums in (n_bytes, nats)]
-        for source, depths in (newest.sources if newest else {}).items()
+        _held_out_name(report, source, depth): [
+            " ".join(map(str, sums)) for sums in (n_bytes, nats)
+        ]
+        for report in reports
+        if report.step == newest
+        for source, depths in report.sources.items()
         if depths.units is not None
         for n_bytes in [depths.units.n_bytes]
         for depth, nats in depths.units.nats.items()
