@@ -111,10 +111,10 @@ class ResultTable:
         if not seeds or any(own[seed][0] != other[seed][0] for seed in seeds):
             return None
         n_bytes = own[min(seeds)][0]
-        nats = [
+        nats, other_nats = (
             np.mean([found[seed][1] for seed in sorted(seeds)], axis=0) for found in (own, other)
-        ]
-        return paired_difference(*nats, n_bytes)
+        )
+        return paired_difference(nats, other_nats, n_bytes)
 
     def _units(
         self, results: Sequence["RunResult"], row: str, column: str

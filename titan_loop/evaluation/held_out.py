@@ -90,11 +90,8 @@ class WindowScores(NamedTuple):
         documents, unit_W = np.unique(self.documents_W, return_inverse=True)
         if len(documents) < _FEWEST_DOCUMENTS:
             return self.nats_PW, self.bytes_W
-        nats_PU = np.zeros((len(self.nats_PW), len(documents)))
-        bytes_U = np.zeros(len(documents), dtype=np.int64)
-        np.add.at(nats_PU, (slice(None), unit_W), self.nats_PW)
-        np.add.at(bytes_U, unit_W, self.bytes_W)
-        return nats_PU, bytes_U
+        nats_PU = np.stack([np.bincount(unit_W, weights=nats_W) for nats_W in self.nats_PW])
+        return nats_PU, np.bincount(unit_W, weights=self.bytes_W).astype(np.int64)
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
@@ -306,10 +303,13 @@ def with_total(scores: Mapping[str, WindowScores]) -> dict[str, WindowScores]:
     """Return the scores of every source, then of all sources together if there are several."""
     if len(scores) < 2:
         return dict(scores)
-    *parts, documents = zip(*scores.values(), strict=True)
+    nats, steps, tokens, n_bytes, documents = zip(*scores.values(), strict=True)
     after = np.cumsum([0, *(1 + part.max() for part in documents)])
     total = WindowScores(
-        *(np.concatenate(part, axis=-1) for part in parts),
+        np.concatenate(nats, axis=1),
+        np.concatenate(steps, axis=1),
+        np.concatenate(tokens),
+        np.concatenate(n_bytes),
         np.concatenate([part + first for part, first in zip(documents, after, strict=False)]),
     )
     return {**scores, name_of_total(scores): total}
