@@ -90,8 +90,8 @@ class WindowScores(NamedTuple):
         documents, unit_W = np.unique(self.documents_W, return_inverse=True)
         if len(documents) < _FEWEST_DOCUMENTS:
             return self.nats_PW, self.bytes_W
-        nats_PU = np.stack([np.bincount(unit_W, weights=nats_W) for nats_W in self.nats_PW])
-        return nats_PU, np.bincount(unit_W, weights=self.bytes_W).astype(np.int64)
+        unit_UW = unit_W == np.arange(len(documents))[:, None]
+        return self.nats_PW @ unit_UW.T, unit_UW @ self.bytes_W
 
 
 def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str, HeldOutWindows]:
