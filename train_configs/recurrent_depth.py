@@ -42,7 +42,8 @@ SMALL_DEPTH = PermutationHops(
 SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
 SMALL_WINDOW = 48
 SMALL_BATCH_TOKENS = 20 * SMALL_WINDOW
-SMALL_TOKENS = 8_000 * SMALL_BATCH_TOKENS
+SMALL_TOKENS, SMALL_SYSTEMATIC_TOKENS = 8_000 * SMALL_BATCH_TOKENS, 5_000 * SMALL_BATCH_TOKENS
+SMALL_WARMUP_TOKENS = 200 * SMALL_BATCH_TOKENS
 
 
 def recurrent_depth_systematic() -> Recipe:
@@ -164,16 +165,24 @@ def _extrapolation(recurrence: RecurrenceConfig) -> LoopTrainer.Config:
 
 
 def _small_systematic(steps: int) -> LoopTrainer.Config:
-    return _small(
+    config = _small(
         SMALL_SYSTEMATIC,
         RecurrenceConfig(steps=Schedule.constant(steps)),
         RecurrentDepthOptions(
-            size="debugmodel", positions="learned", learned_positions=SMALL_WINDOW
+            size="debugmodel",
+            positions="learned",
+            learned_positions=SMALL_WINDOW,
+            dropout=0.1,
         ),
         rate=3e-3,
-        weight_decay=0.5,
+        weight_decay=0.1,
         suite=SuiteConfig(interval=500, depths=[1, 2, 4, 8], questions=256),
     )
+    config.total_tokens = SMALL_SYSTEMATIC_TOKENS
+    config.learning_rate = Schedule.warmup_cosine(
+        3e-3, warmup_tokens=SMALL_WARMUP_TOKENS, total_tokens=SMALL_SYSTEMATIC_TOKENS
+    )
+    return config
 
 
 def _small_depth(
@@ -206,7 +215,7 @@ def _small(
         total_tokens=SMALL_TOKENS,
         model=model,
         dataloader=TaskLoader.Config(task=task, curriculum=curriculum or Curriculum()),
-        learning_rate=Schedule.warmup_constant(rate, warmup_tokens=200 * SMALL_BATCH_TOKENS),
+        learning_rate=Schedule.warmup_constant(rate, warmup_tokens=SMALL_WARMUP_TOKENS),
         recurrence=recurrence,
         batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH_TOKENS)),
         adamw=AdamWConfig(beta2=0.98, weight_decay=weight_decay),
