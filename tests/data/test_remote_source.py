@@ -1,6 +1,7 @@
 """Sources in an object store: copied once, whole, and read like local ones."""
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,23 @@ def test_another_source_at_the_same_address_is_refused(memory, monkeypatch):
     memory.rm(f"/bucket/corpora/tiny/{CARD_NAME}")
     with pytest.raises(UserError, match=r"tiny has no source.json: it is not a prepared source"):
         SourceCard.read(cached())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, logger="titan_loop")
+    fsspec.filesystem("s3").put(str(source), f"{s3}/corpora/tiny", recursive=True)
+    monkeypatch.setenv(remote_source.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote_source, "WAIT_SECONDS", 0.0)
+    remote, local = loader(f"{s3}/corpora/tiny"), loader(source)
+    assert f"of {s3}/corpora/tiny to {tmp_path}" in caplog.text
+    ((here, labels),) = remote.read_step(4)
+    ((there, expected),) = local.read_step(4)
+    assert here["input"].equal(there["input"])
+    assert labels.equal(expected)
+    with pytest.raises(UserError, match=r"mixture=s3://nowhere/tiny: the bucket is not there"):
+        loader("s3://nowhere/tiny")
+    with pytest.raises(UserError, match=r"corpora/none has no source.json"):
+        loader(f"{s3}/corpora/none")
+    assert os.environ["AWS_SECRET_ACCESS_KEY"] not in caplog.text
