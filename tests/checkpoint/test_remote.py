@@ -198,6 +198,17 @@ def test_bad_addresses_are_one_line(tmp_path, url, complaint):
     assert "\n" not in str(caught.value)
 
 
+def test_a_store_that_is_asked_for_a_token_and_does_not_answer_is_one_line(tmp_path, monkeypatch):
+    def url_to_fs(url: str, **options: Any) -> Any:
+        raise ConnectionError("no route\nto the host")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
+    with pytest.raises(
+        UserError, match=r"/base cannot be reached \(ConnectionError\); "
+    ):
+        remote(tmp_path, "memory://b/x")
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_path):
     def config(name: str, limit: int = 0, url: str = "") -> Any:

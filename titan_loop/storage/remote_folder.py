@@ -32,12 +32,14 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str, field: str) -> None:
-        self._fs, self.path = _file_system(url, field)
         self.url = url.rstrip("/")
         self._field = field
         try:
+            self._fs, self.path = _file_system(url, field)
             if not self.names() and self._has_buckets:
                 self._fs.ls(self.path.split("/")[0], detail=False)
+        except UserError:
+            raise
         except Exception as error:  # every store has errors of its own
             raise self._explain(error) from error
 
