@@ -323,6 +323,7 @@ def ouro_scaling_study() -> Recipe:
         for steps in (2, 4, 8):  # the paper's standard model "at R"; at R = 1 it is SIZE-r1
             config = _study(size, 1)
             config.model.n_layers = steps * SIZES[size].n_layers
+            config.held_out.depths = [1]
             stages.append(Stage(name=f"{size}-standard{steps}", config=config))
     for stage in stages:
         if stage.name in ("1.4b-r8", "1.4b-standard8"):

@@ -203,9 +203,7 @@ def test_a_store_that_is_asked_for_a_token_and_does_not_answer_is_one_line(tmp_p
         raise ConnectionError("no route\nto the host")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", url_to_fs)
-    with pytest.raises(
-        UserError, match=r"/base cannot be reached \(ConnectionError\); "
-    ):
+    with pytest.raises(UserError, match=r"/base cannot be reached \(ConnectionError\); "):
         remote(tmp_path, "memory://b/x")
 
 

@@ -19,10 +19,11 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.planning.cluster import Cluster
-from titan_loop.planning.rehearsal import NOT_REHEARSED, Rehearsed, rehearse
+from titan_loop.planning.rehearsal import NOT_REHEARSED, Rehearsed, rehearsal_lines, rehearse
 from titan_loop.planning.step_meter import StepMeter
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.testing.tiny import SEQ_LEN, tiny_config
+from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 EIGHT = Cluster(nodes=2, gpus_per_node=4, gpu=DEVICES["h100-80gb"], mfu=0.4)
@@ -76,6 +77,20 @@ def test_a_compiled_layer_with_flex_on_a_shared_window_is_assembled():
     assert_as_planned(found)
     assert found.micro_batches == 2
     assert counters["stats"]["unique_graphs"] >= 1
+
+
+def test_stages_that_differ_in_values_alone_are_rehearsed_once():
+    first, alike, deeper, unregularised = (stage() for _ in range(4))
+    alike.debug.seed, alike.learning_rate = 7, Schedule.constant(1e-5)
+    deeper.recurrence.steps = Schedule.constant(3)
+    unregularised.adamw.weight_decay = 0.0
+    configs = {"a": first, "b": alike, "c": deeper, "d": unregularised}
+    recipe = Recipe(name="tiny", stages=[Stage(name=n, config=c) for n, c in configs.items()])
+    found = list(rehearse(recipe, EIGHT))
+    assert [one.like for one in found] == ["", "a", "", ""]
+    assert found[1].needs.name == "b"
+    assert found[1].moved == found[0].moved
+    assert " as a " in rehearsal_lines(found, EIGHT)[3]
 
 
 def test_hsdp_with_tensor_parallelism_moves_what_plan_says():

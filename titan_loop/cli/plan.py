@@ -111,8 +111,8 @@ def _rehearse(recipe: "Recipe", cluster: "Cluster", stage: str | None) -> None:
     found: list[Rehearsed] = []
     for one in rehearse(recipe, cluster, only=stage):
         found.append(one)
-        said = one.fault or "assembled"
-        print(f"titan-loop: {one.needs.name}: {said}, {one.seconds:.0f} s", file=sys.stderr)
+        said = one.fault or (f"as {one.like}" if one.like else "assembled")
+        print(f"titan-loop: {one.needs.name}: {said}, {one.cpu_seconds:.0f} s", file=sys.stderr)
     print("\n" + "\n".join(rehearsal_lines(found, cluster)))
     faults = [f"{one.needs.name}: {one.fault}" for one in found if one.fault]
     if faults:

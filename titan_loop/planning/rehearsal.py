@@ -2,7 +2,7 @@
 
     stage ─► the real trainer, spread over all ranks of a fake process group ─► fake tensors
     ─► a short step, which compiles and makes moments ─► a step that is measured
-    ─► a held-out pass ─► a checkpoint's plan ─► compiled code is forgotten: the next stage
+    ─► a short held-out pass ─► a checkpoint's plan ─► compiled code is forgotten: the next stage
 
 What breaks here would break in the queue. Collectives and memory stand beside what `plan` says.
 """
@@ -34,6 +34,7 @@ from titan_loop.evaluation.held_out import at_depths
 from titan_loop.planning.absent_gpu import absent_gpu
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.made_up_windows import MadeUpWindows, made_up
+from titan_loop.planning.same_assembly import assembly
 from titan_loop.planning.stage_needs import StageNeeds, stage_needs
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe
@@ -65,9 +66,9 @@ _HEADINGS = (
     "plan",
     "off by",
     "checkpoint GiB",
-    "seconds",
+    "CPU seconds",
 )
-_WARM_UP_STEPS = 2  # R of the short step
+_FEW_STEPS = 2  # R of what is not measured; every further step is the same code
 _LONGEST_FAULT = 300
 
 
@@ -78,7 +79,8 @@ class Rehearsed:
     Attributes:
         needs: What `plan` says of the stage.
         fault: Why it was not assembled, in one line; empty if it was.
-        seconds: How long that took.
+        like: Name of the stage that was rehearsed in its place; empty if it was itself.
+        cpu_seconds: Processor time that took: the time on one core that has nothing else to do.
         micro_batches: Micro-batches of the step that was measured, of those plan counts.
         moved: Collectives of that step by kind.
         planned: The same as `plan` counts them.
@@ -88,7 +90,8 @@ class Rehearsed:
 
     needs: StageNeeds
     fault: str = ""
-    seconds: float = 0.0
+    like: str = ""
+    cpu_seconds: float = 0.0
     micro_batches: int = 0
     moved: Mapping[str, Moved] = field(default_factory=dict)
     planned: Mapping[str, Moved] = field(default_factory=dict)
@@ -98,6 +101,8 @@ class Rehearsed:
 
 def rehearse(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> Iterator[Rehearsed]:
     """Go through every stage; one after the other in this process, as training would.
+
+    A stage that differs from an earlier one in nothing that a rehearsal sees has its result.
 
     Args:
         recipe: Made under `compat.assuming("cuda")`, so that its defaults are those of a GPU.
@@ -111,17 +116,29 @@ def rehearse(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> It
     Raises:
         UserError: As `stage_needs`; or this process is a rank of a launcher.
     """
+    before: list[tuple[Any, Rehearsed]] = []
     for stage in recipe.stages if only is None else [recipe.stage(only)]:
         needs = stage_needs(stage.name, stage.config, cluster, recipe=recipe)
-        began = time.perf_counter()
+        own = assembly(stage.config, needs, _micro_batches(needs))
+        if found := next((found for other, found in before if other == own), None):
+            yield replace(found, needs=needs, like=found.needs.name, cpu_seconds=0.0)
+            continue
+        began = time.process_time()
         try:
             with tempfile.TemporaryDirectory() as folder:
                 found = _rehearse(stage.config, needs, cluster, folder)
         except Exception as error:  # whatever breaks is what was looked for
             found = Rehearsed(needs=needs, fault=_one_line(error))
-        yield replace(found, seconds=time.perf_counter() - began)
+        found = replace(found, cpu_seconds=time.process_time() - began)
+        before.append((own, found))
+        yield found
         forget_compiled_stage()
         gc.collect()
+
+
+def _micro_batches(needs: StageNeeds) -> int:
+    """Return the number in the step that is measured: accumulation shows from the second on."""
+    return min(2, max(1, int(needs.accumulation[1])))
 
 
 def _rehearse(
@@ -165,15 +182,15 @@ def _one_step(
 ) -> Rehearsed:
     config, deepest = run.config, needs.shape.recurrent_steps
     share, pass_windows = trainer.window_share, needs.data_parallel_ranks * needs.shape.windows
-    micro_batches = min(2, max(1, int(needs.accumulation[1])))
-    plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_WARM_UP_STEPS, deepest))
+    micro_batches = _micro_batches(needs)
+    plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
     meter.reset()
     trainer.update(replace(plan, windows=micro_batches * pass_windows, recurrent_steps=deepest))
     peak_bytes, moved = meter.peak_bytes, meter.moved
     meter.reset()
 
-    depths = sorted({*config.held_out.depths, deepest})
+    depths = sorted({min(_FEW_STEPS, depth) for depth in (*config.held_out.depths, deepest)})
     columns_ = config.dataloader.columns()
     trainer.model.eval()
     with trainer.train_context():
@@ -255,7 +272,8 @@ def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
     """
     rows = [[*_HEADINGS]]
     for one in found:
-        cells = [one.needs.name, "not assembled" if one.fault else "assembled"]
+        state = "not assembled" if one.fault else "assembled"
+        cells = [one.needs.name, f"as {one.like}" if one.like else state]
         if one.fault:
             cells += [""] * 9
         else:
@@ -270,10 +288,12 @@ def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
                 f"{one.needs.memory.peak / one.peak_bytes - 1:+.0%}",
                 _gib(one.checkpoint_bytes),
             ]
-        rows.append([*cells, f"{one.seconds:.0f}"])
+        rows.append([*cells, f"{one.cpu_seconds:.0f}"])
+    alike = any(one.like for one in found)
     return [
         f"rehearsed as rank 0 of {cluster.ranks:,}, fake tensors on a fake process group",
         *columns(rows, left=(0, 1)),
+        *(["as STAGE: differs from it in data, seed, rates, length or other values alone"] * alike),
         *(f"{one.needs.name}: {one.fault}" for one in found if one.fault),
         *(f"not rehearsed: {what}" for what in NOT_REHEARSED),
     ]
