@@ -22,7 +22,7 @@ from typing import Any, Literal
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager
 from torchtitan.components.checkpointer.base import (
     OPTIMIZER,
     TRAIN_STATE,
@@ -45,7 +45,7 @@ from titan_loop.checkpoint.retention import (
     discard,
     step_folder,
 )
-from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
+from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
 from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError
@@ -181,7 +181,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.uploader: Uploader | None = None
         self.staging_future: Future[dict[str, Any]] | None = None
         self.save_future: Future[bool] | None = None
-        self._stager = None if config.async_mode == "disabled" else _stager(config.async_mode)
+        self._stager = None if config.async_mode == "disabled" else stager(config.async_mode)
         device = titan_utils.device_module
         # A thread begins with device 0, where every rank would open a CUDA context.
         self._writer = ThreadPoolExecutor(
@@ -217,13 +217,13 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.save_future = self._writer.submit(self._write, self.staging_future.result, content)
         return True
 
-    def _stage(self, stager: DefaultStager) -> "Future[dict[str, Any]]":
+    def _stage(self, copies: DefaultStager) -> "Future[dict[str, Any]]":
         """Copy the state; a failure is the save's, on all ranks, and reaches it in the future."""
         done: Future[dict[str, Any]] = Future()
         try:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # the stager copies on another stream
-            staged = stager.stage(self.tensors())
+            staged = copies.stage(self.tensors())
         except Exception as error:
             done.set_exception(error)
             return done
@@ -439,20 +439,4 @@ def uploader(remote: RemoteCheckpoints, config: LoopCheckpointManager.Config) ->
         wait_seconds=config.retry_seconds,
         latest=config.keep_latest_k,
         every=config.keep_every,
-    )
-
-
-def _stager(mode: str) -> DefaultStager:
-    """Return what copies the state; buffers are allocated once and reused."""
-    # Pinned memory and copies on a stream of their own exist with CUDA only (never run on a GPU);
-    # on CPU the same calls copy in a thread.
-    overlapped = mode == "async_with_pinned_mem"
-    on_cuda = overlapped and torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_cuda,
-            use_shared_memory=False,  # a thread writes, not another process
-            use_async_staging=overlapped,
-            use_non_blocking_copy=on_cuda,
-        )
     )

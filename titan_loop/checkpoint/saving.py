@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan_loop.checkpoint.manifest import (
@@ -140,3 +142,19 @@ def _attempt(
             logger.warning("%s could not be cleaned up: %s", checkpoint, error)
     cause = f"{type(failure.error).__name__}: {failure.error} (rank {failure.rank})"
     return None, cause.replace("\n", " ")
+
+
+def stager(mode: str) -> DefaultStager:
+    """Return what copies the state; buffers are allocated once and reused."""
+    # Pinned memory and copies on a stream of their own exist with CUDA only (never run on a GPU);
+    # on CPU the same calls copy in a thread.
+    overlapped = mode == "async_with_pinned_mem"
+    on_cuda = overlapped and torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=on_cuda,
+            use_shared_memory=False,  # a thread writes, not another process
+            use_async_staging=overlapped,
+            use_non_blocking_copy=on_cuda,
+        )
+    )
