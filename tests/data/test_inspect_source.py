@@ -70,6 +70,14 @@ def test_every_fault_of_every_file_is_named(source: Path) -> None:
         assert message in fault
 
 
+def test_a_tokenizer_of_any_size_is_no_tokenizer(source: Path) -> None:
+    """A sparse file of a terabyte would be hashed for an hour."""
+    with (source / "tokenizer.json").open("ab") as file:
+        file.truncate(1 << 40)
+    (fault,) = verify_source(source)
+    assert "1099511627776 bytes, and no tokenizer has more" in fault
+
+
 def test_a_shard_without_documents_is_one_line(source: Path) -> None:
     first = shard(source, 0)
     for path in (first, index_path(first), first.with_name(first.name + ".loss")):

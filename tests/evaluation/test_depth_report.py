@@ -47,6 +47,19 @@ def test_changes_are_paired_over_the_units():
     assert source.changes[2] == pytest.approx((-0.01, -0.01, -0.01))
 
 
+@pytest.mark.parametrize("field", ["changes", "nats", "n_bytes"])
+def test_a_report_that_lacks_a_depth_or_a_unit_is_damaged(tmp_path: Path, field: str):
+    path = report(1).save(RunDirectory(tmp_path))
+    record = json.loads(path.read_text())
+    source = record["sources"]["c"]
+    (source if field == "changes" else source["units"])[field].pop(
+        *(["4"] if field != "n_bytes" else [])
+    )
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match="is damaged"):
+        DepthReport.load(path)
+
+
 def test_a_gain_over_the_unigram_model_can_be_required():
     require_gain(report(1), 0.15)  # 2.0 against 3.0 bits at the trained R = 4
     require_gain(report(1), 0.33)

@@ -252,8 +252,8 @@ class Case:
         """How a message names it."""
         return f"case {self.number}: {self.target.name}, {self.spoil}, {self.verb}"
 
-    def prepare(self, folder: Path) -> Path:
-        """Spoil the file in a copy of everything; return it."""
+    def prepare(self, folder: Path) -> tuple[Path, bool]:
+        """Spoil the file in a copy of everything; return it, and whether its hashes match again."""
         rng = random.Random(self.number)
         path = rng.choice(sorted(folder.glob(self.target.pattern)))
         if self.spoil == CLOSED:
@@ -261,11 +261,12 @@ class Case:
                 os.chown(each, 65_534, 65_534, follow_symlinks=False)
             closed = (path, path.parent) if path.parent != folder else (path,)
             rng.choice(closed).chmod(0)
-            return path
+            return path, False
         self.target.spoils[self.spoil](path, rng)
-        if rng.random() < 0.7:
+        signed = rng.random() < 0.7
+        if signed:
             _sign(path)
-        return path
+        return path, signed
 
 
 def cases(first: int, count: int) -> Iterator[Case]:

@@ -17,6 +17,7 @@ from titan_loop.data.shards import (
 )
 from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
 from titan_loop.errors import UserError
+from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 
 TARGET_START, TARGET_END = "⟦", "⟧"
@@ -121,6 +122,9 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
     found_bytes = path.stat().st_size
     if expected_bytes is not None and found_bytes != expected_bytes:
         yield f"{path}: {found_bytes} bytes, the card says {expected_bytes}"
+        return
+    if expected_bytes is None and found_bytes > MOST_BYTES:
+        yield f"{path}: {found_bytes} bytes, and no tokenizer has more than {MOST_BYTES}"
         return
     found = file_sha256(path)
     if found != sha256:

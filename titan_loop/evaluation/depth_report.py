@@ -107,6 +107,8 @@ class DepthReport:
                 )
                 for name, fields in record.pop("sources").items()
             }
+            for source in sources.values():
+                _require_every_depth(source)
             for name in ("step", "tokens", "trained_recurrent_steps"):
                 count(record[name])
             return cls(sources=sources, **record)
@@ -134,6 +136,17 @@ class DepthReport:
 
 def _intervals(recorded: Mapping[str, Sequence[float]]) -> dict[int, Interval]:
     return {int(depth): Interval(*map(number, triple)) for depth, triple in recorded.items()}
+
+
+def _require_every_depth(source: SourceDepths) -> None:
+    if source.changes and source.changes.keys() != source.depths.keys():
+        raise ValueError(f"changes at {[*source.changes]}, depths {[*source.depths]}")
+    units = source.units
+    if units is not None and (
+        units.nats.keys() != source.depths.keys()
+        or {len(nats) for nats in units.nats.values()} != {len(units.n_bytes)}
+    ):
+        raise ValueError("units lack a depth or a number")
 
 
 def _unit_sums(recorded: Mapping[str, Any] | None) -> UnitSums | None:
