@@ -4,12 +4,15 @@
 cores that shape, tokens, vocabulary and batch were chosen by.
 """
 
+from typing import NamedTuple
+
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -18,13 +21,46 @@ CORPUS = "corpora/quickstart"
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 4 * WINDOW_TOKENS
 
-# Layers, D, F, R, tokens. Tokens make the FLOPs of layers and readouts, R (layers + head), equal.
+
+class Candidate(NamedTuple):
+    """A model and its tokens; all candidates cost about what the quick start costs.
+
+    Attributes:
+        layers: Unique layers.
+        dim: D.
+        hidden_dim: F.
+        tokens: Tokens to train on.
+        steps: R against tokens.
+        final_rate: Learning rate at the end.
+        optimizer: Its name.
+    """
+
+    layers: int
+    dim: int
+    hidden_dim: int
+    tokens: int
+    steps: Schedule
+    final_rate: float = 1e-3
+    optimizer: OptimizerName = "adamw"
+
+
+def _grown(second: int, fourth: int) -> Schedule:
+    """Return R = 1, 2 from `second` tokens and 4 from `fourth`."""
+    return Schedule.steps([(0, 1), (second, 2), (fourth, 4)])
+
+
+# A step of one thread takes about (12 + 32·R) ms at D 96; tokens make its sum over a run equal.
 CANDIDATES = {
-    "d96_r4": (1, 96, 256, 4, 3_000_000),
-    "d96_r2": (1, 96, 256, 2, 6_000_000),
-    "d96_l2_r2": (2, 96, 256, 2, 3_900_000),
-    "d128_r2": (1, 128, 384, 2, 3_600_000),
-    "d128_r4": (1, 128, 384, 4, 1_800_000),
+    "d96_r4": Candidate(1, 96, 256, 3_000_000, Schedule.constant(4)),
+    "d96_r2": Candidate(1, 96, 256, 5_600_000, Schedule.constant(2)),
+    "d96_grown": Candidate(1, 96, 256, 5_200_000, _grown(1_800_000, 3_600_000)),
+    "d96_grown_to_0": Candidate(1, 96, 256, 5_200_000, _grown(1_800_000, 3_600_000), 1e-4),
+    "d96_to_0": Candidate(1, 96, 256, 3_000_000, Schedule.constant(4), 1e-4),
+    "d96_muon": Candidate(1, 96, 256, 2_800_000, Schedule.constant(4), 1e-3, "muon"),
+    "d96_l2_r2": Candidate(2, 96, 256, 3_700_000, Schedule.constant(2)),
+    "d128_r2": Candidate(1, 128, 384, 3_600_000, Schedule.constant(2)),
+    "d128_r4": Candidate(1, 128, 384, 1_900_000, Schedule.constant(4)),
+    "d128_grown": Candidate(1, 128, 384, 3_300_000, _grown(1_200_000, 2_300_000)),
 }
 TABLES = {
     "quickstart_search": [
@@ -34,7 +70,7 @@ TABLES = {
             rows={
                 f"{name} R={r}": {"stage": name, "reading": f"static:{r}"}
                 for name in CANDIDATES
-                for r in (1, CANDIDATES[name][3])
+                for r in (1, round(CANDIDATES[name].steps.largest))
             },
             columns={task: {"task": f"held_out/{task}"} for task in ("code", "prose", "math")},
             everywhere={"metric": "bits_per_byte"},
@@ -51,31 +87,42 @@ def quickstart() -> LoopTrainer.Config:
 
 
 def quickstart_search() -> Recipe:
-    """Shapes, depths and tokens that cost what the quick start costs."""
+    """Shapes, depths, schedules and optimisers that cost what the quick start costs."""
     stages = [Stage(name=name, config=_config(name)) for name in CANDIDATES]
     for stage in stages:
-        stage.config.held_out = HeldOutConfig(depths=[1, 2, 4], windows=64)
+        stage.config.held_out = HeldOutConfig(depths=[1, 2, 4], windows=128)
         stage.config.checkpoint.interval = 2000
     return Recipe(name="quickstart_search", stages=stages)
 
 
 def _config(name: str, folder: str = "") -> LoopTrainer.Config:
-    layers, dim, hidden_dim, steps, tokens = CANDIDATES[name]
+    candidate = CANDIDATES[name]
+    tokens = candidate.tokens
     config = LoopTrainer.Config(
         dump_folder=folder,
         total_tokens=tokens,
-        model=OuroOptions(size="quickstart", n_layers=layers, dim=dim, hidden_dim=hidden_dim),
+        model=OuroOptions(
+            size="quickstart",
+            n_layers=candidate.layers,
+            dim=candidate.dim,
+            hidden_dim=candidate.hidden_dim,
+        ),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),
         learning_rate=Schedule.warmup_cosine(
-            1e-2, start=1e-3, warmup_tokens=150_000, total_tokens=tokens, final=1e-3
+            1e-2,
+            start=1e-3,
+            warmup_tokens=150_000,
+            total_tokens=tokens,
+            final=candidate.final_rate,
         ),
         entropy_weight=Schedule.constant(0.1),
-        recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
+        recurrence=RecurrenceConfig(steps=candidate.steps),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=600, depths=[1, 2, 4, 6], windows=16),
     )
+    config.optimizer.name = candidate.optimizer
     config.training.seq_len = WINDOW_TOKENS
     config.training.local_batch_size = 4
     config.checkpoint.interval = 600

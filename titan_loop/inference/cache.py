@@ -90,6 +90,11 @@ class LoopCache(ABC):
         self._memory = torch.zeros(
             (2, self.kept_steps, shape.layers, shape.rows, *shape[4:]), dtype=dtype, device=device
         )
+        # Views of every slot, made once: an index of five parts costs more than the slice of two.
+        self._slots = [
+            [(step[0, layer], step[1, layer]) for layer in range(shape.layers)]
+            for step in self._memory.unbind(1)
+        ]
         self._every_row = torch.arange(shape.rows, device=device).unsqueeze(1)
         self.allocated_bytes = self._memory.nbytes
         self.outside: LastCache | None = None
@@ -132,8 +137,9 @@ class LoopCache(ABC):
         self, slot: int, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
         """Store new tokens of all rows in one slot; return what stands there up to S."""
-        keys_BSNH = self._memory[0, slot, layer, : self.rows, : places.seen]
-        values_BSNH = self._memory[1, slot, layer, : self.rows, : places.seen]
+        keys, values = self._slots[slot][layer]
+        keys_BSNH = keys[: self.rows, : places.seen]
+        values_BSNH = values[: self.rows, : places.seen]
         if places.in_step:
             keys_BSNH[:, -1:], values_BSNH[:, -1:] = k_BLNH, v_BLNH
         else:

@@ -55,12 +55,20 @@ class Evidence(NamedTuple):
 
 
 class ExitPolicy(ABC):
-    """Decides which tokens leave the recurrence after the step they just ran."""
+    """Decides which tokens leave the recurrence after the step they just ran.
+
+    Attributes:
+        name: Its name on the command line.
+        reads_gate: Whether it looks at the exit gate.
+        reads_logits: Whether it looks at logits, which costs a readout after every step.
+        reads_states: Whether it looks at states, which costs a coda after every step. All tokens of
+            a policy that does not leave after its deepest step.
+    """
 
     name: ClassVar[str]
     reads_gate: ClassVar[bool] = False
-    reads_logits: ClassVar[bool] = False  # costs a readout after every step
-    reads_states: ClassVar[bool] = True  # costs a coda after every step
+    reads_logits: ClassVar[bool] = False
+    reads_states: ClassVar[bool] = True
 
     @abstractmethod
     def fires(self, evidence: Evidence) -> Tensor:
@@ -320,7 +328,10 @@ class ExitDecider:
         return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
 
     def reads(self, steps: Iterable[int]) -> bool:
-        """Return whether the policy, or the head, reads a state after one of these steps."""
+        """Return whether the policy, or the head, reads a state after one of these steps.
+
+        If neither does, no token leaves after them.
+        """
         return self.policy.reads_states or self.deepest_step in steps
 
     def admit(self, rows: int) -> None:

@@ -161,7 +161,7 @@ class Stack:
         hidden_BLD = self.model.step(carry, step, context)
         read_BLD = self.model.read(hidden_BLD, context) if reads else hidden_BLD
         self.work.applications += 1
-        self.work.token_steps += hidden_BLD[..., 0].numel()
+        self.work.token_steps += hidden_BLD.shape[0] * hidden_BLD.shape[1]
         return self._plain(LoopState(carry, hidden_BLD, read_BLD))
 
     def _carry(
@@ -182,6 +182,8 @@ class Stack:
             carry, hidden_BLD = self._placed(state[:2])
             return self._plain(self.model.advance(carry, hidden_BLD, done, context))
 
+        if tokens_BL is None:
+            return advanced(step - 1)
         if isinstance(step, int):
             return started() if step == 1 else advanced(step - 1)
         starts_B = step == 1

@@ -16,17 +16,20 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
     for row in rows:
         row.step += 1
     steps = [row.step for row in rows]
-    step_BL = batch.column(steps)
     context = batch.context()
+    reads = batch.decider.reads(steps)
     state = stack.step(
         batch.state,
-        batch.column(row.token for row in rows),
+        batch.column(row.token for row in rows) if 1 in steps else None,
         steps,
         stack.told(context, batch.decider.log_prob_BLV),
-        reads=batch.decider.reads(steps),
+        reads=reads,
     )
     before = state if batch.state is None else batch.state
     batch.state = state
+    if not reads:  # so nothing leaves
+        return
+    step_BL = batch.column(steps)
     leaves_BL = batch.decider.decide(step_BL, state.read_BLD, before.read_BLD)
     leaving = leaves_BL[:, 0].nonzero()[:, 0]
     if not len(leaving):
