@@ -46,7 +46,8 @@ Where: TypeAlias = Mapping[str, str]
 class ResultTable:
     """A table of results, and the paper's beside it.
 
-    A cell is the number that `everywhere`, its row and its column address together.
+    A cell is the number that `everywhere`, its row and its column address together. Where row and
+    column both have a `stage`, the cell's is ROW_COLUMN.
 
     Attributes:
         name: Name of the plot's file, behind the recipe's.
@@ -125,7 +126,10 @@ class ResultTable:
         return {seed: sums for seed, texts in found.items() if texts for sums in [_numbers(texts)]}
 
     def _address(self, row: str, column: str) -> tuple[Where, str]:
-        where = {**self.everywhere, **self.rows[row], **self.columns[column]}
+        across, down = self.rows[row], self.columns[column]
+        where = {**self.everywhere, **across, **down}
+        if "stage" in across and "stage" in down:
+            where["stage"] = f"{across['stage']}_{down['stage']}"
         return where, "/".join(where[part] for part in _REPORTED_BY if part in where)
 
 
