@@ -1,4 +1,4 @@
-"""What loops add: the tasks of Ouro's section 6 as published. `physics_small.py` has them in miniature.
+"""What loops add: Ouro's section 6 as published; `physics_small.py` has it in miniature.
 
     ouro_mano         arithmetic: k layers visited l times, at three lengths of expressions
     ouro_multi_hop    questions of three hops over learned facts, by the number of trained questions

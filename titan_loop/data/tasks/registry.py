@@ -12,6 +12,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.mano_capo import ManoCapo
 from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.data.tasks.permutation_hops import PermutationHops
+from titan_loop.data.tasks.reachability import Reachability
 from titan_loop.data.tasks.task import Task
 from titan_loop.data.tasks.two_graph import TwoGraph
 from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
@@ -31,6 +32,7 @@ _OWN = (
     Mano,
     ManoCapo,
     PermutationHops,
+    Reachability,
     TwoGraph,
     TwoHopSystematic,
 )
