@@ -1,21 +1,25 @@
 """What loops add: Ouro's section 6 as published; `physics_small.py` has it in miniature.
 
+    ouro_capo         biographies by heart: bits a parameter with 1 and 4 loops
     ouro_mano         arithmetic: k layers visited l times, at three lengths of expressions
     ouro_multi_hop    questions of three hops over learned facts, by the number of trained questions
 
-Stages of `ouro_mano` are KxL_lN: K layers, L visits, expressions of up to N operations. Those of
-`ouro_multi_hop` are KxL_N, with N thousand questions. The paper gives its Mano results for the best
-of three seeds and of four rates, here `--learning-rate` at the second largest; for the questions it
-has curves, no numbers: more loops need fewer questions.
+Stages of `ouro_capo` are A-B-lC_N: width 64·A with A heads, B layers, C loops, N thousand people;
+of `ouro_mano` KxL_lN: K layers, L visits, expressions of up to N operations; of `ouro_multi_hop`
+KxL_N: N thousand questions. The Mano results are the best of three seeds and four rates, of which
+2e-4 is taken here. Of capacity and questions the paper has plots, no numbers: about 2 bits a
+parameter at any depth, and fewer questions with more loops.
 
-Not published, hence ours: heads (16 in both), feed-forward width (2,816) and Ouro's layers for the
-"standard transformer"; training on the answer alone; the decay for the questions (0.1).
+Not published, hence ours: the shapes of `ouro_capo` between 1M and 40M parameters; heads (16) and
+feed-forward width (2,816) of the others; Ouro's layers where the paper has GPT-2's (Capo) or names
+none; training on the answer alone, but on every token of a biography; the questions' decay (0.1).
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices B.2 and B.3.
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices B.1 to B.3.
 """
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
@@ -29,7 +33,6 @@ from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 
 WINDOW = 1024
-WARMUP_STEPS = 1_000
 
 MANO_GRID = ((12, 1), (2, 1), (2, 6), (3, 1), (3, 4), (6, 1), (6, 2))
 MANO_STEPS = {10: 80_000, 16: 110_000, 24: 200_000}
@@ -43,9 +46,15 @@ MANO_PAPER = {
     (6, 2): (93.4, 88.5, 35.1),
 }
 
+CAPO_SHAPES = ((2, 4), (4, 4), (8, 4), (8, 12))
+CAPO_LOOPS = (1, 4)
+CAPO_THOUSANDS = (20, 50, 100, 200, 500)
+CAPO_EXPOSURES = 1_000
+BIOGRAPHY_TOKENS = 38
+"""Mean tokens of a biography, rounded up."""
+
 HOPS_GRID = ((6, 1), (6, 2), (6, 4), (24, 1))
 HOPS_THOUSANDS = tuple(range(20, 220, 20))
-HOPS_STEPS = 20_000
 
 
 def grid_name(layers: int, loops: int) -> str:
@@ -54,6 +63,24 @@ def grid_name(layers: int, loops: int) -> str:
 
 
 TABLES = {
+    "ouro_capo": [
+        ResultTable(
+            name="bits",
+            title="bits a parameter",
+            rows={
+                f"{heads}-{layers}-l{loops}": {
+                    "stage": f"{heads}-{layers}-l{loops}",
+                    "reading": f"static:{loops}",
+                }
+                for heads, layers in CAPO_SHAPES
+                for loops in CAPO_LOOPS
+            },
+            columns={f"N = {count}K": {"stage": f"{count}"} for count in CAPO_THOUSANDS},
+            everywhere={"task": "capo/knowledge", "metric": "bits_per_parameter"},
+            factor=1.0,
+            digits=2,
+        )
+    ],
     "ouro_mano": [
         ResultTable(
             name="accuracy",
@@ -88,66 +115,92 @@ TABLES = {
 }
 
 
+def ouro_capo() -> Recipe:
+    """Biographies by heart, as published: 20K to 500K people, 1,000 exposures, 1 and 4 loops."""
+    stages = []
+    for count in CAPO_THOUSANDS:
+        for heads, layers in CAPO_SHAPES:
+            for loops in CAPO_LOOPS:
+                model = OuroOptions(
+                    size="53m",
+                    n_layers=layers,
+                    dim=64 * heads,
+                    n_heads=heads,
+                    hidden_dim=192 * heads,
+                    recurrent_steps=loops,
+                    exit_gate=False,
+                    tie_weights=True,
+                )
+                config = _published(
+                    Capo(people=1_000 * count),
+                    model,
+                    rate=1e-3,
+                    window=512,
+                    batch=192,
+                    tokens=CAPO_EXPOSURES * 1_000 * count * BIOGRAPHY_TOKENS,
+                )
+                config.dataloader.all_targets = True
+                config.adamw.weight_decay = 0.02
+                stages.append(Stage(name=f"{heads}-{layers}-l{loops}_{count}", config=config))
+    return Recipe(name="ouro_capo", stages=stages)
+
+
 def ouro_mano() -> Recipe:
     """Arithmetic on prefix expressions, as published: k layers visited l times, three lengths."""
-    return Recipe(
-        name="ouro_mano",
-        stages=[
-            Stage(
-                name=f"{layers}x{loops}_l{length}",
-                config=_published(
-                    Mano(max_operations=length), layers, loops, rate=2e-4, batch=128, steps=steps
-                ),
+    stages = []
+    for length, steps in MANO_STEPS.items():
+        for layers, loops in MANO_GRID:
+            config = _published(
+                Mano(max_operations=length),
+                _wide(layers, loops),
+                rate=2e-4,
+                batch=128,
+                tokens=steps * 128 * WINDOW,
             )
-            for length, steps in MANO_STEPS.items()
-            for layers, loops in MANO_GRID
-        ],
-    )
+            stages.append(Stage(name=f"{layers}x{loops}_l{length}", config=config))
+    return Recipe(name="ouro_mano", stages=stages)
 
 
 def ouro_multi_hop() -> Recipe:
     """Three hops over learned facts, as published: 1, 2, 4 loops and 20K to 200K questions."""
-    return Recipe(
-        name="ouro_multi_hop",
-        stages=[
-            Stage(
-                name=f"{layers}x{loops}_{count}",
-                config=_published(
-                    LayeredQA(trained_questions=1_000 * count),
-                    layers,
-                    loops,
-                    rate=5e-4,
-                    batch=2_048,
-                    steps=HOPS_STEPS,
-                ),
+    stages = []
+    for count in HOPS_THOUSANDS:
+        for layers, loops in HOPS_GRID:
+            config = _published(
+                LayeredQA(trained_questions=1_000 * count),
+                _wide(layers, loops),
+                rate=5e-4,
+                batch=2_048,
+                tokens=20_000 * 2_048 * WINDOW,
             )
-            for count in HOPS_THOUSANDS
-            for layers, loops in HOPS_GRID
-        ],
-    )
+            stages.append(Stage(name=f"{layers}x{loops}_{count}", config=config))
+    return Recipe(name="ouro_multi_hop", stages=stages)
+
+
+def _wide(layers: int, loops: int) -> OuroOptions:
+    """Return a model of width 1,024 that minimises the loss of the last step."""
+    return OuroOptions(size="374m", n_layers=layers, recurrent_steps=loops, exit_gate=False)
 
 
 def _published(
-    task: Task, layers: int, loops: int, *, rate: float, batch: int, steps: int
+    task: Task, model: OuroOptions, *, rate: float, batch: int, tokens: int, window: int = WINDOW
 ) -> LoopTrainer.Config:
-    """Return a run of `steps` batches of `batch` windows, at width 1,024."""
-    tokens = batch * WINDOW
+    """Return a run of batches of `batch` windows: 1,000 steps of warm-up, cosine to a tenth."""
+    batch_tokens, loops = batch * window, model.recurrent_steps
+    assert loops is not None
     config = LoopTrainer.Config(
-        total_tokens=steps * tokens,
-        model=OuroOptions(size="374m", n_layers=layers, recurrent_steps=loops, exit_gate=False),
+        total_tokens=tokens,
+        model=model,
         dataloader=TaskLoader.Config(task=task),
         learning_rate=Schedule.warmup_cosine(
-            rate,
-            warmup_tokens=WARMUP_STEPS * tokens,
-            total_tokens=steps * tokens,
-            final=0.1 * rate,
+            rate, warmup_tokens=1_000 * batch_tokens, total_tokens=tokens, final=0.1 * rate
         ),
         recurrence=RecurrenceConfig(steps=Schedule.constant(loops)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(tokens)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch_tokens)),
         adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=5_000, tasks=[task.name], depths=[loops], questions=3_000),
     )
-    config.training.seq_len = WINDOW
+    config.training.seq_len = window
     config.training.local_batch_size = 8
     config.training.max_norm = 1.0
     config.checkpoint.interval = 5_000

@@ -132,6 +132,13 @@ def test_rows_are_compared_on_the_same_documents():
     assert table.difference(runs, "looped", "2") is None, "they read other documents"
 
 
+def test_a_row_and_a_column_of_a_grid_name_the_stage_together():
+    grid = replace(TABLE, columns={"half": {"stage": "50", "stratum": "8"}})
+    where, name = grid.address("looped", "half")
+    assert (where["stage"], name) == ("looped_50", "mano/8/acc,none/static:4")
+    assert TABLE.address("looped", "8")[0]["stage"] == "looped"
+
+
 def test_the_commands_write_and_show(tmp_path, capsys):
     run = trained(tmp_path / "run")
     asked(run, 100, _8=0.5).save(run)

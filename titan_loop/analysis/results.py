@@ -78,7 +78,7 @@ class ResultTable:
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
-        where, name = self._address(row, column)
+        where, name = self.address(row, column)
         found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
         return [self.factor * value for _, value in found]
 
@@ -92,7 +92,7 @@ class ResultTable:
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> Iterator[list[tuple[int, float]]]:
         """Yield (step, number) pairs of a cell over the training of every run that has it."""
-        where, name = self._address(row, column)
+        where, name = self.address(row, column)
         for result in results:
             if result.has(where, name):
                 yield [
@@ -121,11 +121,12 @@ class ResultTable:
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> dict[int, tuple[list[float], list[float]]]:
         """Return seed → bytes and nats of every document of a cell."""
-        where, name = self._address(row, column)
+        where, name = self.address(row, column)
         found = {r.seed: r.units.get(name) for r in results if r.has(where, name)}
         return {seed: sums for seed, texts in found.items() if texts for sums in [_numbers(texts)]}
 
-    def _address(self, row: str, column: str) -> tuple[Where, str]:
+    def address(self, row: str, column: str) -> tuple[Where, str]:
+        """Return the address of a cell, and the name by which an evaluation reports its number."""
         across, down = self.rows[row], self.columns[column]
         where = {**self.everywhere, **across, **down}
         if "stage" in across and "stage" in down:

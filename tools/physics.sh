@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# Trains the stages of train_configs/physics_small.py, prints their tables and fits the scaling law.
+#
+#   bash tools/physics.sh [--seeds "1 2 3"] [STAGE...]
+#
+# Every stage leaves train_configs/results/physics_small/STAGE-seedS.json. What is there is skipped,
+# and a stage that was interrupted goes on from its newest checkpoint.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
+
+seeds=1
+if [ "${1:-}" = --seeds ]; then
+    seeds=$2
+    shift 2
+fi
+stages=("$@")
+if [ ${#stages[@]} = 0 ]; then
+    mapfile -t stages < <("$VENV/bin/python" -c \
+        'from train_configs.physics_small import physics_small as p
+print(*(stage.name for stage in p().stages), sep="\n")')
+fi
+
+if [[ " ${stages[*]}" == *" scaling_"* || " ${stages[*]}" == *" prior_"* ]]; then
+    corpus=corpora/quickstart # the quick start's
+    local_text "$corpus" --code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 \
+        --at-least-megabytes 20
+    local_tokenizer "$corpus"
+    for domain in code prose math; do
+        local_source "$corpus" $domain
+    done
+fi
+
+for seed in $seeds; do
+    folder=runs/physics_small-seed$seed
+    for name in "${stages[@]}"; do
+        if [ -f "train_configs/results/physics_small/$name-seed$seed.json" ]; then
+            continue
+        fi
+        stage "$name, seed $seed"
+        titan_loop train physics_small --stage "$name" --dump-folder "$folder" \
+            --debug.seed "$seed" --dataloader.seed "$seed"
+        titan_loop results add "$folder/$name"
+    done
+    scaling=("$folder"/scaling_*)
+    if [ ${#scaling[@]} = 9 ]; then
+        titan_loop scaling "${scaling[@]}" --output "$folder/scaling"
+    fi
+done
+titan_loop results show physics_small
