@@ -131,15 +131,16 @@ def ouro_capo() -> Recipe:
                     exit_gate=False,
                     tie_weights=True,
                 )
+                task = Capo(people=1_000 * count)
                 config = _published(
-                    Capo(people=1_000 * count),
+                    task,
                     model,
                     rate=1e-3,
                     window=512,
                     batch=192,
                     tokens=CAPO_EXPOSURES * 1_000 * count * BIOGRAPHY_TOKENS,
                 )
-                config.dataloader.all_targets = True
+                config.dataloader = TaskLoader.Config(task=task, all_targets=True)
                 config.adamw.weight_decay = 0.02
                 stages.append(Stage(name=f"{heads}-{layers}-l{loops}_{count}", config=config))
     return Recipe(name="ouro_capo", stages=stages)

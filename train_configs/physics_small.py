@@ -64,6 +64,8 @@ SCALING_DIMS, SCALING_STEPS = (48, 72, 96), (1, 2, 4)
 PRIORS = ("uniform", 0.1, 0.3, 0.5, 0.7)
 TEXT_TOKENS = 1_500_000
 
+BATCH_TOKENS = 1_024
+
 TABLES = {
     "physics_small": [
         ResultTable(
@@ -131,7 +133,7 @@ def physics_short() -> Recipe:
     stages = [_mano(1, 4), _capo(4), _hops(2, 25)]
     for stage in stages:
         config = stage.config
-        config.total_tokens = 16 * config.batch.global_batch_tokens(0)
+        config.total_tokens = 16 * BATCH_TOKENS
         config.suite.interval, config.suite.questions = 16, 16
     return Recipe(name="physics_short", stages=stages)
 
@@ -143,8 +145,8 @@ def _mano(layers: int, loops: int) -> Stage:
 
 def _capo(loops: int) -> Stage:
     config = _generated(CAPO, 1, loops, rate=4e-3, tokens=15_000_000, tie_weights=True)
+    config.dataloader = TaskLoader.Config(task=CAPO, all_targets=True)
     config.training.seq_len, config.training.local_batch_size = 256, 4
-    config.dataloader.all_targets = True
     config.adamw.weight_decay = 0.02
     return Stage(name=f"capo_l{loops}", config=config)
 
@@ -183,7 +185,7 @@ def _generated(
             rate, warmup_tokens=200_000, total_tokens=tokens, final=0.1 * rate
         ),
         recurrence=RecurrenceConfig(steps=Schedule.constant(loops)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(16 * 64)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         adamw=AdamWConfig(beta2=0.98, eps=1e-6),
         suite=SuiteConfig(interval=1_000, tasks=[task.name], depths=[loops], questions=1_000),
     )
@@ -214,7 +216,7 @@ def _text(dim: int, steps: int) -> LoopTrainer.Config:
         ),
         entropy_weight=Schedule.constant(0.1),
         recurrence=RecurrenceConfig(steps=Schedule.constant(steps)),
-        batch=BatchConfig(global_batch_tokens=Schedule.constant(4 * 256)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=10_000, depths=sorted({1, steps}), windows=64),
     )
     config.training.seq_len = 256

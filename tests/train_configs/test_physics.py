@@ -32,7 +32,11 @@ def test_mano_is_trained_as_published():
         ends = [rate(0), rate(1_000 * 128 * 1024), rate(config.total_tokens)]
         assert ends == pytest.approx([0, 2e-4, 2e-5])
         assert (config.adamw.weight_decay, config.adamw.beta2) == (0.1, 0.98)
-    visits = {c.model.n_layers * c.recurrence.steps(0) for n, c in found.items() if "x1_" not in n}
+    visits = {
+        (c.model.n_layers or 0) * c.recurrence.steps(0)
+        for name, c in found.items()
+        if "x1_" not in name
+    }
     assert visits == {12}
 
 
