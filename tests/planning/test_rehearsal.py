@@ -145,6 +145,16 @@ def test_the_command_says_what_was_and_what_was_not_rehearsed(capsys):
         assert what in printed
 
 
+def test_more_ranks_than_windows_are_refused_before_anything_is_assembled(capsys):
+    flags = ["--stage", "53m-r1", "--nodes", "64", "--rehearse"]
+    assert main(["plan", "ouro_scaling_study", *flags]) == 2
+    said = capsys.readouterr()
+    assert "rehearsed" not in said.out
+    (line,) = said.err.splitlines()
+    assert "a global batch of 128 windows does not divide" in line
+    assert "512 data-parallel ranks; use --batch.global-batch-tokens 2097152" in line
+
+
 def test_the_meter_sees_the_most_that_is_held_at_once():
     fake_mode = FakeTensorMode()
     with fake_mode, StepMeter(fake_mode) as meter:

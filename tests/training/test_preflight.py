@@ -282,11 +282,12 @@ def test_a_mistake_is_one_clear_line(source, tmp_path, case):
 def test_a_batch_that_does_not_divide_names_the_batch(source, tmp_path):
     config = tiny_config(source, tmp_path / "run")
     config.training.local_batch_size = 3
-    fix = r"does not divide by local_batch_size=3 × 1 .*; use --batch\.global-batch-tokens 288$"
+    fixes = r"use --training\.local-batch-size {}, or --batch\.global-batch-tokens {}$"
+    fix = r"does not divide by local_batch_size=3 × 1 .*; " + fixes.format(2, 288)
     with pytest.raises(UserError, match=fix):
         resolve(config, 1)
     config.training.local_batch_size = 2
-    fix = r"by local_batch_size=2 × 8 .*; use --batch\.global-batch-tokens 512$"
+    fix = r"by local_batch_size=2 × 8 .*; " + fixes.format(1, 512)
     with pytest.raises(UserError, match=fix):
         resolve(config, 8)
     config.batch.global_batch_tokens = Schedule.constant(512)

@@ -1,5 +1,6 @@
 """Why a run cannot be spread over its ranks: parallelism that does not fit, uneven batches."""
 
+import math
 from collections.abc import Iterator
 
 from titan_loop.distributed.activation_checkpointing import check_recomputation
@@ -78,7 +79,9 @@ def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     if not uneven(degree):
         return
     per_pass = windows_per_pass(degree)
-    fixes: list[str] = []
+    ranks, common = per_pass // training.local_batch_size, math.gcd(*sizes)
+    fitting = [size for size in range(1, training.local_batch_size) if common % (size * ranks) == 0]
+    fixes = [f"--training.local-batch-size {size}" for size in fitting[-1:]]
     if len(sizes) == 1:
         tokens = -(-min(sizes) // per_pass) * per_pass * training.seq_len
         fixes.append(f"--batch.global-batch-tokens {tokens}")
