@@ -103,6 +103,15 @@ def test_stages_of_a_comparison_differ_in_what_their_names_say():
     assert len(shapes) == 9
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["ouro_multi_hop", "--stage", "6x4_120"], ["ouro_capo", "--stage", "8-12-l4_20"]],
+)
+def test_the_plan_of_a_published_stage_refuses_nothing(words: list[str], capsys):
+    assert main(["plan", *words, "--nodes", "1", "--gpus-per-node", "8"]) == 0
+    assert "all stages: " in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("alone")
 def test_the_short_form_trains_and_examines_every_task(tmp_path: Path):
     run = tmp_path / "run"
