@@ -172,10 +172,9 @@ def _small_systematic(steps: int) -> LoopTrainer.Config:
             size="debugmodel",
             positions="learned",
             learned_positions=SMALL_WINDOW,
-            dropout=0.1,
         ),
         rate=3e-3,
-        weight_decay=0.1,
+        weight_decay=0.3,
         suite=SuiteConfig(interval=500, depths=[1, 2, 4, 8], questions=256),
     )
     config.total_tokens = SMALL_SYSTEMATIC_TOKENS
