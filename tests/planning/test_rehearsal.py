@@ -17,6 +17,8 @@ from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.devices import DEVICES
+from titan_loop.models.families.discoloop import DiscoLoopOptions
+from titan_loop.models.families.ponder import PonderOptions
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.rehearsal import NOT_REHEARSED, Rehearsed, rehearsal_lines, rehearse
@@ -103,6 +105,13 @@ def test_another_family_moves_what_plan_says():
     config.model = RecurrentDepthOptions(
         positions="learned", learned_positions=SEQ_LEN, vocab_size=512
     )
+    assert_as_planned(rehearsed(config))
+
+
+@pytest.mark.parametrize("options", [DiscoLoopOptions, PonderOptions])
+def test_a_decoded_channel_moves_what_plan_says(options):
+    config = stage()
+    config.model = options(vocab_size=512)
     assert_as_planned(rehearsed(config))
 
 
