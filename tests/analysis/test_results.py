@@ -14,7 +14,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
+from titan_loop.storage.json_files import append_jsonl, write_json
 
 TABLE = ResultTable(
     name="solved",
@@ -86,6 +86,21 @@ def test_a_run_that_was_stopped_has_the_newest_evaluation(tmp_path):
     result = RunResult.of(run)
     assert result.steps == 100
     assert result.results["mano/2/acc,none/static:4"] == 0.6
+
+
+def test_accuracy_with_an_intervention_belongs_to_the_result(tmp_path):
+    run = trained(tmp_path)
+    asked(run, 100, _2=0.5).save(run)
+    record = {"accuracy": {"2": [0.25, 0.75]}, "strengths": [0.1, 1.0], "task": "mano", "step": 100}
+    write_json(run.evaluations / "intervention-step-100.json", record)
+    older = {"accuracy": {"2": [0.125]}, "strengths": [0.1]}
+    write_json(run.evaluations / "intervention-step-50.json", older)
+    assert RunResult.of(run).results == {
+        "mano/2/acc,none/static:4": 0.5,
+        "mano/2/mean_steps/static:4": 4.0,
+        "mano/2/intervention/alpha:0.1": 0.25,
+        "mano/2/intervention/alpha:1": 0.75,
+    }
 
 
 def test_a_cell_is_the_mean_over_seeds_beside_the_papers():

@@ -85,6 +85,7 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     record = json.loads((run / "evals" / "intervention-step-3.json").read_text())
     assert "1_hops" not in record["accuracy"]  # nothing but the target
     assert len(record["accuracy"]["2_hops"]) == 2
+    assert (record["task"], record["step"]) == (TASK.name, 3)
     assert (run / "plots" / "intervention.png").is_file()
     for wrong, message in (
         (["--waypoint", "bridge"], "waypoint=bridge: 2_hops has none"),

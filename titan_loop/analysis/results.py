@@ -21,6 +21,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
+from titan_loop.evaluation.intervention import read_intervention
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
@@ -151,7 +152,8 @@ class RunResult:
         seconds: Duration of training, without evaluation.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`; ",ema" follows the reading of averaged weights.
+            `evals.jsonl`; ",ema" follows the reading of averaged weights; metric `intervention`
+            with readings `alpha:α` is of `analyse intervention`.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
@@ -313,6 +315,7 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
         }
         found.append((report.step, depths))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
+    found += [read_intervention(path) for path in run.evaluations.glob("intervention-step-*.json")]
     newest = max((step for step, _ in found), default=0)
     return {
         name: value for step, results in found if step == newest for name, value in results.items()

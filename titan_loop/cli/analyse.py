@@ -371,7 +371,8 @@ def intervention(
     rows = [["stratum", *(f"{strength:g}" for strength in strengths)]]
     rows += [[name, *(f"{share:.3f}" for share in shares)] for name, shares in found.items()]
     print("\n".join(columns(rows)))
-    record = {"questions": questions, "strengths": strengths, "after": after, "accuracy": found}
+    record = {"task": task.name, "questions": questions, "after": after}
+    record |= {"strengths": strengths, "accuracy": found}
     print(save_analysis(loaded, "intervention", record))
     plot = loaded.run.directory.plots / "intervention.png"
     print(draw_intervention(found, strengths, plot))

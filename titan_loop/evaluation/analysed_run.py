@@ -45,6 +45,7 @@ def save_analysis(loaded: Loaded, name: str, record: dict[str, Any]) -> Path:
     """Write evals/NAME-step-N.json of the run, and return its path."""
     folder = loaded.run.directory.evaluations
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-step-{loaded.manifest['step']}.json"
-    write_json(path, {"manifest_sha256": loaded.manifest["sha256"], **record})
+    step = loaded.manifest["step"]
+    path = folder / f"{name}-step-{step}.json"
+    write_json(path, {"manifest_sha256": loaded.manifest["sha256"], "step": step, **record})
     return path

@@ -9,6 +9,7 @@ Source: DiscoLoop, arXiv 2607.00341, §3.2 Eq. 3; the norm has no gain.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.storage.json_files import read_json_object
 
 
 @torch.no_grad()
@@ -106,3 +108,18 @@ def _final_state(
         carry = model.advance(carry, hidden_BLD, step, context)
         hidden_BLD = model.step(carry, step + 1, context)
     return model.read(hidden_BLD, context)
+
+
+def read_intervention(path: Path) -> tuple[int, dict[str, float]]:
+    """Return the step and TASK/STRATUM/intervention/alpha:α → accuracy of a saved analysis.
+
+    Older records do not name their task; they count for nothing.
+    """
+    record = read_json_object(path, fix="write it anew: titan-loop analyse intervention RUN")
+    if "task" not in record:
+        return 0, {}
+    return record["step"], {
+        f"{record['task']}/{stratum}/intervention/alpha:{strength:g}": round(share, 5)
+        for stratum, shares in record["accuracy"].items()
+        for strength, share in zip(record["strengths"], shares, strict=True)
+    }
