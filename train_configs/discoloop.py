@@ -5,6 +5,8 @@
     discoloop_language    two hops in English, direct and reverse, with the learned gate
     discoloop_440m        language models on 20B tokens: plain loop, PonderLM, DiscoLoop
     two_hop_small         two hops in miniature, for one core
+    two_hop_strengths     its DiscoLoop with other α, and with other τ
+    three_hop_small       three hops in miniature, likewise
     two_hop_short         a minute of it: shows that the arms run, not that they learn
 
 Published: task, splits, R, gate, τ, epochs; of the language models all but the feed-forward width,
@@ -23,6 +25,7 @@ found: it is `--dataloader.inferred-ratio`, 2 as published and 7.5 in the small 
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices A and B.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -57,6 +60,11 @@ SMALL_SIZE: dict[str, Any] = {
     "hidden_dim": 256,
 }
 SMALL_BATCH, SMALL_STEPS = 256, 10_000
+STRENGTHS: dict[str, tuple[str, list[float]]] = {
+    "alpha": ("channel_strength", [0.25, 0.5, 2.0, 4.0]),
+    "tau": ("temperature", [0.25, 0.5, 2.0, 4.0]),
+}
+"""Symbol in names of stages → option of the model, and its values beside the 1 of both."""
 
 
 def discoloop_symbolic() -> Recipe:
@@ -103,12 +111,28 @@ def discoloop_440m() -> Recipe:
 
 def two_hop_small() -> Recipe:
     """Two hops over two graphs of 40 entities, on one core: plain loop, DiscoLoop, copies."""
-    return Recipe(name="two_hop_small", stages=_small(SMALL_STEPS))
+    return Recipe(name="two_hop_small", stages=_small(SMALL, SMALL_STEPS))
+
+
+def two_hop_strengths() -> Recipe:
+    """DiscoLoop of two_hop_small, whose α and τ are 1, with one of them changed in every stage."""
+    stages = []
+    for symbol, (option, values) in STRENGTHS.items():
+        for value in values:
+            (stage,) = (stage for stage in _small(SMALL, SMALL_STEPS) if stage.name == "discoloop")
+            setattr(stage.config.model, option, value)
+            stages.append(Stage(name=f"{symbol}_{value:g}", config=stage.config))
+    return Recipe(name="two_hop_strengths", stages=stages)
+
+
+def three_hop_small() -> Recipe:
+    """Two and three hops over graphs of 40 entities with R = 3, on one core."""
+    return Recipe(name="three_hop_small", stages=_small(replace(SMALL, hops=3), SMALL_STEPS))
 
 
 def two_hop_short() -> Recipe:
     """The arms of two_hop_small for a few steps: shows that they run, not that they learn."""
-    stages = _small(24)
+    stages = _small(SMALL, 24)
     for stage in stages:
         stage.config.checkpoint.interval = 12
         stage.config.suite.interval, stage.config.suite.questions = 12, 16
@@ -150,18 +174,18 @@ def _published(task: TwoGraph, *, epochs: int, channel_gate: ChannelGate = "fixe
     return stages
 
 
-def _small(training_steps: int) -> list[Stage]:
+def _small(task: TwoGraph, training_steps: int) -> list[Stage]:
     stages = []
-    for arm, (model, steps) in _models(SMALL.hops, SMALL_SIZE, "fixed").items():
+    for arm, (model, steps) in _models(task.hops, SMALL_SIZE, "fixed").items():
         config = _two_graph(
-            SMALL, model, steps, batch=SMALL_BATCH, examples=training_steps * SMALL_BATCH
+            task, model, steps, batch=SMALL_BATCH, examples=training_steps * SMALL_BATCH
         )
         config.learning_rate = Schedule.warmup_constant(
             3e-3, warmup_tokens=200 * SMALL_BATCH * config.training.seq_len
         )
         config.adamw.beta2, config.adamw.weight_decay = 0.98, 0.5
         config.suite = SuiteConfig(interval=500, depths=_depths(steps), questions=500)
-        config.suite.tasks = [SMALL.name]
+        config.suite.tasks = [task.name]
         config.checkpoint.interval = 2_000
         config.checkpoint.keep_latest_k = 2
         config.metrics.log_freq = 100
@@ -216,46 +240,101 @@ def _language(model: OuroOptions) -> LoopTrainer.Config:
     return config
 
 
+_ARMS = {
+    "plain loop": {"stage": "plain", "reading": "static:2"},
+    "DiscoLoop": {"stage": "discoloop", "reading": "static:2"},
+    "untied copies": {"stage": "untied", "reading": "static:1"},
+}
+_SPLITS = {
+    "facts": {"task": "two_graph/atomic"},
+    "trained": {"task": "two_graph/train_2"},
+    "in distribution": {"task": "two_graph/id_2"},
+    "OOD": {"task": "two_graph/ood_2"},
+}
+_TESTS = {split: _SPLITS[split] for split in ("in distribution", "OOD")}
+
 TABLES = {
     "two_hop_small": [
         ResultTable(
             name="two_hops",
             title="% right after both steps",
-            rows={
-                "plain loop": {"stage": "plain", "reading": "static:2"},
-                "DiscoLoop": {"stage": "discoloop", "reading": "static:2"},
-                "untied copies": {"stage": "untied", "reading": "static:1"},
-            },
-            columns={
-                "facts": {"task": "two_graph/atomic"},
-                "trained": {"task": "two_graph/train_2"},
-                "in distribution": {"task": "two_graph/id_2"},
-                "OOD": {"task": "two_graph/ood_2"},
-            },
+            rows=_ARMS,
+            columns=_SPLITS,
             everywhere={"metric": "acc,none"},
             paper={
                 "plain loop": {"facts": 100, "trained": 100, "in distribution": 71.1, "OOD": 8.3},
                 "DiscoLoop": {"in distribution": 100, "OOD": 100},
                 "untied copies": {"in distribution": 20, "OOD": 0},
             },
+            over_training=("in distribution", "OOD"),
         ),
         ResultTable(
             name="stage_1",
             title="% right after the first step",
-            rows={
-                "plain loop": {"stage": "plain"},
-                "DiscoLoop": {"stage": "discoloop"},
-            },
-            columns={
-                "facts": {"task": "two_graph/atomic"},
-                "trained": {"task": "two_graph/train_2"},
-                "in distribution": {"task": "two_graph/id_2"},
-                "OOD": {"task": "two_graph/ood_2"},
-            },
+            rows={"plain loop": {"stage": "plain"}, "DiscoLoop": {"stage": "discoloop"}},
+            columns=_SPLITS,
             everywhere={"metric": "acc,none", "reading": "static:1"},
             paper={
                 "plain loop": {"facts": 100, "trained": 8.8, "in distribution": 0.9, "OOD": 0.0}
             },
+            over_training=("trained",),
         ),
-    ]
+        ResultTable(
+            name="intervention",
+            title="% of the plain loop with the bridge's embedding put in, by its share",
+            rows=_TESTS,
+            columns={
+                f"{share:g}": {"reading": f"alpha:{share:g}"}
+                for share in (0.0, 0.1, 0.25, 0.5, 0.75, 1.0)
+            },
+            everywhere={"stage": "plain", "metric": "intervention"},
+            paper={
+                "in distribution": {"0": 71.1, "0.5": 100},
+                "OOD": {"0": 8.3, "0.1": 25.9, "0.5": 100},
+            },
+            columns_are="share of the embedding",
+        ),
+    ],
+    "two_hop_strengths": [
+        ResultTable(
+            name=symbol,
+            title=f"% right after both steps, by {letter}",
+            rows=_TESTS,
+            columns={f"{value:g}": {"stage": f"{symbol}_{value:g}"} for value in values},
+            everywhere={"metric": "acc,none", "reading": "static:2"},
+            columns_are=letter,
+        )
+        for (symbol, (_, values)), letter in zip(STRENGTHS.items(), "ατ", strict=True)
+    ],
+    "three_hop_small": [
+        ResultTable(
+            name="three_hops",
+            title="% right after all steps",
+            rows={
+                arm: {**where, "reading": where["reading"].replace("2", "3")}
+                for arm, where in _ARMS.items()
+            },
+            columns={
+                f"{words} hops, {short}": {"task": f"two_graph/{kind}_{hops}"}
+                for hops, words in ((2, "two"), (3, "three"))
+                for kind, short in (("id", "in distribution"), ("ood", "OOD"))
+            },
+            everywhere={"metric": "acc,none"},
+            paper={
+                "plain loop": {
+                    "two hops, in distribution": 40,
+                    "two hops, OOD": 5,
+                    "three hops, OOD": 0,
+                },
+                "DiscoLoop": {
+                    "two hops, in distribution": 100,
+                    "two hops, OOD": 90,
+                    "three hops, in distribution": 100,
+                    "three hops, OOD": 65,
+                },
+                "untied copies": {"three hops, OOD": 0},
+            },
+            over_training=("two hops, OOD", "three hops, OOD"),
+        )
+    ],
 }
