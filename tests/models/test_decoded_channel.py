@@ -15,6 +15,7 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import KLAndEntropy
 from titan_loop.inference.rows import Request
 from titan_loop.models.families.discoloop import DecodingOptions, DiscoLoopOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.families.ponder import PonderOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
@@ -28,7 +29,7 @@ FAMILIES: dict[str, DecodingOptions] = {
 }
 
 
-def make_model(options: DecodingOptions):
+def make_model(options: OuroOptions):
     """Return the model in float64, away from its symmetric start."""
     torch.manual_seed(0)
     model = build_decoder(options, max_seq_len=CONTEXT)
@@ -80,9 +81,10 @@ def test_every_step_starts_from_what_the_equations_say(name):
 
 
 @torch.no_grad()
-def test_scaled_embeddings_are_larger_embeddings():
-    scaled = make_model(PonderOptions(tie_weights=False, scale_embeddings=True))
-    plain = make_model(PonderOptions(tie_weights=False))
+@pytest.mark.parametrize("kind", [OuroOptions, PonderOptions])
+def test_scaled_embeddings_are_larger_embeddings(kind):
+    scaled = make_model(kind(tie_weights=False, scale_embeddings=True))
+    plain = make_model(kind(tie_weights=False))
     plain.tok_embeddings.weight.mul_(8.0)  # the square root of 64
     got, want = (model(*batch()).hidden_RBLD for model in (scaled, plain))
     torch.testing.assert_close(got, want)

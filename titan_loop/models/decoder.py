@@ -19,6 +19,7 @@ injection and no step embedding as in the released checkpoints. Prelude and coda
 the coda.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -151,6 +152,7 @@ class LoopDecoder(Decoder):
                 "tie_weights": self.enable_weight_tying,
                 "rope_theta": attention.rope.theta,
                 "norm_placement": self.norm_placement,
+                "scale_embeddings": self.scale_embeddings,
                 **self.positions.options(),
                 "injection": "none" if self.injection is None else self.injection.kind,
                 "prelude_layers": self.prelude_layers,
@@ -164,6 +166,7 @@ class LoopDecoder(Decoder):
         self.recurrent_steps = config.recurrent_steps
         self.recurrence = config.recurrence.build()
         self.norm_placement = config.norm_placement
+        self.scales = config.scale_embeddings
         self.exit_gate = None if config.exit_gate is None else config.exit_gate.build()
         # Parameter-free: under sequence parallelism the state stays sharded for the next step,
         # while readout and gate see this module's gathered copy.
@@ -256,9 +259,14 @@ class LoopDecoder(Decoder):
 
         With a prelude its output takes the place of the embedding.
         """
-        embedding_BLD = self.positions.embedded(self.tok_embeddings(tokens), context.positions_BL)
+        token_BLD = self.scaled(self.tok_embeddings(tokens))
+        embedding_BLD = self.positions.embedded(token_BLD, context.positions_BL)
         embedding_BLD = self._outside(range(self.config.looped.start), embedding_BLD, context)
         return embedding_BLD if self.injection is None else self.injection.start(embedding_BLD)
+
+    def scaled(self, embedding_BLD: Tensor) -> Tensor:
+        """Return embeddings of tokens as they enter the state."""
+        return embedding_BLD * math.sqrt(self.config.dim) if self.scales else embedding_BLD
 
     def input(self, carry: Carry) -> Tensor:
         """Return what the first layer of a step sees, (B, L, D); recomputed with the step."""

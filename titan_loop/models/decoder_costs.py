@@ -30,6 +30,7 @@ class DecoderCosts(Decoder.Config):
     recurrent_steps: int = 4
     exit_gate: ExitGate.Config | None = None
     norm_placement: NormPlacement = "every_step"
+    scale_embeddings: bool = False
     injection: AdditiveInjection.Config | None = None
     prelude_layers: int = 0
     coda_layers: int = 0

@@ -97,6 +97,9 @@ class OuroOptions(ModelOptions):
     """Where the final norm stands: after every recurrent step, as in Ouro, or at the readout only,
     so that a step starts from what the layers returned."""
 
+    scale_embeddings: bool = False
+    """Whether the embeddings of tokens are scaled by √D where they enter the state."""
+
     positions: PositionKind = "rope"
     """What positions do: rope rotates queries and keys, as in Ouro; learned adds a vector to the
     embedding; relative adds to the scores by distance, deberta by that of queries and of keys; none
@@ -263,6 +266,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         ),
         layers=[layer() for _ in range(shape.n_layers)],
         norm_placement=options.norm_placement,
+        scale_embeddings=options.scale_embeddings,
         positions=positions,
         injection=_injection(options, shape),
         prelude_layers=options.prelude_layers,

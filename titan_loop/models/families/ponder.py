@@ -9,9 +9,7 @@ Source: Zeng et al. 2025 (PonderLM), arXiv 2505.20674, and their code: the sum i
 where only the most likely tokens are kept, 100 of them, the softmax runs over these alone.
 """
 
-import math
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from torch import Tensor
 
@@ -30,9 +28,6 @@ class PonderOptions(DecodingOptions):
 
     family: FamilyName = field(default="ponder", init=False)
 
-    scale_embeddings: bool = False
-    """Whether embeddings are scaled by √D."""
-
 
 class PonderDecoder(DecodingDecoder):
     """A looped decoder whose steps start from a growing sum of embeddings."""
@@ -41,28 +36,11 @@ class PonderDecoder(DecodingDecoder):
     class Config(DecodingDecoder.Config):
         """Architecture of a PonderLM."""
 
-        scale_embeddings: bool
-
-        def architecture(self) -> dict[str, Any]:
-            """Return the options of a decoder with Φ and the scale."""
-            inherited = DecodingDecoder.Config.architecture(self)
-            return {**inherited, "scale_embeddings": self.scale_embeddings}
-
-    config: Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.scale = math.sqrt(config.dim) if config.scale_embeddings else 1.0
-
-    def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return E_1."""
-        return self.scale * super().start(tokens, context)
-
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
     ) -> Carry:
         """Return the sum with what `step` decodes to."""
-        return carry + self.scale * self.decode(hidden_BLD, context)
+        return carry + self.scaled(self.decode(hidden_BLD, context))
 
 
 def decoder_config(
@@ -78,7 +56,6 @@ def decoder_config(
     return PonderDecoder.Config(
         **{part.name: getattr(base, part.name) for part in fields(base) if part.init},
         decoding=options.decoding(shape.vocab_size),
-        scale_embeddings=options.scale_embeddings,
     )
 
 
