@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -12,6 +13,7 @@ from torchtitan.distributed import ParallelDims
 from titan_loop.distributed.compiler import keep_compiled_code, missing_compiler
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.discoloop import DiscoLoopOptions
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 
@@ -33,9 +35,24 @@ def _parallelized(model: LoopDecoder, enable: bool) -> LoopDecoder:
     )
 
 
-def _model() -> LoopDecoder:
+def _model(options: OuroOptions | None = None) -> LoopDecoder:
     torch.manual_seed(0)
-    return build_decoder(OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
+    return build_decoder(options or OuroOptions(size="debugmodel"), max_seq_len=SEQ_LEN)
+
+
+def _compare_gradients(compiled: LoopDecoder, got: Tensor, eager: LoopDecoder, want: Tensor):
+    direction = torch.randn_like(want)  # not along the state: the final norm takes that out
+    (want * direction).mean().backward()
+    (got * direction).mean().backward()
+    expected = {name: p.grad for name, p in eager.named_parameters()}
+    trained = 0
+    for name, parameter in compiled.named_parameters():
+        gradient = expected[name.replace("_orig_mod.", "")]
+        if gradient is not None:
+            atol = COMPILED_TOLERANCE * float(gradient.abs().max())
+            torch.testing.assert_close(parameter.grad, gradient, atol=atol, rtol=0)
+            trained += 1
+    assert trained > len(eager.layers) * 5
 
 
 @pytest.mark.parametrize(("world_size", "shared"), [("2", True), ("4", False)])
@@ -69,24 +86,29 @@ def test_compiled_layers_give_the_same_numbers_and_are_compiled_once(tmp_path, m
         torch.testing.assert_close(got, want, atol=COMPILED_TOLERANCE, rtol=0)
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1] == graphs[2]
-    direction = torch.randn_like(want)  # not along the state: the final norm takes that out
-    (want * direction).mean().backward()
-    (got * direction).mean().backward()
-    expected = {name: p.grad for name, p in eager.named_parameters()}
-    trained = 0
-    for name, parameter in compiled.named_parameters():
-        gradient = expected[name.replace("_orig_mod.", "")]
-        if gradient is not None:
-            scale = float(gradient.abs().max())
-            atol = COMPILED_TOLERANCE * scale
-            torch.testing.assert_close(parameter.grad, gradient, atol=atol, rtol=0)
-            trained += 1
-    assert trained > len(eager.layers) * 5
+    _compare_gradients(compiled, got, eager, want)
     cache = counters["aot_autograd"]
     assert (cache["autograd_cache_hit"], cache["autograd_cache_miss"] > 0) == (0, True)
     torch._dynamo.reset()
     _parallelized(_model(), enable=True)(tokens, positions, recurrent_steps=1)
     assert cache["autograd_cache_hit"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+@pytest.mark.skipif(missing_compiler("cpu") is not None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_what_is_decoded_between_compiled_layers_is_the_same(top_k):
+    options = DiscoLoopOptions(size="debugmodel", n_layers=1, channel_gate="learned", top_k=top_k)
+    eager, compiled = _model(options), _parallelized(_model(options), enable=True)
+    tokens = torch.randint(128, (2, SEQ_LEN))
+    positions = (torch.arange(SEQ_LEN) % 9).expand(2, -1).contiguous()
+    want, got = (
+        model(tokens, positions, recurrent_steps=3).hidden_RBLD[-1] for model in (eager, compiled)
+    )
+    torch.testing.assert_close(got, want, atol=COMPILED_TOLERANCE, rtol=0)
+    _compare_gradients(compiled, got, eager, want)
+    assert eager.channel.weight.grad.abs().max() > 0
 
 
 def test_a_folder_for_compiled_code_that_the_user_chose_is_kept(tmp_path, monkeypatch):
