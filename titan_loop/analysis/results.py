@@ -152,8 +152,7 @@ class RunResult:
         seconds: Duration of training, without evaluation.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`; ",ema" follows the reading of averaged weights; metric `intervention`
-            with readings `alpha:α` is of `analyse intervention`.
+            `evals.jsonl`, or by `analyse intervention`; ",ema" follows that of averaged weights.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
