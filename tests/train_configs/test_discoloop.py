@@ -1,6 +1,7 @@
 """DiscoLoop's recipes: the published settings, what arms share, a little training."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
+from train_configs.discoloop import SMALL, TABLES
 
 T_440M = 19_074 * 2**20
 
@@ -37,6 +39,30 @@ def test_arms_share_all_but_the_model(name, epochs, examples, steps):
             gate = "learned" if name == "discoloop_language" else "fixed"
             assert (config.model.channel_gate, config.model.top_k) == (gate, None)
     assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
+
+
+def test_strengths_change_one_option_of_discoloop():
+    arms = {stage.name: stage.config.model for stage in load_recipe("two_hop_small").stages}
+    names = {"alpha": "channel_strength", "tau": "temperature"}
+    for stage in load_recipe("two_hop_strengths").stages:
+        symbol, value = stage.name.split("_")
+        changed = dataclasses.replace(arms["discoloop"], **{names[symbol]: float(value)})
+        assert stage.config.model == changed != arms["discoloop"]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_name_stages_and_strata_that_there_are(name):
+    stages = {stage.name: stage.config for stage in load_recipe(name).stages}
+    task = dataclasses.replace(SMALL, hops=3 if name == "three_hop_small" else 2)
+    for table in TABLES[name]:
+        for row, column in itertools.product(table.rows.values(), table.columns.values()):
+            where = {**table.everywhere, **row, **column}
+            assert where["task"].removeprefix("two_graph/") in task.strata
+            reading = where["reading"].removeprefix("static:")
+            if reading != where["reading"]:
+                assert int(reading) in stages[where["stage"]].suite.depths
+            assert set(table.paper) <= set(table.rows)
+            assert all(set(told) <= set(table.columns) for told in table.paper.values())
 
 
 def test_the_language_models_are_the_papers():
