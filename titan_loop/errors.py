@@ -15,6 +15,7 @@ EXIT_OK = 0
 EXIT_CRASH = 1
 EXIT_USER_ERROR = 2
 EXIT_NON_FINITE = 3  # max_skipped_steps non-finite steps in a row
+EXIT_UNSTABLE = 4  # spikes went on after every rewind; see titan_loop/training/stability
 EXIT_STOPPED = 75  # ended by a signal or the watchdog (EX_TEMPFAIL): start again to go on
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
@@ -63,6 +64,10 @@ class NonFiniteError(RuntimeError):
     """Training stopped because loss or gradients stayed non-finite; ends with `EXIT_NON_FINITE`."""
 
 
+class UnstableError(RuntimeError):
+    """Training stopped because spikes went on after every rewind; ends with `EXIT_UNSTABLE`."""
+
+
 class StoppedError(RuntimeError):
     """A signal asked the run to stop, and it did at a step boundary; ends with `EXIT_STOPPED`."""
 
@@ -71,6 +76,7 @@ EXIT_CODES: dict[type[Exception], int] = {
     UserError: EXIT_USER_ERROR,
     RunFailedError: EXIT_CRASH,
     NonFiniteError: EXIT_NON_FINITE,
+    UnstableError: EXIT_UNSTABLE,
 }
 """Exit code of every error that is reported in one line."""
 

@@ -171,8 +171,12 @@ def test_a_depth_that_is_drawn_is_measured_at_its_mean():
 
     class Trainer:
         tokens = 100
+        halved = False
 
-    assert HeldOutLoss(recurrence, {}, "").depth(Trainer()) == 5  # pyright: ignore[reportArgumentType]
+    loss = HeldOutLoss(recurrence, {}, "")
+    assert loss.depth(Trainer()) == 5  # pyright: ignore[reportArgumentType]
+    Trainer.halved = True
+    assert loss.depth(Trainer()) == 2  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

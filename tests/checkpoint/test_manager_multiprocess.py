@@ -36,7 +36,7 @@ class Run:
             base_folder=str(folder),
         )
 
-    at_stage_end = False
+    at_stage_end = held_back = False
     measured: Best | None = None
 
     def before_save(self) -> None:

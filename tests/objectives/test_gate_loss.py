@@ -284,3 +284,12 @@ def test_bad_settings_name_the_field():
         config = AdaptiveGateLoss.Config(**{name: value})
         (refusal,) = config.refusals(trainable="exit_gate", exit_gate=True, fewest_steps=2)
         assert str(refusal).startswith(f"loss.{name}={value} must")
+
+
+def test_a_gate_that_collapses_onto_one_step_is_warned_of():
+    metrics = {"exit/pmf_1": 0.995, "exit/pmf_2": 0.005, "exit/entropy_nats": 0.03}
+    warning = AdaptiveGateLoss.Config().build().warning(metrics)
+    assert warning is not None
+    assert "step 1 of 2 takes 99.50% of the exits; see in improvement/step_r" in warning
+    even = {"exit/pmf_1": 0.5, "exit/pmf_2": 0.5, "exit/entropy_nats": math.log(2)}
+    assert AdaptiveGateLoss.Config().build().warning(even) is None

@@ -29,6 +29,9 @@ from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.multiprocess
 
+NORM_TOLERANCE = 1e-3
+"""A small gradient is a difference of large ones that ranks add up in another order."""
+
 STEPS = 4  # R falls after two; a checkpoint every two
 
 
@@ -46,6 +49,7 @@ def make_trainer(source: Path, run: Path, world: int, **changes: Any) -> LoopTra
     config.held_out.windows = 5
     config.max_skipped_steps = changes.get("max_skipped_steps", 10)
     config.metrics.log_freq = changes.get("log_freq", 1)
+    config.stability.norms_interval = changes.get("norms", 0)
     trainer = LoopTrainer(resolve(config, world))
     trainer.callbacks += evaluations(config)
     return trainer
@@ -133,7 +137,9 @@ def runs(source: Path, tmp_path_factory: pytest.TempPathFactory, gloo_pool) -> d
     """The same run on every layout, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("layouts")
     for name, (world, changes) in LAYOUTS.items():
-        gloo_pool(world).run(train, source, folder / name, world, {**changes, "held_out": 2})
+        gloo_pool(world).run(
+            train, source, folder / name, world, {**changes, "held_out": 2, "norms": 2}
+        )
     return {name: folder / name for name in LAYOUTS}
 
 
@@ -146,6 +152,21 @@ def test_every_layout_trains_the_same_run(runs, layout):
         assert record["step"] == expected["step"]
         assert record["results"] == pytest.approx(expected["results"], rel=RELATIVE_TOLERANCE)
     assert len(read_jsonl(want)) == 2
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_measures_the_same_norms(runs, layout):
+    """States, gradients and updates by layer and recurrent step, as in one process."""
+    got, want = (RunDirectory(runs[name]).read_norms() for name in (layout, "one"))
+    assert [record["step"] for record in want] == [2, 4]
+    assert [len(record["state_rms"]) - 1 for record in want] == [4, 2]  # R falls
+    for record, expected in zip(got, want, strict=True):
+        for name in ("state_rms", "state_gradient"):
+            assert set(record[name][0]) == {None}  # no layer stands outside the loop
+            for row, expected_row in zip(record[name][1:], expected[name][1:], strict=True):
+                assert row == pytest.approx(expected_row, rel=NORM_TOLERANCE)
+        for name in ("weight", "gradient", "update"):
+            assert record[name] == pytest.approx(expected[name], rel=NORM_TOLERANCE)
 
 
 def test_layers_held_through_a_step_are_saved_bit_for_bit_as_without(runs):

@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
+from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import (
     plot_entropy,
@@ -27,6 +28,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import Ancestor, SavedRun
 from titan_loop.storage.json_files import write_text
@@ -51,6 +53,7 @@ def write_report(run_directory: RunDirectory) -> Path:
     sections = [
         _summary(run_directory, records),
         *_training(run_directory, records),
+        *_decisions(run_directory),
         *_evaluations(run_directory, missing),
         *_analyses(run_directory),
         *_lineage(run_directory, lineage),
@@ -84,6 +87,7 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
     keys = {key for record in records for key in record}
     mixture = SavedRun(run_directory.path).mixture
     held_out = held_out_while_training(run_directory)
+    norms = run_directory.read_norms()
     candidates = [
         (
             any(key.startswith("ce/step_") for key in keys),
@@ -124,8 +128,23 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             "waited for data.",
             lambda: plot_throughput(records, plots / "throughput.png"),
         ),
+        (
+            bool(norms),
+            "Norms by layer and recurrent step",
+            "States and gradients that grow towards one corner show where a spike would begin; the "
+            "curves have the gradient of every layer's weights, and its update relative to them.",
+            lambda: plot_norms(norms, plots / "norms.png"),
+        ),
     ]
     return [Section(title, text, draw()) for there, title, text, draw in candidates if there]
+
+
+def _decisions(run_directory: RunDirectory) -> list[Section]:
+    decisions = run_directory.read_decisions()
+    if not decisions:
+        return []
+    text = "Every step whose update was skipped, and every return to an older checkpoint."
+    return [Section("Spikes", text, rows=decision_rows(decisions))]
 
 
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:

@@ -6,6 +6,7 @@
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +44,11 @@ LookAt = Literal["manifest", "sizes", "hashes"]
 
 
 def newest_good(
-    folder: Path, *, look_at: LookAt = "sizes", group: dist.ProcessGroup | None = None
+    folder: Path,
+    *,
+    look_at: LookAt = "sizes",
+    group: dist.ProcessGroup | None = None,
+    wanted: Callable[[int], bool] = lambda step: True,
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
 
@@ -53,6 +58,7 @@ def newest_good(
         folder: The folder of a run's checkpoints.
         look_at: See `LookAt`.
         group: Where ranks share the work and agree; None looks alone.
+        wanted: Which steps to choose from.
 
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
@@ -68,7 +74,7 @@ def newest_good(
         if step > max(steps, default=-1):
             logger.warning("Skipping %s: its save never finished", step_folder(folder, step))
     reasons = []
-    for step in reversed(steps):
+    for step in filter(wanted, reversed(steps)):
         manifest, reason = inspect(step_folder(folder, step), look_at, group=group)
         if manifest is not None:
             return step, manifest
@@ -176,7 +182,7 @@ def _wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
     return ""
 
 
-_NAME = re.compile(rf"(damaged-)?{STEP_NAME}")
+_NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
 
 
 @dataclass(frozen=True, slots=True)

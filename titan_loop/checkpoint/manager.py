@@ -233,7 +233,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return done
 
     def _is_due(self, step: int, last_step: bool) -> bool:
-        if self.config.load_only:
+        if self.config.load_only or self.trainer.held_back:
             return False
         first = step == 1 and self.config.enable_first_step_checkpoint
         if first or last_step or step % self.config.interval == 0:

@@ -18,6 +18,11 @@ class TrainState(Protocol):
         """Held-out loss of the weights as they are; None if it was not measured after this step."""
         ...
 
+    @property
+    def held_back(self) -> bool:
+        """Whether the step just done must not be saved: its weights may be why it was skipped."""
+        ...
+
     def before_save(self) -> None:
         """Raise an error if the state is unfit to be resumed from."""
         ...

@@ -20,7 +20,7 @@ the coda.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -68,6 +68,8 @@ class LoopDecoder(Decoder):
     Attributes:
         recurrent_steps: How many steps `forward` runs unless told otherwise; set per batch by the
             trainer.
+        observe: Called after every visit of a layer with the state, the step (None outside the
+            loop) and the layer's number; None for nobody.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -174,6 +176,7 @@ class LoopDecoder(Decoder):
         rope = config.layers[0].attention.rope
         self.positions: Positions = config.positions.build(rope=rope)
         self.injection = None if config.injection is None else config.injection.build()
+        self.observe: Callable[[Tensor, int | Tensor | None, int], None] | None = None
 
     def forward(  # type: ignore[override]
         self,
@@ -333,6 +336,8 @@ class LoopDecoder(Decoder):
             # Without a cache the slot stays None, lest compiled blocks specialise on it.
             slot = None if context.cache is None else CacheSlot(step, index + shift)
             hidden_BLD = self.layers[str(index)](hidden_BLD, context, slot)
+            if self.observe is not None:
+                self.observe(hidden_BLD, step, index)
         return hidden_BLD
 
     def readout(self, read_BLD: Tensor) -> Tensor:

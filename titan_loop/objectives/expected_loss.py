@@ -250,7 +250,9 @@ class ExpectedExitLoss(StreamedLoss):
         return loss, exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
 
 
-def collapse_warning(metrics: Mapping[str, Any]) -> str | None:
+def collapse_warning(
+    metrics: Mapping[str, Any], *, fix: str = "raise entropy_weight"
+) -> str | None:
     """Return one line if the exit distribution has collapsed, else None.
 
     Collapsed means: the mean entropy is below 1 % of log R, or one step has more than 99 % of the
@@ -259,6 +261,7 @@ def collapse_warning(metrics: Mapping[str, Any]) -> str | None:
     Args:
         metrics: *Global* means under the keys of `exit_metrics`, numbers or scalar tensors.
             Without exit metrics, or with a single recurrent step, nothing can collapse.
+        fix: Remedy.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:
@@ -270,12 +273,12 @@ def collapse_warning(metrics: Mapping[str, Any]) -> str | None:
     if entropy_share < COLLAPSED_ENTROPY_SHARE:
         return (
             f"exit distribution collapsed: its entropy is {entropy_share:.2%} of "
-            f"log {recurrent_steps}; raise entropy_weight"
+            f"log {recurrent_steps}; {fix}"
         )
     top = max(range(recurrent_steps), key=pmf.__getitem__)
     if pmf[top] > DOMINANT_STEP_PROBABILITY:
         return (
             f"exit distribution collapsed: recurrent step {top + 1} of {recurrent_steps} takes "
-            f"{pmf[top]:.2%} of the exits; raise entropy_weight"
+            f"{pmf[top]:.2%} of the exits; {fix}"
         )
     return None

@@ -8,9 +8,9 @@ Shape suffixes: R recurrent steps, P = R − 1 pairs of neighbouring steps, B ba
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torchtitan.config import CompileConfig
 from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import LoopOutput
+from titan_loop.objectives.expected_loss import collapse_warning
 from titan_loop.objectives.streamed_loss import (
     LossBatch,
     StreamedHead,
@@ -198,6 +199,11 @@ class AdaptiveGateLoss(StreamedLoss):
         self.slope = config.slope
         self.threshold = config.threshold
         self.look_ahead = config.look_ahead
+
+    def warning(self, metrics: Mapping[str, Any]) -> str | None:
+        """Return one line if the gate has collapsed onto one step, else None."""
+        fix = "see in improvement/step_r whether later steps pay, and change the loss's threshold"
+        return collapse_warning(metrics, fix=fix)
 
     def compute(
         self, readout: StreamedHead, output: LoopOutput, batch: LossBatch

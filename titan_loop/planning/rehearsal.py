@@ -41,6 +41,7 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.tables import columns
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.resolved_run import ResolvedRun, resolve
+from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.trainer import LoopTrainer
 
 NOT_REHEARSED = (
@@ -239,6 +240,7 @@ def _without_files(config: LoopTrainer.Config, folder: str) -> LoopTrainer.Confi
     config.dataloader = MadeUpWindows.Config(instead_of=config.dataloader, vocab_size=vocab_size)
     config.checkpoint.carry.parent = config.checkpoint.remote = ""
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    config.stability = StabilityConfig()  # it reads values
     config.profiler.enable_profiling = config.profiler.enable_memory_snapshot = False
     config.training.disable_cuda_graphs = True
     config.compile.backend = "aot_eager"

@@ -7,6 +7,8 @@ Format version 1:
     config-before-restart-K.json   what config.json was until restart K of run.json changed it
     log.txt          what rank 0 logged, all starts one after another
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
+    norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
+    decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
     held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
     run.lock         held by rank 0 of the job that trains here
@@ -24,7 +26,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -57,6 +59,8 @@ class RunDirectory:
         run_json: Format version, creation, command, versions, restarts.
         config_json: The fully resolved configuration of the latest start.
         metrics_jsonl: One record per logged training step.
+        norms_jsonl: One record per measured step (keys: `titan_loop.training.stability.norms`).
+        decisions_jsonl: One record per decision (keys: `titan_loop.training.stability.recovery`).
         log_txt: The log of rank 0.
         held_out_jsonl: Held-out losses of a run that 0.1 trained.
         evals_jsonl: One record per evaluation, during training or by `eval watch`.
@@ -71,6 +75,8 @@ class RunDirectory:
         self.run_json = self.path / "run.json"
         self.config_json = self.path / "config.json"
         self.metrics_jsonl = self.path / "metrics.jsonl"
+        self.norms_jsonl = self.path / "norms.jsonl"
+        self.decisions_jsonl = self.path / "decisions.jsonl"
         self.log_txt = self.path / "log.txt"
         self.held_out_jsonl = self.path / "held_out.jsonl"
         self.evals_jsonl = self.path / "evals.jsonl"
@@ -224,12 +230,42 @@ class RunDirectory:
         A record whose step is not larger than the one before it comes from a restart; it supersedes
         every earlier record of its step or later, so the series never mixes two attempts.
         """
+        return _one_series(read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}))
+
+    def read_norms(self) -> list[dict[str, Any]]:
+        """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
+        fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
+        groups = {"weight": dict, "gradient": dict, "update": dict}
+        return _one_series(read_jsonl(self.norms_jsonl, fields | groups))
+
+    def read_decisions(self) -> list[dict[str, Any]]:
+        """Return the decisions about spikes, without those that a restart took once more."""
+
+        def place(record: Mapping[str, Any]) -> tuple[int, int, bool]:
+            return record["rewound"], record["step"], record["decision"] != "skip"
+
+        fields = {"decision": str, "step": int, "rewound": int, "windows": list}
         series: list[dict[str, Any]] = []
-        for record in read_jsonl(self.metrics_jsonl, {"step": int, "tokens": int}):
-            while series and series[-1]["step"] >= record["step"]:
+        for record in read_jsonl(self.decisions_jsonl, fields):
+            for pair in record["windows"]:
+                if not isinstance(pair, list) or [type(end) for end in pair] != [int, int]:
+                    raise UserError(
+                        f"{str(self.decisions_jsonl)!r} has windows={pair!r:.40} instead of two "
+                        "numbers; remove that line to read the rest"
+                    )
+            while series and place(series[-1]) >= place(record):
                 series.pop()
             series.append(record)
         return series
+
+
+def _one_series(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    series: list[dict[str, Any]] = []
+    for record in records:
+        while series and series[-1]["step"] >= record["step"]:
+            series.pop()
+        series.append(record)
+    return series
 
 
 def source_commit() -> str | None:

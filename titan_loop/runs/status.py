@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_loop.errors import UserError, seen_from
+from titan_loop.runs.decisions import count_decisions
+from titan_loop.runs.heartbeats import read_heartbeats, silent_ranks
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.folder_lock import is_held
@@ -69,6 +71,8 @@ class StageStatus:
         runs: Whether a job trains it now; None where that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
+        troubles: What is wrong with the job that trains it: silent ranks, a straggler.
+        decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
         damage: Why none of its checkpoints can be used; empty if one can, or none was written.
         children: Stages and forks that start from it.
     """
@@ -84,6 +88,8 @@ class StageStatus:
     planned: bool = True
     position: int = 0
     damage: str = ""
+    troubles: list[str] = field(default_factory=list)
+    decisions: str = ""
     children: list["StageStatus"] = field(default_factory=list)
 
     @property
@@ -151,6 +157,8 @@ def status_lines(roots: list[StageStatus]) -> list[str]:
     """Return the tree as text, a stage a line, and what runs next."""
     rows = [row for root in roots for row in _rows(root, "", "")]
     lines = columns([(label, _describe(status)) for label, status in rows], left=(0, 1))
+    for _, status in rows:
+        lines += [f"{status.name}: {trouble}" for trouble in status.troubles]
     left = [status for _, status in rows if status.planned and not status.complete]
     waiting = min(left, key=lambda status: status.position, default=None)
     lines.append(f"next: {waiting.name}" if waiting else "everything is trained")
@@ -166,6 +174,7 @@ def _rows(status: StageStatus, stem: str, branch: str) -> Iterator[tuple[str, St
 
 def _describe(status: StageStatus) -> str:
     loss = "" if status.loss is None else f", loss {status.loss:.4f}"
+    loss += f", {status.decisions}" if status.decisions else ""
     fork = "" if status.planned else ", not of the recipe"
     if status.damage:
         return f"{status.damage}{fork}"
@@ -198,7 +207,12 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
     except UserError as error:
         newest, status.damage = None, str(error)
     status.saved_tokens = 0 if newest is None else newest.tokens
+    status.decisions = count_decisions(run.directory.read_decisions())
     records = run.directory.read_metrics()
+    if status.runs:
+        status.troubles = silent_ranks(read_heartbeats(run.path))
+        if records and isinstance(found := records[-1].get("straggler"), str):
+            status.troubles.append(f"straggler: {found}")
     if records:
         status.tokens = records[-1]["tokens"]
         status.loss = records[-1].get("loss")

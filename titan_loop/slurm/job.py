@@ -3,7 +3,7 @@
     SIGUSR1 from SLURM ─► srun ─► ranks save and exit with REQUEUE_EXIT_CODE
         they do not end in time ─► they are killed
     0 ─► the next stage's job begins
-    a rank's 2, 3 or 130 (mistake, non-finite, interrupt) ─► failed: the next stage never begins
+    a rank's 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) ─► failed, and the chain ends
     any other code, or a bad node ─► requeued, until three starts in a row leave no new checkpoint
 
 The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.

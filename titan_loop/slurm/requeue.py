@@ -15,6 +15,7 @@ from titan_loop.errors import (
     EXIT_NON_FINITE,
     EXIT_OK,
     EXIT_STOPPED,
+    EXIT_UNSTABLE,
     EXIT_USER_ERROR,
 )
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
@@ -27,7 +28,7 @@ REQUEUE_EXIT_CODE = EXIT_STOPPED
 """Exit code of ranks that stopped at a signal or were ended by the watchdog: 75. The exit codes of
 all commands are in `titan_loop/errors.py`."""
 
-FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_INTERRUPTED)
+FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
 """Exit codes of failures that another start would repeat, or that somebody asked for."""
 
 _UPDATE_ATTEMPTS = 5
@@ -36,7 +37,7 @@ _UPDATE_ATTEMPTS = 5
 def final_code(code: int, exits: Sequence[int]) -> int | None:
     """Return the exit code of a job whose ranks ended, or None if it is to be started again.
 
-    One rank's mistake or non-finite loss decides, whatever its peers died of when it left.
+    One rank's mistake, or wrong loss, decides, whatever its peers died of when it left.
 
     Args:
         code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.

@@ -74,6 +74,11 @@ class TrainingState(Protocol):
         ...
 
     @property
+    def halved(self) -> bool:
+        """Whether R is half of what is scheduled, since spikes went on after every rewind."""
+        ...
+
+    @property
     def model(self) -> LoopDecoder:
         """The model that is being trained, distributed as it is."""
         ...

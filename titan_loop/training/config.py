@@ -47,6 +47,7 @@ from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
+from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
@@ -136,6 +137,7 @@ class RunConfig(Trainer.Config):
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     ema: WeightAverageConfig = field(default_factory=WeightAverageConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     suite: SuiteConfig = field(default_factory=SuiteConfig)
     best: bool = False
@@ -227,6 +229,12 @@ class RunConfig(Trainer.Config):
             largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
             windows = min(windows, limit * largest)
         return windows
+
+    def windows_needed(self) -> int:
+        """Return the windows that the data must have: the run's, and those it may jump over."""
+        seq_len = self.training.seq_len
+        largest = max(batch_sizes(self.batch, seq_len, self.total_tokens))
+        return self.windows_of_the_run() + self.stability.most_jumped_steps * largest
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as JSON values that are the same in every process.

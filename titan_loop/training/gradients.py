@@ -1,4 +1,4 @@
-"""From a global batch to its gradients: micro-batches, their columns, forward and backward.
+"""From a global batch to its gradients and the update: micro-batches, forward and backward.
 
 loader.read_step ─► micro-batches ─┬─ columns for the model ─► forward ─┐
 └─ columns for the loss ─────────────┴─► loss ─► backward
@@ -15,6 +15,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
+from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.columns import LABELLED, columns_for
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import cut_columns
@@ -24,8 +25,12 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.config import RunConfig
+from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor
-from titan_loop.training.step_plan import StepPlan
+from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.stability.guard import Guard
+from titan_loop.training.stability.verdict import StepVerdict, update_unless_skipped
+from titan_loop.training.step_plan import StepPlan, regime
 
 
 class GradientTrainer(Trainer):
@@ -33,18 +38,28 @@ class GradientTrainer(Trainer):
 
     Attributes:
         plan: The training step that is running.
+        guard: Watches states.
         seed: Seed of the run.
         window_share: The part of every window this rank computes; None for all of it.
     """
 
     config: RunConfig
+    checkpointer: LoopCheckpointManager
     dataloader: GlobalBatchLoader
+    lr_schedulers: TokenLearningRate
+    optimizers: LoopOptimizers
     loss_fn: StreamedLoss
     metrics_processor: LoopMetricsProcessor
     plan: StepPlan
+    guard: Guard
     seed: int
     window_share: WindowShare | None
     _objective: dict[str, Tensor]  # of the micro-batch just run
+
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Whether this rank is asked to stop."""
+        raise NotImplementedError
 
     @property
     def model(self) -> LoopDecoder:
@@ -52,6 +67,35 @@ class GradientTrainer(Trainer):
         (model,) = self.model_parts
         assert isinstance(model, LoopDecoder)
         return model
+
+    def update(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor], Tensor, StepVerdict]:
+        """Compute a step's gradients and update the weights, without waiting for the device.
+
+        Returns:
+            This rank's share of loss and metrics, the gradient norm before clipping, and what all
+            ranks agreed on.
+        """
+        self.plan = plan
+        self.loss_fn.set_schedules(plan.schedules)
+        self.lr_schedulers.set_tokens(plan.rate_tokens)
+        # A CUDA graph adds to the gradients it was captured with.
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        level, halved = self.dataloader.level, self.guard.halved
+        self.guard.begin(plan.step, regime(self.config, plan, level=level, halved=halved))
+        loss, metrics = self.forward_backward(plan)
+        with self.guard.measured_update(self.model):
+            grad_norm = dist_utils.clip_grad_norm_(
+                list(self.model.parameters()), self.config.training.max_norm, foreach=True
+            )
+            loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+            loss_ranks = 1 if loss_mesh is None else loss_mesh.size()
+            stop = self._asked_to_stop
+            verdict = self.guard.agree(loss, grad_norm, loss_ranks=loss_ranks, stop=stop)
+            self.checkpointer.maybe_wait_for_staging()
+            update_unless_skipped(self.optimizers, verdict)
+        tokens = plan.tokens + plan.windows * self.config.training.seq_len
+        self.optimizers.update_average(step=plan.step, tokens=tokens)
+        return loss, metrics, grad_norm, verdict
 
     def forward_backward(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor]]:
         """Accumulate a global batch's gradients; return this rank's share of loss and metrics."""
@@ -129,7 +173,8 @@ class GradientTrainer(Trainer):
         of_loss = kwargs.pop("of_loss")
         self.model.recurrence.backward_steps = self.plan.backward_steps
         with self.train_context():
-            output = self.model(inputs, **kwargs)
+            with self.guard.watch(self.model):
+                output = self.model(inputs, **kwargs)
             loss, metrics = self.loss_fn(output, labels, global_valid_tokens, **of_loss)
             del output
             with spmd.no_typecheck():  # as upstream: the forward pass suffices

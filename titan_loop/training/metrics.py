@@ -10,7 +10,9 @@ the devices' peak in the precision they compute in; null if that is not known), 
 (rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`, `windows_consumed`,
 `data_wait` (rank 0: share of the time since the last record in which training waited for data),
 `io_retries` (reads that the rank with the most had to repeat since it started), and of every source
-`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start.
+`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; with
+`stability.straggler` also `ranks/…` (seconds of a step and of waits for data, products' time over
+the median) and `straggler`.
 Numbers that are not finite are null.
 """
 
@@ -75,6 +77,7 @@ class StepRecord:
         objective: The objective's metrics: cross entropies, exit pmf and so on.
         summary: What the objective says of them on the console.
         io_retries: Reads that the rank with the most had to repeat since it started.
+        ranks: Times of all ranks, and a straggler, where they are measured.
     """
 
     step: int
@@ -93,6 +96,7 @@ class StepRecord:
     summary: Sequence[str] = ()
     io_retries: int = 0
     own_rates: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LoopMetricsProcessor(MetricsProcessor):
@@ -172,7 +176,7 @@ class LoopMetricsProcessor(MetricsProcessor):
             device = self.device_memory_monitor.device_name
             self.device_peak_flops = known_peak_flops(device, compute_dtype)
         self._total_steps = total_steps
-        self._restart_clock(step, tokens)
+        self.restart_clock(step, tokens)
         if self._writes:
             extras = [
                 f"{self.config.save_tb_folder}/" if self.config.enable_tensorboard else "",
@@ -231,6 +235,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 "io_retries": record.io_retries,
                 **{f"data/{s.name}/tokens": s.tokens for s in record.sources},
                 **{f"data/{s.name}/epochs": s.epochs for s in record.sources},
+                **record.ranks,
             }
         )
         if self._writes:
@@ -248,10 +253,11 @@ class LoopMetricsProcessor(MetricsProcessor):
                         color=self.color,
                     )
                 )
-        self._restart_clock(record.step, record.tokens)
+        self.restart_clock(record.step, record.tokens)
         return metrics
 
-    def _restart_clock(self, step: int, tokens: int) -> None:
+    def restart_clock(self, step: int, tokens: int) -> None:
+        """Measure from now on, from this step and these global tokens."""
         self._last_step, self._last_tokens = step, tokens
         self._paused_seconds = self._flops = 0.0
         self.ntokens_since_last_log = 0

@@ -100,6 +100,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     yield from config.muon.refusals()
     yield from config.optimizer.refusals()
     yield from config.ema.refusals()
+    yield from config.stability.refusals()
     if not config.training.max_norm > 0:
         yield refuse("training.max_norm", "must be above 0", "inf clips no gradient, 1 is usual")
     if not 0 <= config.hang_seconds < math.inf:
@@ -158,6 +159,12 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     yield from caught("checkpoint", config.checkpoint.check)
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
+    yield from config.stability.setting_refusals(
+        saves=config.checkpoint.enable and not config.checkpoint.load_only,
+        can_jump=config.dataloader.can_jump(),
+        fewest_steps=config.recurrence.steps.smallest,
+        from_data=config.recurrence.from_data,
+    )
     if config.training.global_batch_size != -1:
         yield Refusal(
             "training.global_batch_size",
@@ -201,6 +208,13 @@ def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
             "training.disable_cuda_graphs",
             f"{flag} replays one number of labels, and this dataloader's batches differ in it",
             "leave it True",
+        )
+    if config.stability.watches_states:
+        yield Refusal(
+            "training.disable_cuda_graphs",
+            f"{flag} replays passes without the norms of states, which stability.skip_spikes and "
+            "stability.norms_interval read",
+            "leave it True, or set those to False and 0",
         )
     if config.fsdp.policy == "per_step":
         yield Refusal(
@@ -271,7 +285,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
                 "values",
                 "leave it unset",
             )
-    yield from caught("total_tokens", lambda: loader.require_windows(config.windows_of_the_run()))
+    yield from caught("total_tokens", lambda: loader.require_windows(config.windows_needed()))
     texts = config.dataloader.source_paths(), config.training.seq_len
     yield from config.held_out.data_refusals(texts[0], rows, texts[1])
     if config.best:
@@ -332,6 +346,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"fails after {shortest} seconds (comm.init_timeout_seconds, "
             "comm.train_timeout_seconds)"
         )
+    if unused := config.stability.unused():
+        yield f"{unused} has no effect without stability.skip_spikes=True"
     if config.optimizer.name != "muon" and config.muon != MuonConfig():
         yield "the settings under muon have no effect without optimizer.name=muon"
     if untrained := _untrained_embedding(config):

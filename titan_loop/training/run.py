@@ -20,7 +20,14 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
 from titan_loop.checkpoint.retention import committed_steps, step_folder
-from titan_loop.errors import EXIT_OK, NonFiniteError, StoppedError, UserError, raise_first
+from titan_loop.errors import (
+    EXIT_OK,
+    NonFiniteError,
+    StoppedError,
+    UnstableError,
+    UserError,
+    raise_first,
+)
 from titan_loop.models.family import size_notes
 from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, on_rank_zero
 from titan_loop.runs.log_file import kept_log
@@ -34,7 +41,7 @@ from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
-_AGREED = (StoppedError, NonFiniteError)
+_AGREED = (StoppedError, NonFiniteError, UnstableError)
 """What all ranks raise together."""
 
 
@@ -65,6 +72,7 @@ def run_training(
     Raises:
         UserError: One line naming field, value and fix.
         NonFiniteError: Training stopped, see `titan_loop.training.stability.verdict`.
+        UnstableError: Spikes went on after every rewind, see `titan_loop.training.stability`.
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     startup = startup or StartupClock()

@@ -21,7 +21,6 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
 
@@ -42,17 +41,21 @@ from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.lost_folder import follow_folder
 from titan_loop.training.metrics import StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.recurrence import most_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
+from titan_loop.training.stability.guard import Guard
 from titan_loop.training.stability.verdict import (
-    SkippedSteps,
     StepVerdict,
-    agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
-    update_unless_skipped,
 )
 from titan_loop.training.startup import StartupClock
-from titan_loop.training.step_plan import StepPlan, plan_step, step_flops, trained_recurrence
+from titan_loop.training.step_plan import (
+    StepPlan,
+    plan_step,
+    step_flops,
+    trained_recurrence,
+)
 from titan_loop.training.stop_request import StopListener
 
 
@@ -85,9 +88,18 @@ class LoopTrainer(GradientTrainer):
         config = run.config
         self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
         self.tokens = 0
+        self.guard = Guard(
+            config.stability,
+            model=run.model,
+            recurrent_steps=most_recurrent_steps(config.recurrence),
+            device=self.device,
+            window_tokens=config.training.seq_len,
+            run=self.metrics_processor.run_directory,
+            writes=torch.distributed.get_rank() == 0,
+            max_skipped_steps=config.max_skipped_steps,
+        )
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
-        self.skipped = SkippedSteps(config.max_skipped_steps)
         self.callbacks: list[Callback] = [*config.callbacks]
         self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
         self.stop_listener = StopListener()
@@ -108,6 +120,16 @@ class LoopTrainer(GradientTrainer):
         return self.step >= self.config.training.steps
 
     @property
+    def halved(self) -> bool:
+        """Whether R is half of what is scheduled, since spikes went on after every rewind."""
+        return self.guard.halved
+
+    @property
+    def held_back(self) -> bool:
+        """Whether the step just done must not be saved; a run's planned end always is."""
+        return self.guard.held_back and (self._stopped_at is not None or not self.at_last_step)
+
+    @property
     def recurrent_steps(self) -> int:
         """R of the newest training step; before the first, that of the next."""
         return self.plan.recurrent_steps
@@ -120,6 +142,7 @@ class LoopTrainer(GradientTrainer):
             seed=self.seed,
             rate_start_tokens=self.dataloader.rate_start_tokens,
             deepest=self.dataloader.deepest,
+            halved=self.guard.halved,
         )
 
     def _plan_to_the_end(self) -> None:
@@ -156,8 +179,8 @@ class LoopTrainer(GradientTrainer):
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
         self.startup.mark("checkpoint")
-        self._plan_to_the_end()
-        self.optimizers.apply_settings()
+        self.guard.resume(self.checkpointer)
+        self._after_loading()
         if agree_to_stop(self._asked_to_stop, self.device):
             self._stop_here("before its first step")
             return iter(())
@@ -165,7 +188,8 @@ class LoopTrainer(GradientTrainer):
         traces = Path(self.config.dump_folder) / comm.save_traces_folder
         trace = traces / f"{comm.save_traces_file_prefix}{rank}"
         self.stop_listener.watch(
-            self.run.config.hang_seconds, lambda: compat.dump_flight_recorder(trace)
+            self.run.config.hang_seconds,
+            lambda: (self.guard.name_silent_ranks(), compat.dump_flight_recorder(trace)),
         )
         if self.at_last_step:
             logger.info("Nothing left to train: the run ended at step %d", self.step)
@@ -181,45 +205,43 @@ class LoopTrainer(GradientTrainer):
         self.startup.mark("callbacks")
         return iter(())
 
+    def _after_loading(self) -> None:
+        """Apply what a loaded checkpoint does not bring, or not as this start has it."""
+        self.dataloader.jump(self.guard.jumped)
+        self._plan_to_the_end()
+        self.optimizers.apply_settings()
+
+    def _go_back(self) -> None:
+        """Load an older checkpoint in place of what spikes, and go on with the step after it."""
+        self.guard.go_back(self.checkpointer)
+        self._after_loading()
+        self.metrics_processor.restart_clock(self.step, self.tokens)
+        self.step += 1
+
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
+        if self.guard.must_go_back:  # said by a verdict that was read before a save
+            self._go_back()
         plan, first_window = self._plan(self.step), self.dataloader.windows_consumed
         loss, metrics, grad_norm, verdict = self.update(plan)
-        windows = range(first_window, first_window + plan.windows)
-        self.skipped.add(verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm)
+        windows = range(first_window, self.dataloader.windows_consumed)
+        self.guard.skipped.add(
+            verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm
+        )
         self.tokens += plan.windows * self.config.training.seq_len
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
-        stop = self.skipped.read(newest=waits)
+        stop = self.guard.skipped.read(newest=waits)
+        if self.guard.must_go_back:  # whoever asked to stop is heard again in the next step
+            self._go_back()
+            self.train_step(data_iterator)
+            return
         if stop and self._follow_folder():
             return
         self._finish_step(loss, grad_norm, metrics, verdict)
         if stop and not self.at_last_step:
             self._stop_here(f"after step {self.step} of {self.config.training.steps}")
-
-    def update(self, plan: StepPlan) -> tuple[Tensor, dict[str, Tensor], Tensor, StepVerdict]:
-        """Compute a step's gradients and update the weights, without waiting for the device.
-
-        Returns:
-            This rank's share of loss and metrics, the gradient norm before clipping, and what all
-            ranks agreed on.
-        """
-        self.plan = plan
-        self.loss_fn.set_schedules(plan.schedules)
-        self.lr_schedulers.set_tokens(plan.rate_tokens)
-        # A CUDA graph adds to the gradients it was captured with.
-        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
-        loss, metrics = self.forward_backward(plan)
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model.parameters()), self.config.training.max_norm, foreach=True
-        )
-        verdict = agree_on_step(loss, grad_norm, stop=self._asked_to_stop)
-        self.checkpointer.maybe_wait_for_staging()
-        update_unless_skipped(self.optimizers, verdict)
-        tokens = plan.tokens + plan.windows * self.config.training.seq_len
-        self.optimizers.update_average(step=plan.step, tokens=tokens)
-        return loss, metrics, grad_norm, verdict
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
@@ -258,9 +280,16 @@ class LoopTrainer(GradientTrainer):
                     objective=objective,
                     summary=self.loss_fn.summary(objective),
                     io_retries=verdict.io_retries,
+                    ranks=self.guard.rank_times(self.metrics_processor.data_loading_times),
                 )
             )
             self._warn(objective)
+        self.guard.log(
+            step=plan.step,
+            tokens=self.tokens,
+            recurrent_steps=plan.recurrent_steps,
+            windows=plan.windows,
+        )
         self.startup.finish(self.metrics_processor.run_directory)
         if self._is_saved(plan.step) and torch.distributed.get_rank() == 0:
             self.dataloader.log_progress(plan.step)
@@ -303,6 +332,7 @@ class LoopTrainer(GradientTrainer):
     def before_save(self) -> None:
         """Refuse to save weights that are not finite, or in another run's folder; collective."""
         self._follow_folder()
+        self.guard.read_before_save()
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
             raise NonFiniteError(
@@ -335,18 +365,20 @@ class LoopTrainer(GradientTrainer):
             closing.callback(self.checkpointer.close)
             closing.callback(self.metrics_processor.close)
             closing.callback(self.dataloader.close)
+            closing.callback(self.guard.close)
 
     def lineage(self) -> dict[str, Any]:
         """Return what a checkpoint records of its run: recipe hash, stage, versions."""
-        return self.run.lineage()
+        return {**self.run.lineage(), **self.guard.lineage()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues the run, as JSON that means the same on any number of ranks."""
         return {
             "step": self.step,
             "tokens": self.tokens,
-            **trained_recurrence(self.run.config.recurrence, self.plan),
+            **trained_recurrence(self.run.config.recurrence, self.plan, halved=self.halved),
             "architecture": self.run.architecture,
+            **self.guard.state_dict(),
         }
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
@@ -363,4 +395,5 @@ class LoopTrainer(GradientTrainer):
         check_architecture(state_dict["architecture"], self.run.architecture)
         self.step = state_dict["step"]
         self.tokens = state_dict["tokens"]
+        self.guard.load_state_dict(state_dict)
         self.plan = self._plan(self.step + 1)

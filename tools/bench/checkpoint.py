@@ -120,7 +120,7 @@ class _Training:
 class _NothingElse:
     """A trainer and a loader without state."""
 
-    at_stage_end = False
+    at_stage_end = held_back = False
 
     def before_save(self) -> None:
         pass

@@ -14,14 +14,16 @@ import hashlib
 import json
 import logging
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
 from titan_loop.data.columns import Column
+from titan_loop.data.load.jumps import joined, jumped_before, next_windows
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
@@ -101,7 +103,8 @@ class GlobalBatchLoader(BaseDataLoader):
 
     Attributes:
         columns: Declared columns of the batches, in the description where there are any.
-        windows_consumed: Windows read by all ranks together since the start of the job.
+        windows_consumed: Windows read or jumped over by all ranks together since the job's start.
+        jumped: Ranges (first, stop) of windows that are jumped over.
         data_hash: 32 hexadecimal digits over the description and what was read, in order.
         accepted: One record for every change of the data that was accepted when resuming.
     """
@@ -148,6 +151,10 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the columns that batches have besides tokens, positions and labels."""
             return ()
 
+        def can_jump(self) -> bool:
+            """Return whether its windows have numbers, so that some can be jumped over."""
+            return False
+
         def promotion(self) -> Curriculum | None:
             """Return the curriculum that decides on the level of the task; None without."""
             return None
@@ -175,6 +182,7 @@ class GlobalBatchLoader(BaseDataLoader):
         self._local_batch_size = local_batch_size
         self._seq_len = seq_len
         self.windows_consumed = 0
+        self.jumped: list[tuple[int, int]] = []
         hashed = json.dumps(self._hashed_description(), sort_keys=True)
         self._initial_hash = hashlib.blake2b(hashed.encode(), digest_size=16).hexdigest()
         self.data_hash = self._initial_hash
@@ -235,7 +243,17 @@ class GlobalBatchLoader(BaseDataLoader):
         """Tokens at which the schedule of the learning rate began; 0 unless a level restarts it."""
         curriculum = self._promotion
         restarts = curriculum is not None and curriculum.restart_learning_rate
-        return self.level_start * self._seq_len if restarts else 0
+        if not restarts:
+            return 0
+        return (self.level_start - jumped_before(self.level_start, self.jumped)) * self._seq_len
+
+    def jump(self, windows: Iterable[tuple[int, int]]) -> None:
+        """Leave out ranges (first, stop) of windows from now on; equal on all ranks."""
+        self.jumped = joined([*self.jumped, *windows])
+
+    def next_windows(self, first: int, count: int) -> np.ndarray:
+        """Return the numbers of the `count` windows from `first` on that are not jumped over."""
+        return next_windows(first, count, self.jumped)
 
     def read_step(self, global_batch_windows: int) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch and move on by that batch.
@@ -257,7 +275,8 @@ class GlobalBatchLoader(BaseDataLoader):
             )
         position = Position(self.windows_consumed, global_batch_windows, self.data_hash)
         read = self.read(position)
-        self.windows_consumed += global_batch_windows
+        numbers = self.next_windows(self.windows_consumed, global_batch_windows)
+        self.windows_consumed = int(numbers[-1]) + 1
         self.data_hash = read.data_hash
         return read.batches
 
@@ -271,11 +290,13 @@ class GlobalBatchLoader(BaseDataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state: a little JSON, the same on every rank."""
+        jumped = {"jumped": [list(pair) for pair in self.jumped]} if self.jumped else {}
         return {
             "windows_consumed": self.windows_consumed,
             "data_hash": self.data_hash,
             "data": self._description,
             "accepted": self.accepted,
+            **jumped,
         }
 
     def check_state(self, state_dict: dict[str, Any]) -> list[str]:
@@ -318,6 +339,7 @@ class GlobalBatchLoader(BaseDataLoader):
             return
         self.windows_consumed = int(state_dict["windows_consumed"])
         self.accepted = list(state_dict["accepted"])
+        self.jumped = [(first, stop) for first, stop in state_dict.get("jumped", [])]
         if changes:
             logger.warning(
                 "continuing at window %d in other data, as dataloader.accept_change says: %s",

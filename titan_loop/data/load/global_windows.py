@@ -8,7 +8,7 @@ a thread reads the next global batch; it counts as consumed only when the traini
 import hashlib
 import struct
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -88,7 +88,7 @@ class GlobalWindowLoader(GlobalBatchLoader):
 
     def deepest(self, windows: int) -> int:
         """Return the largest depth of the next windows (see the base class)."""
-        identity = self.locate(np.arange(windows) + self.windows_consumed)
+        identity = self.locate(self.next_windows(self.windows_consumed, windows))
         return max(self.depth(row) for row in identity)
 
     def read(self, position: Position) -> BatchesRead:
@@ -101,7 +101,7 @@ class GlobalWindowLoader(GlobalBatchLoader):
         if self._prefetch:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
-            after = position.first_window + position.windows
+            after = int(self.next_windows(position.first_window, position.windows)[-1]) + 1
             following = Position(after, position.windows, read.data_hash)
             self._ahead = (following, self._thread.submit(self._read_now, following))
         return read
@@ -113,6 +113,11 @@ class GlobalWindowLoader(GlobalBatchLoader):
             self._thread.shutdown()
             self._thread = None
 
+    def jump(self, windows: Iterable[tuple[int, int]]) -> None:
+        """As the base class; what was read ahead is read again."""
+        self._take_ahead()
+        super().jump(windows)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the base class."""
         self._take_ahead()
@@ -121,7 +126,7 @@ class GlobalWindowLoader(GlobalBatchLoader):
     def _read_now(self, position: Position) -> BatchesRead:
         """Read this rank's part of a global batch; a pure function of the position."""
         first, count, data_hash = position
-        identity = self.locate(np.arange(first, first + count))
+        identity = self.locate(self.next_windows(first, count))
         by_rank = identity.reshape(-1, self._dp_world_size, self._local_batch_size, 3)
         batches: list[Batch] = []
         for identities in by_rank[:, self._dp_rank]:

@@ -123,6 +123,10 @@ class WindowLoader(GlobalWindowLoader):
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
 
+        def can_jump(self) -> bool:
+            """Return True."""
+            return True
+
         def source_paths(self) -> list[str]:
             """Return the folders of the mixture."""
             return [entry.path for entry in parse_mixture(self.mixture)]

@@ -56,6 +56,10 @@ class TaskLoader(GlobalWindowLoader):
             task = self.task
             return DataVocabulary(task.vocab_size, task.vocab_size - 1, task.factor_sizes)
 
+        def can_jump(self) -> bool:
+            """Return True."""
+            return True
+
         def source_paths(self) -> list[str]:
             """Return nothing: the task is generated."""
             return []

@@ -25,20 +25,38 @@ from titan_loop.storage.transient import retries
 logger = logging.getLogger(__name__)
 
 
+class Evidence(NamedTuple):
+    """What a step was judged by; stays on the device until somebody asks.
+
+    Attributes:
+        values: Loss of the global batch, log gradient norm.
+        bounds: What each may be at most.
+        places: (2, 2, R + 1, N) scores and ratios of norms, see `spikes.Baseline.compare`.
+    """
+
+    values: Tensor
+    bounds: Tensor
+    places: Tensor
+
+
 class StepVerdict:
     """What all ranks agreed on about one step; on the device until it is read.
 
     Args:
-        flags: (3,) int32, the same on all ranks: 1 if the step was finite, 1 if training goes on,
-            less the largest number of reads that a rank had to repeat.
+        flags: (3,) or (4,) int32, the same on all ranks: 1 if the step was finite, 1 if training
+            goes on, less the largest number of reads that a rank had to repeat, 1 if the step was
+            no spike.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
         io_retries: Reads that the rank with the most had to repeat; known once this was read.
+        evidence: What it is based on, where spikes are looked for.
     """
 
+    evidence: Evidence | None = None
+
     def __init__(self, flags: Tensor) -> None:
-        self.skip = (1 - flags[0]).float()
+        self.skip = (1 - (flags[0] if len(flags) == 3 else flags[0] * flags[3])).float()
         self._flags = flags.to("cpu", non_blocking=True)
         self._copied = None
         self.io_retries = 0
@@ -47,19 +65,24 @@ class StepVerdict:
             self._copied.record()
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether the step was finite and whether any rank was asked to stop.
+        """Return whether the step updates the weights and whether any rank was asked to stop.
 
         Waits until the device has come to the end of the step's backward pass.
         """
         if self._copied is not None:
             self._copied.synchronize()
-        finite, goes_on, read_again = self._flags.tolist()
+        finite, goes_on, read_again, *calm = self._flags.tolist()
         self.io_retries = -read_again
-        return bool(finite), not goes_on
+        return bool(finite) and all(calm), not goes_on
 
 
 def agree_on_step(
-    loss: Tensor, grad_norm: Tensor, *, stop: bool = False, group: dist.ProcessGroup | None = None
+    loss: Tensor,
+    grad_norm: Tensor,
+    *,
+    stop: bool = False,
+    calm: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> StepVerdict:
     """Return what all ranks do with a step; collective, and no wait for the device.
 
@@ -67,20 +90,23 @@ def agree_on_step(
         loss: This rank's loss of the step, any shape.
         grad_norm: The gradient norm before clipping, any shape.
         stop: Whether this rank was asked to stop.
+        calm: Whether this rank sees no spike, a scalar bool; None if nobody looks for one.
         group: The ranks that must agree; None for all of them.
 
     Returns:
-        Finite if loss and gradient norm are finite on every rank, stop if any rank was asked to.
+        Finite if loss and gradient norm are finite on every rank, calm if every rank is, stop if
+        any rank was asked to.
     """
     finite = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     goes_on = torch.full_like(finite, not stop)
     read_again = torch.full_like(finite, -retries(), dtype=torch.int32)
-    flags = torch.stack([finite.to(torch.int32), goes_on.to(torch.int32), read_again])
+    judged = [] if calm is None else [calm.to(torch.int32)]
+    flags = torch.stack([finite.to(torch.int32), goes_on.to(torch.int32), read_again, *judged])
     return StepVerdict(_all_reduce_minimum(flags, group))
 
 
 def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict) -> None:
-    """Update the weights if the step was finite.
+    """Update the weights unless the verdict is to skip the step.
 
     torch's fused optimisers read the verdict on the device, as they do under a gradient scaler, and
     leave weights, moments and their step count alone. Any other one waits for it; so do weights
@@ -110,7 +136,9 @@ def agree_to_stop(
     return not bool(_all_reduce_minimum(goes_on, group))
 
 
-class _JudgedStep(NamedTuple):
+class JudgedStep(NamedTuple):
+    """A step whose verdict is to be read; see `SkippedSteps.add`."""
+
     verdict: StepVerdict
     step: int
     windows: range
@@ -135,7 +163,7 @@ class SkippedSteps:
         self.max_skipped_steps = max_skipped_steps
         self.in_a_row = 0
         self.total = 0
-        self._unread: deque[_JudgedStep] = deque()
+        self._unread: deque[JudgedStep] = deque()
 
     def add(
         self, verdict: StepVerdict, *, step: int, windows: range, loss: Tensor, grad_norm: Tensor
@@ -149,7 +177,7 @@ class SkippedSteps:
             loss: This rank's loss, for the log; read only if the step is skipped.
             grad_norm: The gradient norm, read like the loss.
         """
-        self._unread.append(_JudgedStep(verdict, step, windows, loss, grad_norm))
+        self._unread.append(JudgedStep(verdict, step, windows, loss, grad_norm))
 
     def read(self, *, newest: bool) -> bool:
         """Read the verdicts on all steps but the newest, and on that one, too, if asked to.
@@ -163,15 +191,18 @@ class SkippedSteps:
         stop = False
         while len(self._unread) > (0 if newest or stop else 1):
             judged = self._unread.popleft()
-            finite, asked = judged.verdict.read()
+            updated, asked = judged.verdict.read()
             stop = stop or asked
-            if finite:
-                self.in_a_row = 0
+            if updated:
+                self._accept()
             else:
                 self._count(judged)
         return stop
 
-    def _count(self, judged: _JudgedStep) -> None:
+    def _accept(self) -> None:
+        self.in_a_row = 0
+
+    def _count(self, judged: JudgedStep) -> None:
         self.in_a_row += 1
         self.total += 1
         windows = judged.windows

@@ -1,0 +1,274 @@
+"""A tiny run through bad windows and a layer that goes bad: skipped, gone back, passed."""
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import titan_loop.compat as compat  # before any torchtitan module
+import torch
+
+from titan_loop.analysis.report import write_report
+from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_UNSTABLE, UnstableError, UserError, exit_code
+from titan_loop.models.initialisation import local_part
+from titan_loop.runs.decisions import count_decisions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.slurm.requeue import final_code
+from titan_loop.testing.multiprocess import preloaded_context
+from titan_loop.testing.spikes import Spikes
+from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
+from titan_loop.training.callback import TrainingState
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+from tools.spikes import STEPS, demonstration
+
+DECISIONS = [
+    ("skip", 14),
+    ("skip", 15),
+    ("rewind", 15),
+    ("skip", 23),
+    ("skip", 31),
+    ("skip", 32),
+    ("rewind", 32),
+]
+"""What `tools/spikes.py` shows."""
+
+
+class Snapshots:
+    """Keeps weights and optimiser state after each step."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, list[torch.Tensor]] = {}
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        pass
+
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
+        state = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
+        tensors = [*trainer.model.parameters(), *(v for v in state if torch.is_tensor(v))]
+        if trainer.step not in self.after:
+            self.after[trainer.step] = [local_part(t.detach()).clone() for t in tensors]
+
+    def on_train_end(self, trainer: TrainingState) -> None:
+        pass
+
+    def equal(self, one: int, other: int) -> bool:
+        pairs = zip(self.after[one], self.after[other], strict=True)
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
+def start_alone() -> None:
+    compat.skip_final_pause()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
+def decisions(run: Path) -> list[tuple[str, int]]:
+    return [(r["decision"], r["step"]) for r in RunDirectory(run).read_decisions()]
+
+
+@pytest.fixture(scope="module")
+def passed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Snapshots]:
+    """The demonstration, uninterrupted, in a process of one rank."""
+    folder, kept = tmp_path_factory.mktemp("passed") / "run", Snapshots()
+    environment = dict(os.environ)
+    start_alone()
+    config = demonstration(source, folder)
+    config.callbacks = (*config.callbacks, kept)
+    try:
+        run_training(config)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+    return folder, kept
+
+
+def test_spikes_are_skipped_gone_back_for_and_passed(passed: tuple[Path, Snapshots]):
+    run = RunDirectory(passed[0])
+    records = run.read_decisions()
+    assert decisions(run.path) == DECISIONS
+    assert records[2]["windows"] == [[104, 120]]
+    assert records[2]["to_step"] == 12
+    assert records[-1]["to_step"] == 28  # 32 was skipped, so it was not saved
+    for record in records:
+        if record["decision"] == "skip":
+            over = record["loss"] > record["loss_bound"]
+            assert over or record["grad_norm"] > record["grad_norm_bound"]
+    poisoned = records[4]["began"]
+    assert poisoned.startswith("state after layer 1 in recurrent step 1")
+    metrics = run.read_metrics()
+    assert [record["step"] for record in metrics] == list(range(1, STEPS + 1))
+    assert metrics[-1]["loss"] < metrics[10]["loss"]
+    page = write_report(run).read_text()
+    assert "<h2>Spikes</h2>" in page
+    assert "back to step 12, over these windows" in page
+    assert count_decisions(records) == "5 spikes skipped, 2 rewinds"
+
+
+def test_lineage_and_data_show_every_jump(passed: tuple[Path, Snapshots]):
+    run = RunDirectory(passed[0])
+    manifest = read_manifest(run.checkpoint(STEPS))
+    jumps = manifest["lineage"]["jumps"]
+    assert [jump["to_step"] for jump in jumps] == [12, 28]
+    jumped = [tuple(pair) for jump in jumps for pair in jump["windows"]]
+    assert manifest["data"]["jumped"] == [list(pair) for pair in jumped]
+    left_out = sum(stop - first for first, stop in jumped)
+    assert left_out == 4 * BATCH_WINDOWS
+    assert manifest["data"]["windows_consumed"] == STEPS * BATCH_WINDOWS + left_out
+    assert manifest["trainer"]["tokens"] == STEPS * BATCH_WINDOWS * 32
+    assert len(read_manifest(run.checkpoint(28))["lineage"]["jumps"]) == 1
+
+
+def test_a_skipped_step_leaves_weights_and_optimiser_alone(passed: tuple[Path, Snapshots]):
+    kept = passed[1]
+    for one, other in itertools.pairwise(range(10, 30)):  # 15 as it was after the rewind
+        assert kept.equal(one, other) == (other in (14, 23)), other
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_skipped_step_leaves_muon_alone(source: Path, tmp_path: Path):
+    config, kept = demonstration(source, tmp_path), Snapshots()
+    config.optimizer.name, config.training.steps = "muon", 14
+    config.training.local_batch_size = 4  # two micro-batches
+    config.callbacks = (*config.callbacks, kept)
+    run_training(config)
+    assert decisions(tmp_path) == [("skip", 14)]
+    assert kept.equal(13, 14)
+    assert not kept.equal(12, 13)
+    assert read_manifest(RunDirectory(tmp_path).checkpoint(14))["step"] == 14  # the planned end
+
+
+def always_bad(source: Path, folder: Path) -> LoopTrainer.Config:
+    config = demonstration(source, folder)
+    config.callbacks = (Spikes(range(13 * BATCH_WINDOWS, STEPS * 2 * BATCH_WINDOWS)),)
+    config.stability.rewinds = 1
+    return config
+
+
+@pytest.mark.usefixtures("alone")
+def test_spikes_that_go_on_end_the_run_with_a_code_of_its_own(source: Path, tmp_path: Path):
+    config = always_bad(source, tmp_path)
+    config.metrics.log_freq = 50  # verdicts are read a step later
+    with pytest.raises(UnstableError, match="went back 1 times already") as failure:
+        run_training(config)
+    assert exit_code(failure.value) == EXIT_UNSTABLE == final_code(143, [EXIT_UNSTABLE])
+    taken = " ".join(name for name, _ in decisions(tmp_path))
+    assert taken == "skip skip rewind skip skip stop"
+    assert committed_steps(tmp_path / "checkpoints")[-1] == 12
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_last_rung_halves_the_recurrent_steps(source: Path, tmp_path: Path, capsys):
+    config = always_bad(source, tmp_path)
+    config.stability.halve_recurrence, config.training.steps = True, 16
+    run_training(config)
+    assert [name for name, _ in decisions(tmp_path)][-1] == "halve"
+    steps = [record["recurrent_steps"] for record in RunDirectory(tmp_path).read_metrics()]
+    assert steps[:8] == [4] * 8
+    assert steps[-1] == 2
+    state = read_manifest(RunDirectory(tmp_path).checkpoint(16))["trainer"]
+    assert state["recurrent_steps"] == state["recurrence"]["mean_steps"] == 2
+    assert main(["status", str(tmp_path)]) == 0
+    assert "4 spikes skipped, 2 rewinds" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_spike_before_the_first_checkpoint_ends_the_run(source: Path, tmp_path: Path):
+    config = demonstration(source, tmp_path)
+    config.checkpoint.interval = 20
+    with pytest.raises(UnstableError, match="no good checkpoint from before step 14"):
+        run_training(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"threshold": 0.5}, r"stability\.threshold=0\.5 must be at least 1; 8 is usual"),
+        ({"window": 3}, r"stability\.window=3 must be at least 4"),
+        ({"skips": 0}, r"stability\.skips=0 must be at least 1"),
+        ({"rewinds": -1}, r"stability\.rewinds=-1 must be at least 0"),
+        ({"skips": 99}, r"stability\.skips=99 do not fit into stability\.window=64"),
+        ({"straggler": 0.9}, r"stability\.straggler=0\.9 must be above 1"),
+        ({"heartbeat_seconds": -1}, r"stability\.heartbeat_seconds=-1 must be 0"),
+        ({"checkpoint": False}, r"stability\.rewinds=2 needs checkpoints to go back to"),
+        ({"halve_recurrence": True}, r"would halve R = 1 to below 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    alone: None, source: Path, tmp_path: Path, changes: dict[str, Any], message: str
+):
+    config = tiny_config(source, tmp_path)
+    config.stability.skip_spikes = True
+    config.recurrence.steps = Schedule.constant(1)
+    config.checkpoint.enable = changes.pop("checkpoint", True)
+    for name, value in changes.items():
+        setattr(config.stability, name, value)
+    with pytest.raises(UserError, match=message):
+        run_training(config)
+
+
+def train_alone(source: Path, run: Path) -> None:
+    os.setsid()
+    start_alone()
+    torch.set_num_threads(1)
+    run_training(demonstration(source, run))
+
+
+def train_on_two(source: Path, run: Path) -> None:
+    act_as_launched(2)
+    run_training(demonstration(source, run))
+
+
+def killed_when(source: Path, run: Path, reached: tuple[str, int]) -> None:
+    """Train in a process, and kill it once a decision was taken, or a step logged after it."""
+    process = preloaded_context().Process(target=train_alone, args=(source, run))
+    process.start()
+    kind, step = reached
+    directory = RunDirectory(run)
+
+    def is_reached() -> bool:
+        if kind == "step":
+            went_back = any(name == "rewind" for name, _ in decisions(run))
+            records = directory.read_metrics() if went_back else []
+            return bool(records) and records[-1]["step"] == step
+        return (kind, step) in decisions(run)
+
+    deadline = time.monotonic() + 120
+    while not is_reached():
+        assert process.is_alive(), process.exitcode
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+@pytest.mark.multiprocess
+def test_a_run_that_is_killed_takes_the_same_decisions_also_on_two_ranks(
+    gloo_pool, passed: tuple[Path, Snapshots], source: Path, tmp_path: Path
+):
+    """Killed after a skip, right after a rewind and a step later, and in the second episode."""
+    run = tmp_path / "run"
+    for reached in (("skip", 14), ("rewind", 15), ("step", 13), ("skip", 31)):
+        killed_when(source, run, reached)
+    gloo_pool(2).run(train_on_two, source, run, timeout=180)
+    assert decisions(run) == DECISIONS
+    whole = RunDirectory(passed[0])
+    found, expected = RunDirectory(run).read_metrics(), whole.read_metrics()
+    for name in ("data_hash", "windows_consumed", "tokens", "lr", "recurrent_steps"):
+        assert [record[name] for record in found] == [record[name] for record in expected]
+    for mine, other in zip(RunDirectory(run).read_decisions(), whole.read_decisions(), strict=True):
+        assert (mine["windows"], mine["rewound"]) == (other["windows"], other["rewound"])
+    manifests = [read_manifest(r.checkpoint(STEPS)) for r in (RunDirectory(run), whole)]
+    jumps = [[j["windows"] for j in m["lineage"]["jumps"]] for m in manifests]
+    assert jumps[0] == jumps[1]

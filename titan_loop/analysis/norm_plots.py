@@ -1,0 +1,70 @@
+"""One picture of `norms.jsonl`: states, gradients and updates by layer and recurrent step."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_loop.analysis.drawing import depth_colors, draw_panels, token_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_STATES, _GRADIENTS = "RMS of states, newest record", "gradient at states, newest record"
+_PARTS, _UPDATES = "gradient of weights", "update / weights"
+
+
+def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the newest record as two maps, and all records as curves, a colour a layer.
+
+    Args:
+        records: At least one, from `RunDirectory.read_norms`.
+        path: The PNG to write.
+    """
+    newest = records[-1]
+    tokens = np.array([float(record["tokens"]) for record in records])
+    parts = [*newest["weight"]]
+    colors = dict(zip(parts, depth_colors(len(parts)), strict=True))
+
+    def draw(axes: "Axes", name: str) -> None:
+        if name in (_STATES, _GRADIENTS):
+            _draw_map(axes, newest["state_rms" if name == _STATES else "state_gradient"])
+            return
+        for part, color in colors.items():
+            values = _curve(records, part, "gradient" if name == _PARTS else "update")
+            if name == _UPDATES:
+                values = values / _curve(records, part, "weight")
+            label = f"layer {part}" if part.isdecimal() else part
+            axes.plot(tokens, values, color=color, linewidth=1, marker=".", label=label)
+        axes.set_yscale("log")
+        token_axis(axes, tokens)
+        if len(parts) <= 12:
+            axes.legend(frameon=False, fontsize="small")
+
+    names = [_STATES, _GRADIENTS, _PARTS, _UPDATES]
+    title = f"Norms at step {newest['step']:,}, and over training"
+    return draw_panels(names, draw, path, title=title, columns=2)
+
+
+def _draw_map(axes: "Axes", rows: Sequence[Sequence[float | None]]) -> None:
+    values = np.array(rows, dtype=np.float64)  # null becomes NaN, and stays white
+    with np.errstate(divide="ignore"):
+        image = axes.imshow(
+            np.log10(values),
+            origin="lower",
+            aspect="auto",
+            cmap="viridis",
+            extent=(-0.5, values.shape[1] - 0.5, -0.5, len(values) - 0.5),
+        )
+    axes.figure.colorbar(image, ax=axes, label="log10")
+    if np.isnan(values[0]).all():  # no layer stands outside the loop
+        axes.set_ylim(0.5, len(values) - 0.5)
+    axes.set_xlabel("layer")
+    axes.set_ylabel("recurrent step (0: outside the loop)")
+    axes.grid(visible=False)
+
+
+def _curve(records: Sequence[Mapping[str, Any]], part: str, kind: str) -> np.ndarray:
+    values = (record[kind].get(part) for record in records)
+    return np.array([np.nan if v is None or v == 0 else v for v in values], dtype=np.float64)

@@ -1,0 +1,56 @@
+"""The table of what a run decided about spikes, from `decisions.jsonl`."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for every decision, header first.
+
+    Args:
+        records: From `RunDirectory.read_decisions`.
+    """
+    rows = [
+        ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
+    ]
+    for record in records:
+        windows = ", ".join(f"{first}–{stop - 1}" for first, stop in record["windows"])
+        rows.append(
+            [
+                str(record["step"]),
+                windows,
+                _against(record, "loss"),
+                _against(record, "grad_norm"),
+                str(record.get("began", "")),
+                _then(record),
+            ]
+        )
+    return rows
+
+
+def count_decisions(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many spikes were skipped and how often the run went back; empty for never."""
+    counts = Counter(record["decision"] for record in records)
+    parts = [f"{counts['skip']} spikes skipped"] if counts["skip"] else []
+    if back := counts["rewind"] + counts["halve"]:
+        parts.append(f"{back} rewinds")
+    return ", ".join(parts)
+
+
+def _against(record: Mapping[str, Any], name: str) -> str:
+    if name not in record:
+        return ""
+    value, bound = record[name], record.get(f"{name}_bound")
+    shown = "not finite" if value is None else f"{value:.3g}"
+    return shown if bound is None else f"{shown} ({bound:.3g})"
+
+
+def _then(record: Mapping[str, Any]) -> str:
+    back = f"back to step {record.get('to_step')}, over these windows"
+    return {
+        "skip": "update skipped",
+        "rewind": back,
+        "halve": f"{back}, half the recurrent steps from now on",
+        "stop": "stopped, exit code 4",
+    }.get(record["decision"], str(record["decision"]))

@@ -1,0 +1,204 @@
+"""Judges a step by its loss and gradient norm against those of recent steps; all on the device.
+
+    loss of all ranks, log gradient norm ─► above `RollingMedian`'s bounds on some rank? ─┐
+    flags of all ranks ◄──────────────────────────────────────────────────────────────────┘
+        ─► verdict: the update is left out as that of a non-finite step is
+        ─► accepted values enter the window, and norms of states the baseline
+
+The gradient norm is judged by its logarithm: it varies by factors. The host reads nothing here.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_loop.training.stability.outliers import RollingMedian
+from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
+from titan_loop.training.stability.verdict import Evidence, StepVerdict, agree_on_step
+
+LOSS_FLOOR_NATS = 0.02
+"""Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is no spike."""
+
+LOG_NORM_FLOOR = 0.05
+"""Smallest spread of the log gradient norm: at a threshold of 8, a factor of 1.5 is no spike."""
+
+LOG_STATE_FLOOR = 0.02
+"""Smallest usual distance of a state's log norm from its mean."""
+
+STANDS_OUT = 6.0
+"""Usual distances from the mean at which a state or gradient stands out."""
+
+_BASELINE_STEPS = 16
+_LEAST_STEPS = 4
+
+
+class SpikeJudge:
+    """Judges steps, and remembers those that it accepted.
+
+    Args:
+        window: Accepted steps in the window.
+        threshold: Spreads above the median at which a number is an outlier.
+        shape: (R + 1, N) of the norms of states.
+        device: Where the model computes.
+    """
+
+    def __init__(
+        self, *, window: int, threshold: float, shape: tuple[int, int], device: torch.device
+    ) -> None:
+        self._recent = RollingMedian(window, threshold, (LOSS_FLOOR_NATS, LOG_NORM_FLOOR), device)
+        self._baseline = Baseline(shape, device)
+        self._regime: list[Any] | None = None
+
+    def begin(self, regime: list[Any]) -> None:
+        """Start the window anew where what is trained changes by plan.
+
+        Args:
+            regime: Whatever moves the loss by itself: R, level of the curriculum, weights of the
+                objective. JSON.
+        """
+        if self._regime is not None and regime != self._regime:
+            self._recent.restart()
+            self._baseline.restart()
+        self._regime = regime
+
+    def agree(
+        self,
+        loss: Tensor,
+        grad_norm: Tensor,
+        sums: Tensor,
+        *,
+        share: float,
+        stop: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> StepVerdict:
+        """Return what all ranks do with a step; collective, and no wait for the device.
+
+        Args:
+            loss: This rank's share of the loss.
+            grad_norm: Gradient norm before clipping, of all ranks.
+            sums: From `StateNorms.reduce`.
+            share: What part of this rank's loss counts: one over the ranks that hold the same.
+            stop: Whether this rank was asked to stop.
+            group: The ranks that must agree; None for all of them.
+        """
+        total = loss.detach().double().reshape(()) * share
+        if dist.is_initialized():
+            dist.all_reduce(total, group=group)
+        values = torch.stack([total, grad_norm.detach().double().reshape(()).log()])
+        bounds = self._recent.bounds()
+        calm = (values <= bounds).all()  # NaN is not
+        verdict = agree_on_step(loss, grad_norm, stop=stop, calm=calm, group=group)
+        states = torch.stack([root_mean_square(sums), gradient_norm(sums, 1)])
+        accept = verdict.skip == 0
+        visited = torch.stack([sums[1] > 0, sums[3] > 0])
+        verdict.evidence = Evidence(values, bounds, self._baseline.compare(states, visited))
+        self._baseline.take(states, accept)
+        self._recent.take(values, accept)
+        return verdict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues to judge alike, as JSON; waits for the device."""
+        return {"regime": self._regime, **self._recent.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from such a state. The baseline of states, which decides nothing, stays."""
+        self._regime = state["regime"]
+        self._recent.load_state_dict(state)
+
+
+class Baseline:
+    """Running means of log norms by recurrent step and layer, and of the distances from them.
+
+        x = log norm;   m ← m + a·(x − m);   d ← d + a·(|x − m| − d);   a = max(1/16, 1/n)
+
+    Args:
+        shape: (R + 1, N).
+        device: Where the norms are.
+    """
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._seen, self._mean, self._distance = torch.zeros(3, 2, *shape, device=device)
+
+    def compare(self, norms: Tensor, visited: Tensor) -> Tensor:
+        """Return score (x − m) / d and ratio exp(x − m) of each norm, stacked.
+
+        Args:
+            norms: (2, R + 1, N) of states and gradients.
+            visited: Where there was a visit, same shape.
+
+        Returns:
+            (2, 2, R + 1, N); NaN where nothing can be said, infinity where a visited norm is not
+            finite.
+        """
+        distance = norms.log() - self._mean
+        score = distance / self._distance.clamp(min=LOG_STATE_FLOOR)
+        found = torch.stack([score, distance.exp()])
+        found = torch.where(self._seen >= _LEAST_STEPS, found, torch.nan)
+        return torch.where(visited & ~norms.isfinite(), torch.inf, found)
+
+    def take(self, norms: Tensor, accept: Tensor) -> None:
+        """Let the norms of an accepted step in."""
+        logs = norms.log()
+        fits = logs.isfinite() & accept
+        self._seen += fits
+        rate = (1 / self._seen).clamp(min=1 / _BASELINE_STEPS)
+        distance = logs - self._mean
+        spread = self._distance + rate * (distance.abs() - self._distance)
+        self._distance = torch.where(fits & (self._seen > 1), spread, self._distance)
+        self._mean = torch.where(fits, self._mean + rate * distance, self._mean)
+
+    def restart(self) -> None:
+        """Forget everything."""
+        for values in (self._seen, self._mean, self._distance):
+            values.zero_()
+
+
+class Place(NamedTuple):
+    """Where a spike began.
+
+    Attributes:
+        kind: "state" or "gradient".
+        step: Recurrent step; 0 for a layer outside the loop.
+        layer: Number of the layer.
+        ratio: Norm over its usual one; infinity if it is not finite.
+    """
+
+    kind: str
+    step: int
+    layer: int
+    ratio: float
+
+    def __str__(self) -> str:
+        where = "outside the loop" if self.step == OUTSIDE else f"in recurrent step {self.step}"
+        after = "after" if self.kind == "state" else "at"
+        return f"{self.kind} {after} layer {self.layer} {where}, {self.ratio:.3g} times the usual"
+
+
+def where_it_began(places: Tensor, looped: range) -> Place | None:
+    """Return the first visit whose state stands out, else the first gradient; None if none does.
+
+    States are looked at in the order of the forward pass, gradients in that of the backward pass.
+
+    Args:
+        places: From `Baseline.compare`; is read by the host.
+        looped: Numbers of the layers inside the loop.
+    """
+    (state_score, gradient_score), (state_ratio, gradient_ratio) = places.tolist()
+    rows, layers = len(state_score), len(state_score[0])
+    visits = [
+        *((OUTSIDE, layer) for layer in range(looped.start)),
+        *((row, layer) for row in range(1, rows) for layer in looped),
+        *((OUTSIDE, layer) for layer in range(looped.stop, layers)),
+    ]
+    kinds: Sequence[tuple[str, Any, Any, Any]] = (
+        ("state", visits, state_score, state_ratio),
+        ("gradient", visits[::-1], gradient_score, gradient_ratio),
+    )
+    for kind, order, score, ratio in kinds:
+        for step, layer in order:
+            if score[step][layer] > STANDS_OUT:
+                return Place(kind, step, layer, ratio[step][layer])
+    return None

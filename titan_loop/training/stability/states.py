@@ -1,0 +1,112 @@
+"""Norms of the state after every layer of every recurrent step, and of the gradient there.
+
+    forward   h after layer l in step r ─► Σ h², number of elements ┐
+    backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
+
+Nothing is read by the host: sums wait on the device until `reduce` adds those of all ranks. Ranks
+that hold the same part of a state count it as often in the sum as in the number of elements, so
+the mean square is right under every layout.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.initialisation import local_part
+
+OUTSIDE = 0
+"""Row of the layers that stand outside the loop; recurrent step r has row r."""
+
+
+class StateNorms:
+    """Collects the norms of one training step, over all its micro-batches.
+
+    Args:
+        layers: Number of unique layers N, those outside the loop included.
+        recurrent_steps: Largest R; later steps of a batch that runs more are left out.
+        device: Where the model computes.
+    """
+
+    def __init__(self, *, layers: int, recurrent_steps: int, device: torch.device) -> None:
+        # Σ h², elements of h, Σ g², elements of g.
+        self._sums = torch.zeros(4, recurrent_steps + 1, layers, device=device)
+
+    def start(self) -> None:
+        """Forget the last training step."""
+        self._sums.zero_()
+
+    @contextmanager
+    def watch(self, model: LoopDecoder) -> Iterator[None]:
+        """Collect from the forward pass inside, and from its backward pass whenever that comes."""
+        model.observe = self._note
+        try:
+            yield
+        finally:
+            model.observe = None  # a recomputation in the backward pass is not a second visit
+
+    def reduce(self) -> Tensor:
+        """Return the sums of all ranks, (4, R + 1, N); collective, without a wait for the device.
+
+        The order is Σ h², elements, Σ g², elements; visits that never happened are 0.
+        """
+        sums = self._sums.clone()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return sums
+
+    def _note(self, hidden_BLD: Tensor, step: int | Tensor | None, layer: int) -> None:
+        row = OUTSIDE if step is None else step
+        assert isinstance(row, int), "training runs all rows of a batch in one step"
+        if row >= self._sums.shape[1]:
+            return
+        _add(self._sums[:2, row, layer], hidden_BLD.detach())
+        if hidden_BLD.requires_grad:
+            hidden_BLD.register_hook(self._gradient_hook(row, layer))
+
+    def _gradient_hook(self, row: int, layer: int) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            _add(self._sums[2:, row, layer], _whole(gradient.detach()))
+
+        return hook
+
+
+def root_mean_square(sums: Tensor) -> Tensor:
+    """Return the root mean square of states, (R + 1, N), NaN where there was no visit.
+
+    Args:
+        sums: From `StateNorms.reduce`.
+    """
+    return (sums[0] / sums[1]).sqrt()
+
+
+def gradient_norm(sums: Tensor, elements: int) -> Tensor:
+    """Return the norm of the loss's gradient with respect to each state of the global batch.
+
+    Args:
+        sums: From `StateNorms.reduce`.
+        elements: Elements of one state: windows of the global batch x L x D.
+
+    Returns:
+        (R + 1, N), NaN where no gradient arrived.
+    """
+    return (sums[2] / sums[3] * elements).sqrt()
+
+
+def _add(place: Tensor, values: Tensor) -> None:
+    values = local_part(values)
+    norm = torch.linalg.vector_norm(values, dtype=torch.float32)
+    place[0].add_(norm.square())
+    place[1].add_(values.numel())
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Return a gradient whose parts on tensor-parallel ranks are still to be added up, added up."""
+    if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
+        return gradient
+    places = [Replicate() if place.is_partial() else place for place in gradient.placements]
+    return gradient.redistribute(placements=places)

@@ -1,0 +1,123 @@
+"""Times of every rank, gathered on logging steps, and the rank that slows down the others.
+
+Ranks of one run wait for each other in every layer, so their steps take the same time whoever is
+slow. Two things are a rank's own: how long it waits for its data, and how long its device takes for
+fixed matrix products, which are timed here.
+"""
+
+import socket
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SIZE = {"cpu": 192, "cuda": 4096}
+_ROUNDS = 4
+_LEAST_WAIT = 0.02
+"""Share of a step below which a wait for data slows nobody down."""
+
+
+class RankTimes(NamedTuple):
+    """Seconds of one rank.
+
+    Attributes:
+        step: Wall time of a training step, on average since the last record.
+        data: Wait for data in a step.
+        products: Time for the fixed products, now.
+    """
+
+    step: float
+    data: float
+    products: float
+
+
+class StepTimes:
+    """Measures this rank and gathers all; collective.
+
+    Args:
+        factor: How many times the median a rank's own time is for it to be a straggler, above 1.
+        device: Where the model computes.
+    """
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self._factor, self._device = factor, device
+        size = _SIZE.get(device.type, 1024)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
+        self._began, self._steps = time.perf_counter(), 0
+        self._hosts: list[str] = []
+
+    def begin(self) -> None:
+        """Count a training step."""
+        self._steps += 1
+
+    def gather(self, data_seconds: float) -> dict[str, Any]:
+        """Return what a record says of all ranks, and measure anew from here on; collective.
+
+        Args:
+            data_seconds: Time that this rank waited for data since the last record.
+        """
+        steps, self._steps = max(1, self._steps), 0
+        elapsed = time.perf_counter() - self._began
+        own = RankTimes(elapsed / steps, data_seconds / steps, self._time_products())
+        times = [own]
+        if dist.is_initialized():
+            mine = torch.tensor(own, dtype=torch.float64).to(self._device)
+            all_of_them = mine.new_empty(dist.get_world_size(), len(own))
+            dist.all_gather_into_tensor(all_of_them, mine)
+            times = [RankTimes(*row) for row in all_of_them.tolist()]
+            if not self._hosts:
+                self._hosts = [""] * len(times)
+                dist.all_gather_object(self._hosts, socket.gethostname())
+        self._began = time.perf_counter()
+        slowest = max(range(len(times)), key=lambda rank: times[rank].products)
+        record: dict[str, Any] = {
+            "ranks/step_seconds_median": statistics.median(rank.step for rank in times),
+            "ranks/step_seconds_max": max(rank.step for rank in times),
+            "ranks/data_seconds_max": max(rank.data for rank in times),
+            "ranks/products_ratio_max": times[slowest].products
+            / statistics.median(rank.products for rank in times),
+        }
+        found = straggler(times, self._factor)
+        if found is not None:
+            rank, reason = found
+            host = f" on {self._hosts[rank]}" if self._hosts else ""
+            record["straggler"] = f"rank {rank}{host} {reason}"
+        return record
+
+    def _time_products(self) -> float:
+        began = time.perf_counter()
+        product: Tensor = self._matrix
+        for _ in range(_ROUNDS):
+            product = product @ self._matrix
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the record waits for the device in any case
+        return time.perf_counter() - began
+
+
+def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
+    """Return the rank whose own time is furthest above the others', and why; None if none is.
+
+    Args:
+        times: Of every rank, in their order.
+        factor: How many times the median it must be at least.
+    """
+    if len(times) < 2:
+        return None
+    found: list[tuple[float, int, str]] = []
+    for name, said in (("products", "computes"), ("data", "waits for data")):
+        values = [getattr(rank, name) for rank in times]
+        usual = statistics.median_low(values)  # of two ranks the faster one
+        if name == "data":
+            usual = max(usual, _LEAST_WAIT * statistics.median(rank.step for rank in times))
+        rank = max(range(len(values)), key=values.__getitem__)
+        ratio = values[rank] / max(usual, 1e-9)
+        if ratio >= factor:
+            found.append((ratio, rank, f"{said} {ratio:.1f} times as long as the others"))
+    if not found:
+        return None
+    _, rank, reason = max(found)
+    return rank, reason
