@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 from torch.utils.checkpoint import checkpoint
 from torchtitan.config import ParallelismConfig
@@ -68,15 +68,13 @@ class RecurrentStepAC(ActivationCheckpointing):
 
 
 def _recompute(part: Part, *, random: bool) -> Part:
-    def run(*args: Any) -> Tensor:
+    def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():
             return part(*args)
         # Stopping early would leave FSDP's units without their post-forward hook.
-        state = checkpoint(
+        return checkpoint(
             part, *args, use_reentrant=False, preserve_rng_state=random, early_stop=False
         )
-        assert isinstance(state, Tensor)
-        return state
 
     return run
 

@@ -161,7 +161,9 @@ def parallelize_loop_decoder(
     if compile_config.enable and "model" in compile_config.components:
         missing = missing_compiler(compat.device_type())
         if missing is None or compile_config.backend != "inductor":
-            apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+            apply_compile(
+                model.compiled_parts(), compile_config=compile_config, parallel_dims=parallel_dims
+            )
         else:
             logger.warning("compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()

@@ -228,11 +228,7 @@ class LoopAttention(GQAttention):
             cache_slot: Where this visit's keys and values live; required with a cache, None
                 without, so that a compiled block is not specialised on the step.
         """
-        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
-        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
-        if context.cache is not None:
-            assert cache_slot is not None
-            k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
+        q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}
         if self.distance_scores is not None:
             added["scores_BNLS"] = self.distance_scores(q_BLNH, k_BLNH, context.shared_positions)
@@ -246,3 +242,18 @@ class LoopAttention(GQAttention):
             **added,
         )
         return self.wo(out_BLNH.contiguous().flatten(2))
+
+    def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
+        """Store keys and values of tokens that do not attend; arguments as of `forward`."""
+        self._projected(x_BLD, context, cache_slot)
+
+    def _projected(
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, and the keys and values that they may attend to."""
+        q_BLNH, k_BLNH, v_BLNH = self.qkv_linear(x_BLD)
+        q_BLNH, k_BLNH = self.rope(q_BLNH, k_BLNH, rope_BLH=context.shared_positions)
+        if context.cache is not None:
+            assert cache_slot is not None
+            k_BLNH, v_BLNH = context.cache.update(cache_slot, k_BLNH, v_BLNH)
+        return q_BLNH, k_BLNH, v_BLNH

@@ -79,6 +79,9 @@ class LoopDecoder(Decoder):
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that `forward` reads; the loader must declare them."""
 
+        most_steps: ClassVar[int | None] = None
+        """Largest number of recurrent steps; None for any."""
+
         family: str = ""  # set by `titan_loop.models.family.decoder_config`
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
@@ -118,6 +121,11 @@ class LoopDecoder(Decoder):
         def decodes(self) -> Decoding | None:
             """How states are decoded between two steps; None where they are not."""
             return None
+
+        @property
+        def aux(self) -> tuple[str, ...]:
+            """Names of what an objective may ask of `LoopOutput.aux`."""
+            return ()
 
         @property
         def draws(self) -> bool:
@@ -391,6 +399,10 @@ class LoopDecoder(Decoder):
             # The head's backward pass follows its forward pass at once.
             Unit(TABLES, (self.lm_head,), place="after", kept=True),
         ]
+
+    def compiled_parts(self) -> nn.Module:
+        """Return a module whose `layers` are compiled, each on its own."""
+        return self
 
     def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
         """Return the steps, looped layers and other layers that an engine's cache addresses."""

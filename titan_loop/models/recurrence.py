@@ -23,7 +23,7 @@ Carry: TypeAlias = Any
 """A pytree of tensors (B, L, …), of any dtypes: each token has its own part, so that the engine can
 keep, drop and append rows and tokens."""
 
-Part: TypeAlias = Callable[..., Tensor]
+Part: TypeAlias = Callable[..., Any]
 """A part of the forward pass that is recomputed as a whole, such as (carry_r, r, context) → h_r."""
 
 
@@ -80,7 +80,7 @@ class Recurrence(Module):
             recurrent_steps: R.
             context: Shared by all visits.
         """
-        run_step = self.wrapped(model.step)
+        run_step: Callable[..., Tensor] = self.wrapped(model.step)
         recorded_from = 1
         if self.backward_steps is not None:
             recorded_from = recurrent_steps - self.backward_steps + 1

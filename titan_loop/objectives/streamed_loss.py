@@ -100,6 +100,10 @@ class StreamedLoss(ChunkedLossWrapper):
             """
             return "all"
 
+        def aux(self) -> Mapping[str, str]:
+            """Return what the objective needs of `LoopOutput.aux`: name → the setting that asks."""
+            return {}
+
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:

@@ -34,7 +34,7 @@ from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.flop_budget import mean_flops
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
-from titan_loop.training.preflight import column_refusals, setting_refusals, value_refusals
+from titan_loop.training.preflight import model_refusals, setting_refusals, value_refusals
 from titan_loop.training.recurrence import depths_over, most_recurrent_steps
 from titan_loop.training.trainer import LoopTrainer
 
@@ -224,7 +224,7 @@ def _layout_refusals(
 ) -> list[str]:
     found = [
         str(refusal)
-        for refusal in (*layout_refusals(config, model, ranks), *column_refusals(config, model))
+        for refusal in (*layout_refusals(config, model, ranks), *model_refusals(config, model))
     ]
     parallel = config.parallelism
     degrees = (

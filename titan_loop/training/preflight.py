@@ -4,7 +4,7 @@
     setting_refusals(config)                   settings that contradict each other, on any machine
     device_refusals(config)                    settings that need a GPU where there is none
     data_refusals(config)                      opens the prepared data
-    column_refusals(config, model)             columns that loss or model read and no loader has
+    model_refusals(config, model)              columns and outputs that nobody gives, too many steps
     layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
     batch_refusals(config, ranks)              ┘ global batches against the ranks
     folder_refusals(folder)                    a run directory that cannot be written
@@ -72,7 +72,7 @@ def refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     except UserError as error:
         yield Refusal("model", str(error))
         return
-    yield from column_refusals(config, model)
+    yield from model_refusals(config, model)
     unfit = list(layout_refusals(config, model, world_size))
     yield from unfit
     if not unfit:  # else the ranks are split in no way that a batch could be judged by
@@ -292,8 +292,8 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
         yield from config.held_out.best_refusals(*texts)
 
 
-def column_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Yield columns of the batch that loss or model read and the loader does not declare."""
+def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
+    """Yield what loss, model and data want of each other and do not get."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -304,6 +304,29 @@ def column_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Re
                 f"dataloader={type(config.dataloader).__qualname__} declares "
                 f"{', '.join(sorted(there)) or 'no columns'} for it",
                 "choose a loader that has them, or add them to its columns",
+            )
+    for name, setting in config.loss.aux().items():
+        if name not in model.aux:
+            yield Refusal(
+                setting.partition("=")[0],
+                f"{setting} needs the {name} of layers, and those of this "
+                f"model.family={model.family} have none",
+                "leave it out",
+            )
+    if model.most_steps is None:
+        return
+    asked = {"recurrence.steps": [most_recurrent_steps(config.recurrence)]}
+    if config.held_out.interval != 0 and config.dataloader.source_paths():
+        asked["held_out.depths"] = config.held_out.depths
+    if config.suite.enabled:
+        asked["suite.depths"] = config.suite.depths
+    for name, steps in asked.items():
+        if max(steps, default=1) > model.most_steps:
+            yield Refusal(
+                name,
+                f"{name}={max(steps)}: model.family={model.family} has at most {model.most_steps} "
+                "recurrent step",
+                f"use {model.most_steps}",
             )
 
 

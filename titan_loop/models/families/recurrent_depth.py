@@ -20,7 +20,7 @@ parameter of the block, added where the state is, so that tensor-parallel ranks 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -56,7 +56,13 @@ from titan_loop.models.family import (
 )
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.memory_parts import LayerBytes, Spread
-from titan_loop.models.positions import LearnedPositions, NoRotation, Positions, PositionTable
+from titan_loop.models.positions import (
+    LearnedPositions,
+    NoRotation,
+    Positions,
+    PositionTable,
+    RotateHalf,
+)
 from titan_loop.models.readout import LMHead
 from titan_loop.models.sharding import set_attention_sharding, state_placement
 
@@ -66,10 +72,10 @@ SIZES = {
     "published": ModelSize(768, 4, 12, 3072, vocab_size=2200),
 }
 
-_NORM_EPS = 1e-5
+NORM_EPS = 1e-5
 _GPT2_STD, _GPT2_DIM = 0.02, 768
 _ZERO = {"weight": nn.init.zeros_}
-_NORM = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
+NORM_INIT = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
 
 AbsolutePositions = Literal["learned", "none"]
 
@@ -220,12 +226,12 @@ class RecurrentDepthDecoder(LoopDecoder):
         def set_sharding(self, *, enable_sp: bool) -> None:
             """As of `LoopDecoder`; a norm's bias is placed like its gain."""
             LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
-            self.norm.sharding_config = _norm_sharding(enable_sp)
+            self.norm.sharding_config = layer_norm_sharding(enable_sp)
 
         def set_layer_sharding(self, layer: GPT2Block.Config, *, enable_sp: bool) -> None:
             """Shard heads and feed-forward width over the tensor-parallel ranks."""
-            layer.attention_norm.sharding_config = _norm_sharding(enable_sp)
-            layer.ffn_norm.sharding_config = _norm_sharding(enable_sp)
+            layer.attention_norm.sharding_config = layer_norm_sharding(enable_sp)
+            layer.ffn_norm.sharding_config = layer_norm_sharding(enable_sp)
             layer.attention_bias.sharding_config = norm_config(enable_sp=enable_sp)
             layer.ffn_bias.sharding_config = norm_config(enable_sp=enable_sp)
             set_attention_sharding(layer.attention, enable_sp=enable_sp)
@@ -237,14 +243,16 @@ class RecurrentDepthDecoder(LoopDecoder):
             layer.feed_forward.w2.sharding_config = rowwise_config(output_sp=enable_sp)
 
 
-def _norm_sharding(enable_sp: bool) -> ShardingConfig:
+def layer_norm_sharding(enable_sp: bool) -> ShardingConfig:
+    """Return the placements of a norm with a bias."""
     config = norm_config(enable_sp=enable_sp)
     config.state_shardings = {**config.state_shardings, "bias": config.state_shardings["weight"]}
     return config
 
 
-def _matrix(dim: int) -> dict[str, Callable]:
-    std = _GPT2_STD * (_GPT2_DIM / dim) ** 0.5
+def matrix_init(dim: int, scale: float = 1.0) -> dict[str, Callable]:
+    """Return the initial weights of GPT-2's projections at width `dim`, times `scale`."""
+    std = scale * _GPT2_STD * (_GPT2_DIM / dim) ** 0.5
     return {"weight": partial(normal_matrix, std=std), "bias": nn.init.zeros_}
 
 
@@ -262,9 +270,66 @@ def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Co
     if rows is None or rows < 1:
         raise UserError("model.positions=learned needs model.learned_positions of at least 1")
     table = PositionTable.Config(
-        num_embeddings=rows, embedding_dim=shape.dim, param_init=_matrix(shape.dim)
+        num_embeddings=rows, embedding_dim=shape.dim, param_init=matrix_init(shape.dim)
     )
     return LearnedPositions.Config(table=table)
+
+
+def block_config(
+    shape: ModelSize,
+    kernel: str,
+    rotation: RotateHalf.Config,
+    output_init: dict[str, Callable],
+    *,
+    dropout: float = 0.0,
+) -> GPT2Block.Config:
+    """Return the block of one layer.
+
+    Args:
+        shape: Sizes of the model.
+        kernel: As `model.attention`.
+        rotation: What positions do to queries and keys.
+        output_init: Initial weights of both output projections.
+        dropout: Share that is zeroed in training.
+    """
+    head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
+
+    def linear(in_features: int, out_features: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=in_features, out_features=out_features, bias=True, param_init=matrix
+        )
+
+    def output(in_features: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=in_features, out_features=shape.dim, param_init=output_init
+        )
+
+    def norm() -> LayerNorm.Config:
+        return LayerNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT)
+
+    return GPT2Block.Config(
+        attention_norm=norm(),
+        attention=LoopAttention.Config(
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            dim=shape.dim,
+            qkv_linear=QKVLinear.Config(
+                head_dim=head_dim,
+                wq=linear(shape.dim, shape.dim),
+                wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
+            ),
+            wo=output(shape.dim),
+            inner_attention=inner_attention_config(kernel),
+            rope=replace(rotation),
+        ),
+        attention_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
+        ffn_norm=norm(),
+        feed_forward=GELUFeedForward.Config(
+            w1=linear(shape.dim, shape.hidden_dim), w2=output(shape.hidden_dim)
+        ),
+        ffn_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
+        dropout=Dropout.Config(rate=dropout) if dropout else None,
+    )
 
 
 def decoder_config(
@@ -277,43 +342,9 @@ def decoder_config(
         raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
-    head_dim, matrix = shape.dim // shape.n_heads, _matrix(shape.dim)
+    head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 
-    def linear(in_features: int, out_features: int) -> Linear.Config:
-        return Linear.Config(
-            in_features=in_features, out_features=out_features, bias=True, param_init=matrix
-        )
-
-    def output(in_features: int) -> Linear.Config:
-        return Linear.Config(in_features=in_features, out_features=shape.dim, param_init=_ZERO)
-
-    def layer() -> GPT2Block.Config:
-        return GPT2Block.Config(
-            attention_norm=LayerNorm.Config(
-                normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM
-            ),
-            attention=LoopAttention.Config(
-                n_heads=shape.n_heads,
-                n_kv_heads=shape.n_kv_heads,
-                dim=shape.dim,
-                qkv_linear=QKVLinear.Config(
-                    head_dim=head_dim,
-                    wq=linear(shape.dim, shape.dim),
-                    wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
-                ),
-                wo=output(shape.dim),
-                inner_attention=inner_attention_config(options.attention),
-                rope=NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len),
-            ),
-            attention_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
-            ffn_norm=LayerNorm.Config(normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM),
-            feed_forward=GELUFeedForward.Config(
-                w1=linear(shape.dim, shape.hidden_dim), w2=output(shape.hidden_dim)
-            ),
-            ffn_bias=StateBias.Config(dim=shape.dim, param_init=_ZERO),
-            dropout=Dropout.Config(rate=options.dropout) if options.dropout else None,
-        )
-
+    rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
@@ -323,11 +354,14 @@ def decoder_config(
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=matrix
         ),
-        layers=[layer() for _ in range(shape.n_layers)],
+        layers=[
+            block_config(shape, options.attention, rotation, _ZERO, dropout=options.dropout)
+            for _ in range(shape.n_layers)
+        ],
         norm_placement="readout",
         positions=positions,
         norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
-            normalized_shape=shape.dim, eps=_NORM_EPS, param_init=_NORM
+            normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT
         ),
         lm_head=head,
         enable_weight_tying=options.tie_weights,

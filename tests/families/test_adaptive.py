@@ -1,0 +1,371 @@
+"""Adaptive loops and memory: layers from their formulas, gradients on every layout, refusals."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from titan_loop.compat import SPMD_BACKEND
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+from tests.distributed.parallel_model import (
+    global_loss,
+    parallel_model,
+    part_of_rank,
+    whole_gradients,
+)
+from tests.distributed.sharded_model import (
+    PER_STEP,
+    PER_VISIT,
+    Collectives,
+    build,
+    forward_backward,
+)
+from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.adaptive import AdaptiveOptions
+from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.objectives.ponder_cost import PonderCostLoss
+
+EXACT = 1e-10  # both sides compute in float64
+# fp32 sums in another order, relative to the largest entry of a gradient.
+RELATIVE_TOLERANCE = 1e-5
+WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
+MEMORY = {"local_slots": 5, "global_slots": 7}
+
+
+def make(**options) -> LoopDecoder:
+    """A model off its symmetric start, in float64."""
+    torch.manual_seed(0)
+    model = build_decoder(AdaptiveOptions(**options), max_seq_len=SEQ_LEN)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for layer in model.layers.values():
+            if layer.control is not None:
+                layer.control.scale.fill_(-0.5).add_(torch.randn(len(layer.control.scale)))
+    return model.double().eval()
+
+
+def normed(x: Tensor, gain: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+
+
+def read(layer, number: int, bank, h: Tensor) -> Tensor:
+    """W m of one token."""
+    reader = layer.readers[number]
+    query = normed(h, reader.query_gain)
+    scores = torch.stack(
+        [query @ normed(key, bank.key_gain) / math.sqrt(len(h)) for key in bank.keys]
+    )
+    return reader.output @ (scores.softmax(0) @ bank.values)
+
+
+def remembered(layer, shared, h_LD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Token by token: what memory makes of the states, and the mean gates of each bank."""
+    width, rows, means = layer.gates.width, [], []
+    for h in h_LD:
+        g = (layer.gates.weight @ h + layer.gates.bias).sigmoid().split(width)
+        rows.append(h + g[0] * read(layer, 0, layer.bank, h) + g[1] * read(layer, 1, shared, h))
+        means.append(torch.stack([part.mean() for part in g]))
+    return torch.stack(rows), list(torch.stack(means).T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("halting", ["remainder", "literal"])
+@pytest.mark.parametrize(
+    ("when", "gate"), [("after", "scalar"), ("before", "vector"), ("each", "scalar")]
+)
+def test_layers_are_their_formulas(halting: str, when: str, gate: str):
+    model = make(**MEMORY, halting=halting, memory_read=when, gate=gate)
+    tokens = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
+    context = model.make_context(tokens)
+    h = model.tok_embeddings(tokens)
+    got = model(tokens)
+    for number, layer in enumerate(model.layers.values()):
+        if when == "before":
+            h, gates = remembered(layer, model.bank, h[0])
+            h = h[None]
+        alpha, norm = layer.control.scale.tolist(), layer.loop_norm
+        left, out, expected = torch.ones(1, 9, 1).double(), 0.0, 0.0
+        for t in (1, 2, 3):
+            branch = layer.block(normed(h, norm.weight, norm.bias), context)
+            h = h + math.log1p(math.exp(alpha[t - 1])) * branch
+            seen = torch.cat([h, torch.full((1, 9, 1), t / 3, dtype=torch.float64)], dim=-1)
+            w = torch.cat([layer.control.weight, layer.control.step_weight])
+            p = 1 / (1 + torch.exp(-(seen @ w + layer.control.bias)))[..., None]
+            if when == "each":
+                h, gates = remembered(layer, model.bank, h[0])
+                h = h[None]
+            p_halt = left if t == 3 and halting == "remainder" else left * p
+            left = left * (1 - p)
+            out, expected = out + p_halt * h, expected + t * p_halt
+        h = out
+        if when == "after":
+            h, gates = remembered(layer, model.bank, h[0])
+            h = h[None]
+        torch.testing.assert_close(
+            got.aux["iterations"][number], expected[..., 0], atol=EXACT, rtol=0
+        )
+        for name, mean in zip(("local", "global"), gates, strict=True):
+            torch.testing.assert_close(
+                got.aux[f"{name}_gates"][number, 0], mean, atol=EXACT, rtol=0
+            )
+        scales = torch.tensor(alpha).double().exp().log1p()
+        torch.testing.assert_close(got.aux["scales"][number], scales, atol=EXACT, rtol=0)
+    read_state = normed(h, model.norm.weight, model.norm.bias)
+    torch.testing.assert_close(got.hidden_RBLD[0], read_state, atol=EXACT, rtol=0)
+
+
+@torch.no_grad()
+def test_one_iteration_with_closed_gates_is_a_scaled_block():
+    model = make(**MEMORY, max_iterations=1, gate_bias=3.0)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    context, h = model.make_context(tokens), model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        layer.gates.weight.zero_()
+        layer.gates.bias.fill_(-800.0)  # the sigmoid is 0 in float64
+        normed_h = normed(h, layer.loop_norm.weight, layer.loop_norm.bias)
+        h = h + F.softplus(layer.control.scale) * layer.block(normed_h, context)
+    expected = model.norm(h)
+    torch.testing.assert_close(model(tokens).hidden_RBLD[0], expected, atol=EXACT, rtol=0)
+    assert model(tokens).aux["iterations"].eq(1).all()
+
+
+@torch.no_grad()
+def test_plain_layers_are_the_blocks_alone():
+    model = make(max_iterations=None)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    context, h = model.make_context(tokens), model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        h = layer.block(h, context)
+    output = model(tokens)
+    assert torch.equal(output.hidden_RBLD[0], model.norm(h))
+    assert output.aux == {}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("halting", ["remainder", "literal"])
+def test_halting_weights_add_up_to_one_unless_they_are_literal(halting: str):
+    """Where iterations change nothing, the mixture is the state times the sum of the weights."""
+    model = make(halting=halting)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    for layer in model.layers.values():
+        layer.control.scale.fill_(-800.0)
+    state = model._through_layers(model.tok_embeddings(tokens), model.make_context(tokens))[0]
+    shares = state / model.tok_embeddings(tokens)
+    if halting == "remainder":
+        torch.testing.assert_close(shares, torch.ones_like(shares), atol=EXACT, rtol=0)
+    else:
+        assert shares.max() < 1 - 1e-6
+
+
+@pytest.mark.parametrize(("bias", "cost"), [(-800.0, 1.0), (800.0, 0.0), (0.7, None)])
+def test_the_ponder_cost_is_between_0_and_1(bias: float, cost: float | None):
+    model = make()
+    with torch.no_grad():
+        for layer in model.layers.values():
+            layer.control.bias.fill_(bias)
+    tokens = torch.randint(VOCABULARY, (2, 10))
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = IGNORE_INDEX
+    loss_fn = PonderCostLoss.Config(ponder_weight=0.5).build()
+    loss_fn.set_lm_head(model.lm_head)
+    output = model(tokens[:, :-1])
+    loss, metrics = loss_fn(output, labels, 14.0)
+    loss.backward()
+    loss = loss.detach()
+    valid = labels != IGNORE_INDEX
+    iterations = [float(layer[valid].mean()) for layer in output.aux["iterations"].detach()]
+    by_hand = (sum(iterations) / 2 - 1) / (3 - 1)
+    assert float(metrics["loops/cost"]) == pytest.approx(by_hand, abs=EXACT)
+    assert float(loss) == pytest.approx(float(metrics["ce/step_1"]) + 0.5 * by_hand, abs=1e-6)
+    assert [float(metrics[f"loops/layer_{n}"]) for n in (1, 2)] == pytest.approx(iterations)
+    scales = F.softplus(model.layers["1"].control.scale).tolist()
+    assert [float(metrics[f"loop_scale/layer_2_{t}"]) for t in (1, 2, 3)] == pytest.approx(scales)
+    assert 0 < by_hand < 1 if cost is None else by_hand == pytest.approx(cost, abs=EXACT)
+
+
+@torch.no_grad()
+def test_the_state_in_the_loop_keeps_increments_that_bf16_would_round_away():
+    torch.manual_seed(0)
+    model = build_decoder(AdaptiveOptions(n_layers=1), max_seq_len=SEQ_LEN).bfloat16()
+    layer = model.layers["0"]
+    layer.control.float()
+    h = torch.randn(1, 4, 64).sign().bfloat16()
+    out, _ = layer(h, model.make_context(torch.zeros(1, 4, dtype=torch.int64)), (None,) * 3)
+    assert out.dtype == torch.float32
+    moved = (out - h.float()).abs()
+    assert moved.min() > 0
+    assert moved.median() < 2**-9  # half a unit in the last place of 1 in bf16
+
+
+def test_controls_do_not_decay_unless_asked_and_banks_are_tables():
+    for decays in (False, True):
+        model = build_decoder(
+            AdaptiveOptions(**MEMORY, gate="vector", decay_controls=decays, scale_rate=10.0),
+            max_seq_len=SEQ_LEN,
+            device="meta",
+        )
+        for name, parameter in model.named_parameters():
+            group = model.parameter_group(name, parameter)
+            if ".control." in name or ".gates." in name:
+                assert group.decays == decays, name
+                assert not group.is_hidden_matrix
+                assert group.rate_factor == (10.0 if name.endswith("control.scale") else 1.0)
+            elif name.endswith(("bank.keys", "bank.values")):
+                assert group.decays
+                assert not group.is_hidden_matrix
+            else:
+                assert group.decays == (parameter.ndim == 2), name
+
+
+def test_the_papers_sizes():
+    def count(**options) -> int:
+        model = build_decoder(
+            AdaptiveOptions(size="published", **options), max_seq_len=2, device="meta"
+        )
+        return sum(p.numel() for p in model.parameters())
+
+    assert round(count(max_iterations=None, n_layers=36) / 1e6) == 332
+    base, loops = count(max_iterations=None), count()
+    assert loops - base == 12 * (3 + 768 + 2 + 2 * 768)  # α, W_h and b_h, the loop's norm
+    banks = 12 * 2 * 1024 * 768 + 2 * 512 * 768 + 13 * 768
+    readers = 2 * 12 * (768**2 + 768)
+    gates = 12 * 2 * (768 + 1)
+    memory = count(local_slots=1024, global_slots=512) - loops
+    assert memory == banks + readers + gates
+    flops = decoder_config(AdaptiveOptions(size="published"), max_seq_len=2).training_flops(2, 1)
+    assert flops.matrices == 6 * 3 * 12 * (4 * 768**2 + 2 * 768 * 3072)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_iterations": 0}, "model.max_iterations=0 must be at least 1"),
+        ({"local_slots": 0}, "model.local_slots=0 must be at least 1"),
+        ({"global_slots": -3}, "model.global_slots=-3 must be at least 1"),
+        ({"halting": "soft"}, "model.halting=soft is unknown"),
+        ({"gate": "scaler", "local_slots": 2}, "model.gate=scaler is unknown: did you mean scalar"),
+        ({"memory_read": "before"}, "model.memory_read=before has no effect without memory"),
+        ({"max_iterations": None, "scale_init": -3.0}, "model.scale_init=-3.0 has no effect"),
+        ({"scale_rate": 0.0}, "model.scale_rate=0.0 must be above 0"),
+        ({"exit_gate": True}, "model.exit_gate=True: family adaptive has no exit gate"),
+    ],
+)
+def test_options_that_make_no_model_are_refused(options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        decoder_config(AdaptiveOptions(**options), max_seq_len=SEQ_LEN)
+
+
+def test_more_than_one_step_is_refused():
+    model = build_decoder(AdaptiveOptions(), max_seq_len=SEQ_LEN)
+    with pytest.raises(UserError, match="loops inside its layers, not over them; use 1"):
+        model(torch.zeros(1, 4, dtype=torch.int64), recurrent_steps=4)
+
+
+CASES = {
+    "plain": ({}, None, PER_VISIT),
+    "memory": ({**MEMORY, "memory_read": "each", "gate": "vector"}, None, PER_VISIT),
+    "memory-full": (MEMORY, FullAC.Config(), PER_STEP),
+    "memory-selective": (MEMORY, SelectiveAC.Config(), PER_VISIT),
+    "by-step": ({**MEMORY, "memory_read": "before"}, RecurrentStepAC.Config(), PER_STEP),
+}
+LAYOUTS = {
+    "dp2": (2, {}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
+    "tp2-no-sp": (2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+    "cp2": (2, {"context_parallel_degree": 2}),
+    "dp2-tp2": (4, {"tensor_parallel_degree": 2}),
+}
+PAIRS = [
+    *(("dp2", case) for case in CASES),
+    ("tp2", "plain"),
+    ("tp2", "memory"),
+    ("tp2", "memory-full"),
+    ("tp2-no-sp", "memory"),
+    ("cp2", "memory-full"),
+    ("dp2-tp2", "memory"),
+    ("dp2-tp2", "memory-full"),
+]
+
+
+def losses_and_gradients(layout: dict, case: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Two micro-batches with a ponder cost: the global losses, and the whole gradients."""
+    options, checkpointing, fsdp = CASES[case]
+    # α at 0 rather than -7, so that the loops' gradients are not rounding alone.
+    config = decoder_config(AdaptiveOptions(scale_init=0.0, **options), max_seq_len=SEQ_LEN)
+    parallelism = ParallelismConfig(**layout, spmd_backend=SPMD_BACKEND)
+    model, dims = parallel_model(config, parallelism, ac_config=checkpointing, fsdp=fsdp)
+    loss_fn = PonderCostLoss.Config(ponder_weight=0.3).build(compile_config=CompileConfig())
+    loss_fn.set_lm_head(model.lm_head)
+    generator, losses = torch.Generator().manual_seed(7), []
+    for _ in range(2):
+        tokens = torch.randint(VOCABULARY, (WINDOWS, SEQ_LEN + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[0, :5] = labels[2, 3] = IGNORE_INDEX
+        positions = (torch.arange(SEQ_LEN) % 7).expand(WINDOWS, -1).contiguous()
+        batch = (tokens[:, :-1].contiguous(), positions, labels)
+        mine, places, masks, own_labels = part_of_rank(model, dims, batch)
+        with dist_utils.get_spmd_context(parallel_dims=dims)():
+            output = model(mine, places, masks, collect="last")
+            loss, metrics = loss_fn(output, own_labels, (labels != IGNORE_INDEX).sum())
+            loss.backward()
+        losses += [global_loss(loss, dims), global_loss(metrics["loops/layer_2"], dims)]
+        losses.append(global_loss(metrics["loop_scale/layer_1_3"], dims))
+    return losses, whole_gradients(model)
+
+
+@functools.cache
+def one_process(case: str) -> tuple[list[float], dict[str, Tensor]]:
+    return losses_and_gradients({}, case)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("layout", "case"), PAIRS)
+def test_losses_and_gradients_equal_one_process(gloo_pool, layout: str, case: str):
+    world, degrees = LAYOUTS[layout]
+    expected_losses, expected = one_process(case)
+    for name in ("control.scale", "control.weight", "control.bias"):
+        assert expected[f"layers.0.{name}"].abs().max() > 1e-4
+    for losses, gradients in gloo_pool(world).run(losses_and_gradients, degrees, case):
+        assert losses == pytest.approx(expected_losses, rel=RELATIVE_TOLERANCE)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            error = float((gradient - expected[name]).abs().max())
+            # What is added to all keys changes no attention: the gradient is rounding alone.
+            scale = float(expected[name.replace("wk.bias", "wq.bias")].abs().max())
+            assert error <= RELATIVE_TOLERANCE * scale, f"{name}: error {error:.1e} of {scale:.1e}"
+
+
+def gathers(policy: FSDPConfig, iterations: int, checkpointing: str) -> int:
+    """All-gathers of one micro-batch after the first, which sets FSDP up."""
+    options = AdaptiveOptions(max_iterations=iterations, **MEMORY)
+    model = build(policy, options=options, checkpointing=checkpointing)
+    for _ in range(2):
+        with Collectives() as collectives:
+            forward_backward(model, 1)
+            reshard_units(model)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return collectives.counts()[0]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("policy", [PER_VISIT, PER_STEP], ids=["per_visit", "per_step"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_a_layer_is_gathered_as_often_for_five_iterations_as_for_one(
+    gloo_pool, policy: FSDPConfig, checkpointing: str
+):
+    one, five = (gloo_pool(2).run(gathers, policy, n, checkpointing)[0] for n in (1, 5))
+    assert five == one
+    # Two layers, each with its controls and gates; embedding, head, norm, shared bank.
+    units = 2 * 3 + 4
+    assert one <= 2 * units if policy is PER_VISIT else one == units

@@ -1,0 +1,122 @@
+"""Memory banks: learned keys and values that every token reads, and the gates that let them in.
+
+    m = softmax(LN_q(h) LN_k(K)ᵀ / √D) V          a bank (K, V), read by a layer
+    h ← h + g_L ⊙ W_L m_L + g_G ⊙ W_G m_G        g = σ(W_g h + b_g)
+
+| symbol | code |
+|---|---|
+| K, V, LN_k | `MemoryBank`: a layer's own (L), or one that all layers share (G) |
+| LN_q, W_L, W_G | `BankReader`, one a layer and bank |
+| g | `MemoryGates`, in fp32: one number a token and bank, or one for each of its D values |
+
+A bank is a parameter, not a cache: nothing of a text is stored in it. Its norms have a gain and no
+bias.
+
+Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.2, Eq. 6–10.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.protocols.module import Module
+
+from titan_loop.models.memory_parts import Spread
+
+
+class MemoryBank(Module):
+    """M learned keys and values of width D."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """M and D."""
+
+        slots: int
+        dim: int
+
+        @property
+        def matrix_elements(self) -> int:
+            """Number of weights that one read multiplies, those of its reader included."""
+            return 2 * self.slots * self.dim + self.dim**2
+
+        def kept_bytes(self, spread: Spread) -> tuple[float, float]:
+            """Return what a read keeps, in bytes per token: all, and under selective checkpointing.
+
+            The normed query, what was read and W m; the fp32 softmax, and its copy in bf16.
+            """
+            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
+            shares = self.slots * (4 + (c if c < 4 else 0))
+            return (3 * c * self.dim + shares) / tp, c * (self.dim + self.slots) / tp
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.dim = config.dim
+        self.keys = nn.Parameter(torch.empty(config.slots, config.dim))
+        self.values = nn.Parameter(torch.empty(config.slots, config.dim))
+        self.key_gain = nn.Parameter(torch.empty(config.dim))
+
+    def forward(self, query_BLD: Tensor) -> Tensor:
+        """Return what tokens with these normed queries read, (B, L, D)."""
+        keys_MD = F.layer_norm(self.keys, (self.dim,), self.key_gain)
+        score_BLM = F.linear(query_BLD, keys_MD) * self.dim**-0.5
+        share_BLM = score_BLM.softmax(dim=-1, dtype=wide_dtype(score_BLM))
+        return F.linear(share_BLM.to(query_BLD.dtype), self.values.T)
+
+
+class BankReader(Module):
+    """How one layer reads a bank: the norm of its queries, and W."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """D."""
+
+        dim: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.query_gain = nn.Parameter(torch.empty(config.dim))
+        self.output = nn.Parameter(torch.empty(config.dim, config.dim))
+
+    def forward(self, hidden_BLD: Tensor, bank: MemoryBank) -> Tensor:
+        """Return W m, (B, L, D), in the dtype of the weights."""
+        hidden_BLD = hidden_BLD.to(self.query_gain.dtype)
+        query_BLD = F.layer_norm(hidden_BLD, self.query_gain.shape, self.query_gain)
+        return F.linear(bank(query_BLD), self.output)
+
+
+class MemoryGates(Module):
+    """Adds what K banks gave to the state, each through its gate."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """K, D and the values a gate has: 1, or D."""
+
+        banks: int
+        dim: int
+        width: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.width = config.width
+        self.weight = nn.Parameter(torch.empty(config.banks * config.width, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.banks * config.width))
+
+    def forward(self, hidden_BLD: Tensor, *read_KBLD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the enriched state, in the wider dtype, and every bank's mean gate, (B, L, 1).
+
+        Args:
+            hidden_BLD: h.
+            *read_KBLD: W m of each bank.
+        """
+        gates = F.linear(hidden_BLD.to(self.weight.dtype), self.weight, self.bias).sigmoid()
+        enriched_BLD, means = hidden_BLD, []
+        for gate_BLW, read_BLD in zip(gates.split(self.width, dim=-1), read_KBLD, strict=True):
+            enriched_BLD = enriched_BLD + gate_BLW * read_BLD
+            means.append(gate_BLW.detach().mean(dim=-1, keepdim=True))
+        return enriched_BLD, tuple(means)
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return fp32, or float64 for such a tensor."""
+    return torch.promote_types(tensor.dtype, torch.float32)
