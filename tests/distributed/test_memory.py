@@ -27,6 +27,7 @@ from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import estimate_memory, unit_sizes
 from titan_loop.distributed.step_shape import OptimizerStates, StepShape
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.families.adaptive import AdaptiveOptions
 from titan_loop.models.families.ouro import SIZES, OuroOptions
 from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import decoder_config
@@ -128,6 +129,21 @@ MEMORY_CASES = {
         steps=4,
         model=RecurrentDepthOptions(size="small"),
     ),
+    **{
+        f"adaptive-{name}": dict(
+            LONG,
+            policy=policy,
+            checkpointing=name,
+            dtype=dtype,
+            steps=1,
+            model=AdaptiveOptions(dim=128, n_layers=4, local_slots=64, global_slots=32),
+        )
+        for name, policy, dtype in (
+            ("none", "per_step", "float32"),
+            ("selective", "per_visit", "float32"),
+            ("full", "per_visit", "bfloat16"),
+        )
+    },
     "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
 }
 

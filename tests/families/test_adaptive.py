@@ -26,9 +26,15 @@ from tests.distributed.sharded_model import (
     build,
     forward_backward,
 )
+from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.errors import UserError
+from titan_loop.evaluation.survival import survival_errors
+from titan_loop.inference.cache import FullCache
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, Survival
+from titan_loop.inference.rows import Request
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.adaptive import AdaptiveOptions
 from titan_loop.models.family import build_decoder, decoder_config
@@ -254,7 +260,7 @@ def test_the_papers_sizes():
         ({"local_slots": 0}, "model.local_slots=0 must be at least 1"),
         ({"global_slots": -3}, "model.global_slots=-3 must be at least 1"),
         ({"halting": "soft"}, "model.halting=soft is unknown"),
-        ({"gate": "scaler", "local_slots": 2}, "model.gate=scaler is unknown: did you mean scalar"),
+        ({"gate": "scaler", "local_slots": 2}, "model.gate=scaler is unknown; nearest: scalar"),
         ({"memory_read": "before"}, "model.memory_read=before has no effect without memory"),
         ({"max_iterations": None, "scale_init": -3.0}, "model.scale_init=-3.0 has no effect"),
         ({"scale_rate": 0.0}, "model.scale_rate=0.0 must be above 0"),
@@ -270,6 +276,63 @@ def test_more_than_one_step_is_refused():
     model = build_decoder(AdaptiveOptions(), max_seq_len=SEQ_LEN)
     with pytest.raises(UserError, match="loops inside its layers, not over them; use 1"):
         model(torch.zeros(1, 4, dtype=torch.int64), recurrent_steps=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["after", "each"])
+@pytest.mark.parametrize("policy", [StaticStep(), Survival(0.4)], ids=["mixture", "survival"])
+def test_generation_equals_the_full_forward(when: str, policy: ExitPolicy):
+    """Rows of several lengths that make room for others, with a slot for each iteration."""
+    model = make(**MEMORY, memory_read=when)
+    prompts = [[5, 9, 77, 3, 20], [64], [1, 2, 3]]
+    requests = [Request(prompt=prompt, max_new_tokens=6) for prompt in prompts]
+    engine = Engine(model, exit_policy=policy, kv_cache="averaged")
+    assert engine.stack.make_cache(FullCache, steps=1, rows=1, capacity=1).shape.layers == 6
+    completions = engine.complete(requests, rows=2)
+    seen = []
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = list(request.prompt)
+        for token in completion.tokens:
+            output = model(torch.tensor([tokens]))
+            assert token == int(model.readout(output.hidden_RBLD[0])[0, -1].argmax())
+            seen.append(output.aux["iterations"].flatten())
+            tokens.append(token)
+    if isinstance(policy, Survival):
+        assert {*torch.cat(seen).tolist()} == {1.0, 2.0, 3.0}
+        Engine(model).complete(requests[:1])
+    assert model.survival is None
+
+
+def windows(model: LoopDecoder, count: int = 20) -> HeldOutWindows:
+    tokens = torch.randint(VOCABULARY, (count, 10), generator=torch.Generator().manual_seed(3))
+    labels = tokens[:, 1:].clone()
+    labels[::2, :5] = IGNORE_INDEX
+    positions = torch.arange(9).expand(count, 9)
+    return HeldOutWindows(tokens[:, :-1], positions, labels, torch.zeros_like(labels))
+
+
+@torch.no_grad()
+def test_what_survival_costs_is_measured_against_the_mixture():
+    model = make()
+    asked = windows(model)
+    mixture, first, last = survival_errors(model, asked, [1.0, 1e-30])
+    assert first.iterations == [1.0, 1.0]
+    assert last.iterations == [3.0, 3.0]
+    assert all(1 < ran < 3 for ran in mixture.iterations)
+    assert (mixture.divergence_nats, mixture.same_token) == (0.0, 1.0)
+    assert min(first.divergence_nats, last.divergence_nats) > 1e-3
+    valid = asked.labels != IGNORE_INDEX
+    log_prob = []
+    for model.survival in (None, 1.0):
+        state = model(asked.input, asked.positions).hidden_RBLD[0]
+        log_prob.append(model.readout(state)[valid].log_softmax(-1))
+    expected = F.kl_div(log_prob[1], log_prob[0], log_target=True, reduction="batchmean")
+    assert first.divergence_nats == pytest.approx(float(expected), abs=1e-9)
+    assert first.nats == pytest.approx(float(F.nll_loss(log_prob[1], asked.labels[valid])))
+    for layer in model.layers.values():
+        layer.control.bias.fill_(800.0)  # the mixture is the first iteration alone
+    _, certain = survival_errors(model, asked, [0.5])
+    assert certain.divergence_nats == pytest.approx(0.0, abs=1e-12)
 
 
 CASES = {

@@ -13,6 +13,7 @@ from typing import Any
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
 from titan_loop.analysis.norm_plots import plot_norms
+from titan_loop.analysis.layer_plots import has_layers, plot_layers
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import (
     plot_entropy,
@@ -120,6 +121,13 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             "Realised mixture",
             "Share of each source in the tokens read so far; dashed: what was asked for.",
             lambda: plot_mixture(records, mixture, plots / "mixture.png"),
+        ),
+        (
+            has_layers(keys),
+            "Loops and memory by layer",
+            "Expected iterations of every layer, the scales of its loop, and the mean gates that "
+            "let memory in; dark is deep.",
+            lambda: plot_layers(records, plots / "layers.png"),
         ),
         (
             "tokens_per_second" in keys,

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_loop.cli import analyse_latent
+from titan_loop.cli import analyse_adaptive, analyse_latent
 from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
 
@@ -425,6 +425,7 @@ VERBS = {
     "patching": patching,
     "intervention": intervention,
     **analyse_latent.VERBS,
+    **analyse_adaptive.VERBS,
 }
 
 run = group("analyse", VERBS)

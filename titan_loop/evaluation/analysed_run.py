@@ -8,6 +8,7 @@ from titan_loop.data.tasks.registry import recorded_task
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.inference.loading import Loaded, load_checkpoint
+from titan_loop.models.family import Use
 from titan_loop.storage.json_files import write_json
 
 
@@ -17,6 +18,7 @@ def open_task(
     questions: int,
     *,
     least: int = 1,
+    use: Use = "analyse",
 ) -> tuple[Loaded, Task, list[str]]:
     """Return a run on a generated task, the task, and the names of its strata to ask.
 
@@ -25,13 +27,14 @@ def open_task(
         strata: Names; none for all.
         questions: Number of questions asked for.
         least: Smallest number that is allowed.
+        use: What the run's family must be for.
 
     Raises:
         UserError: Too few questions, no such stratum, or a run on text.
     """
     if questions < least:
         raise UserError(f"questions={questions} must be at least {least}")
-    loaded = load_checkpoint(run, use="analyse")
+    loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])
     if task is None:
         raise UserError(f"{run} was trained on text; this analysis asks a generated task's exam")

@@ -102,6 +102,7 @@ class Engine:
             UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
         sampling = sampling or Sampling()
+        self.exit_policy.prepare(self.stack.model)
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))
         if places < 1:
@@ -143,6 +144,7 @@ class Engine:
             The step from 1 to R, and (B, V) logits.
         """
         self._check_prompts(prompts)
+        self.exit_policy.prepare(self.stack.model)
         for step, state_BLD, _ in self._prompt_states(prompts, None, None):
             yield step, self.stack.readout(state_BLD)[:, 0]
 

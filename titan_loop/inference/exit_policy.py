@@ -1,4 +1,4 @@
-"""After which recurrent step a token is read out: six rules, each decided per token.
+"""After which recurrent step a token is read out: rules, each decided per token.
 
     static:S          after step S
     hidden:EPSILON    ‖h_r − h_{r−1}‖₂ < ε, from r = 2
@@ -7,6 +7,8 @@
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
+    survival:TAU      for layers that loop by themselves (family adaptive): in every layer a token
+                      stops looping once the probability of going on is below TAU
 
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
 cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
@@ -77,6 +79,10 @@ class ExitPolicy(ABC):
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return the last step that can ever run, at most R."""
         return recurrent_steps
+
+    def prepare(self, model: LoopDecoder) -> None:
+        """Set what the policy decides inside the model, before it runs."""
+        model.survival = None
 
 
 @dataclass(frozen=True)
@@ -222,11 +228,36 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
     return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
 
 
+@dataclass(frozen=True)
+class Survival(ExitPolicy):
+    """Layers that loop by themselves do not mix their iterations: tokens halt one by one.
+
+    An approximation of what was trained; `titan-loop analyse survival` measures its error.
+    """
+
+    threshold: float
+    name: ClassVar[str] = "survival"
+    reads_states: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise UserError(f"exit=survival:{self.threshold} must be above 0 and at most 1")
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """False: there is one recurrent step."""
+        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
+
+    def prepare(self, model: LoopDecoder) -> None:
+        """Let the layers halt by the threshold."""
+        model.survival = self.threshold
+
+
 _OF_ONE_NUMBER: dict[str, Callable[[float], ExitPolicy]] = {
     "hidden": HiddenDifference,
     "relative": RelativeDifference,
     "confidence": Confidence,
     "q": QExit,
+    "survival": Survival,
 }
 
 

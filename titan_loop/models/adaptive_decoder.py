@@ -37,12 +37,7 @@ _CONTROLS = (".control.", ".gates.")
 
 
 class AdaptiveDecoder(RecurrentDepthDecoder):
-    """A decoder whose layers loop and read memory.
-
-    Attributes:
-        survival: Threshold τ that replaces the mixture of iterations (see `AdaptiveLayer`); None
-            for the mixture.
-    """
+    """A decoder whose layers loop and read memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RecurrentDepthDecoder.Config):
@@ -132,7 +127,6 @@ class AdaptiveDecoder(RecurrentDepthDecoder):
         super().__init__(config)
         self.bank = None if config.bank is None else config.bank.build()
         self.report_gather = config.report_gather.build()
-        self.survival: float | None = None
 
     def forward(  # type: ignore[override]
         self,

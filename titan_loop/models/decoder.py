@@ -70,7 +70,11 @@ class LoopDecoder(Decoder):
             trainer.
         observe: Called after every visit of a layer with the state, the step (None outside the
             loop) and the layer's number; None for nobody.
+        survival: Threshold at which tokens stop looping in layers that loop by themselves; None
+            for what was trained.
     """
+
+    survival: float | None = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(DecoderCosts):

@@ -34,7 +34,7 @@ Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 
 USES: frozenset[Use] = frozenset(get_args(Use))
 EXIT_POLICIES = frozenset(("static", "hidden", "relative", "confidence", "q", "kl"))
-"""Names of all exit policies; full depth is a static step."""
+"""Names of all exit policies of a recurrence over the stack; full depth is a static step."""
 
 RUNTIME_OPTIONS = frozenset(
     (

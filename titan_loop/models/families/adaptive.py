@@ -233,7 +233,7 @@ ADAPTIVE = register(
         sizes=SIZES,
         decoder_config=decoder_config,
         uses=frozenset({"generate", "held_out"}),
-        exit_policies=frozenset({"static"}),
+        exit_policies=frozenset({"static", "survival"}),
         runtime_options=RUNTIME_OPTIONS
         | {"scale_init", "scale_rate", "decay_controls", "gate_bias"},
     )
