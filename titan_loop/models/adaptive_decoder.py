@@ -237,7 +237,7 @@ class AdaptiveDecoder(RecurrentDepthDecoder):
 def _stacked(reported: Iterable[Tensor]) -> Tensor:
     """Stack what all tensor-parallel ranks agree on, without its last axis of 1."""
     plain = [x.to_local() if isinstance(x, DTensor) else x for x in reported]
-    return torch.stack(plain).squeeze(-1)
+    return torch.stack([x.squeeze(-1) for x in plain])  # no view: FSDP cannot hook one safely
 
 
 def _bank_sharding(enable_sp: bool) -> ShardingConfig:

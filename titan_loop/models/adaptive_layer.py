@@ -211,7 +211,7 @@ class AdaptiveLayer(Module):
             read = [
                 reader(state_BLD, bank) for reader, bank in zip(self.readers, banks, strict=True)
             ]
-            enriched_BLD, gates = self.gates(state_BLD, *read)
+            enriched_BLD, gates = self.gates(state_BLD, read)
             return enriched_BLD.to(state_BLD.dtype)
 
         if self.control is None:

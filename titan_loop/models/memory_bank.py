@@ -15,6 +15,7 @@ bias.
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.2, Eq. 6–10.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +103,15 @@ class MemoryGates(Module):
         self.weight = nn.Parameter(torch.empty(config.banks * config.width, config.dim))
         self.bias = nn.Parameter(torch.empty(config.banks * config.width))
 
-    def forward(self, hidden_BLD: Tensor, *read_KBLD: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    # One argument: torchtitan's `Module.parallelize` drops positional arguments without a name.
+    def forward(
+        self, hidden_BLD: Tensor, read_KBLD: Sequence[Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the enriched state, in the wider dtype, and every bank's mean gate, (B, L, 1).
 
         Args:
             hidden_BLD: h.
-            *read_KBLD: W m of each bank.
+            read_KBLD: W m of each bank.
         """
         gates = F.linear(hidden_BLD.to(self.weight.dtype), self.weight, self.bias).sigmoid()
         enriched_BLD, means = hidden_BLD, []
