@@ -335,6 +335,32 @@ def test_what_survival_costs_is_measured_against_the_mixture():
     assert certain.divergence_nats == pytest.approx(0.0, abs=1e-12)
 
 
+@pytest.mark.parametrize("checkpointing", [None, FullAC.Config()], ids=["none", "full"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_compiled_blocks_change_no_number(checkpointing):
+    """With a back end that leaves kernels alone; the loop around the blocks stays eager."""
+    config = decoder_config(AdaptiveOptions(scale_init=0.0, **MEMORY), max_seq_len=SEQ_LEN)
+    tokens = torch.randint(VOCABULARY, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        model, _ = parallel_model(
+            config,
+            ParallelismConfig(spmd_backend=SPMD_BACKEND),
+            ac_config=checkpointing,
+            compile_config=CompileConfig(
+                enable=compiled, components=["model"], backend="aot_eager"
+            ),
+        )
+        layer = next(iter(model.layers.values()))
+        assert (layer.block._compiled_call_impl is not None) == compiled
+        output = model(tokens, torch.arange(SEQ_LEN).expand(2, SEQ_LEN))
+        output.hidden_RBLD[0].square().mean().backward()
+        found.append(whole_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
+
+
 CASES = {
     "plain": ({}, None, PER_VISIT),
     "memory": ({**MEMORY, "memory_read": "each", "gate": "vector"}, None, PER_VISIT),
