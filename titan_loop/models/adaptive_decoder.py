@@ -23,8 +23,8 @@ from titan_loop.models.adaptive_layer import LayerReport
 from titan_loop.models.context import AttentionMask, CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.families.recurrent_depth import RecurrentDepthDecoder, layer_norm_sharding
 from titan_loop.models.flops import Flops, LayerVisits
+from titan_loop.models.gpt2_block import GPT2Decoder, layer_norm_sharding
 from titan_loop.models.memory_bank import MemoryBank
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
@@ -36,11 +36,11 @@ CONTROL, BANK = "router, scales, gates", "global bank"
 _CONTROLS = (".control.", ".gates.")
 
 
-class AdaptiveDecoder(RecurrentDepthDecoder):
+class AdaptiveDecoder(GPT2Decoder):
     """A decoder whose layers loop and read memory."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(RecurrentDepthDecoder.Config):
+    class Config(GPT2Decoder.Config):
         """Adaptive layers, and the bank that they share."""
 
         most_steps: ClassVar[int | None] = 1
@@ -57,14 +57,14 @@ class AdaptiveDecoder(RecurrentDepthDecoder):
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Shard blocks as GPT-2's; everything else acts on tokens where they are."""
-            RecurrentDepthDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            GPT2Decoder.Config.set_sharding(self, enable_sp=enable_sp)
             self.report_gather.sharding_config = gathered_state(enable_sp=enable_sp)
             if self.bank is not None:
                 self.bank.sharding_config = _bank_sharding(enable_sp)
 
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare a layer's placements."""
-            RecurrentDepthDecoder.Config.set_layer_sharding(self, layer.block, enable_sp=enable_sp)
+            GPT2Decoder.Config.set_layer_sharding(self, layer.block, enable_sp=enable_sp)
             if layer.loop_norm is not None:
                 layer.loop_norm.sharding_config = layer_norm_sharding(enable_sp)
             if layer.control is not None:

@@ -34,7 +34,7 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
-from titan_loop.models.families.recurrent_depth import GPT2Block
+from titan_loop.models.gpt2_block import GPT2Block
 from titan_loop.models.memory_bank import BankReader, MemoryBank, MemoryGates, wide_dtype
 from titan_loop.models.memory_parts import LayerBytes, Spread
 

@@ -7,7 +7,7 @@ rotary positions. With `max_iterations=None` layers are plain blocks, h ← Bloc
 baselines, wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and
 iteration.
 
-Initialisation is GPT-2's (see `recurrent_depth.py`), with output projections scaled by
+Initialisation is GPT-2's (see `gpt2_block.py`), with output projections scaled by
 1/√(2·layers). α starts at `scale_init`; router and gates at 0, so that p_t = 1/2, but b_g; keys and
 values at the standard deviation of a matrix.
 
@@ -35,13 +35,6 @@ from titan_loop.models.adaptive_layer import (
     LoopControl,
     MemoryRead,
 )
-from titan_loop.models.families.recurrent_depth import (
-    NORM_EPS,
-    NORM_INIT,
-    FinalLayerNorm,
-    block_config,
-    matrix_init,
-)
 from titan_loop.models.family import (
     RUNTIME_OPTIONS,
     Family,
@@ -49,6 +42,13 @@ from titan_loop.models.family import (
     ModelOptions,
     ModelSize,
     register,
+)
+from titan_loop.models.gpt2_block import (
+    NORM_EPS,
+    NORM_INIT,
+    FinalLayerNorm,
+    block_config,
+    matrix_init,
 )
 from titan_loop.models.memory_bank import BankReader, MemoryBank, MemoryGates
 from titan_loop.models.positions import RotateHalf

@@ -1,0 +1,255 @@
+"""GPT-2's block, and a decoder of such blocks.
+
+    x ← x + attention(norm_1(x)) + b_1
+    x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
+
+Every projection keeps its bias, but that of an output projection is a parameter of the block, added
+where the state is, so that tensor-parallel ranks count it once.
+
+Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on what
+branches add to the state, not on embedding and attention weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.models.common.attention import QKVLinear
+from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
+    dense_activation_placement,
+    norm_config,
+    rowwise_config,
+)
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+from titan_loop.models.attention import LoopAttention, inner_attention_config
+from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dropout import Dropout
+from titan_loop.models.family import ModelSize
+from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.memory_parts import LayerBytes, Spread
+from titan_loop.models.positions import RotateHalf
+from titan_loop.models.sharding import set_attention_sharding, state_placement
+
+NORM_EPS = 1e-5
+_GPT2_STD, _GPT2_DIM = 0.02, 768
+ZERO = {"weight": nn.init.zeros_}
+NORM_INIT = {"weight": nn.init.ones_, "bias": nn.init.zeros_}
+
+
+class StateBias(Module):
+    """Adds a vector to every token of a branch, where the state is."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Width D."""
+
+        dim: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.dim))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return (B, L, D)."""
+        return input + self.weight
+
+
+class GELUFeedForward(Module):
+    """W_2 gelu(W_1 x + b); (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Both projections; F is what `w1` returns."""
+
+        w1: Linear.Config
+        w2: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.w1 = config.w1.build()
+        self.w2 = config.w2.build()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply both projections."""
+        return self.w2(F.gelu(self.w1(x), approximate="tanh"))
+
+
+class FinalLayerNorm(LayerNorm):
+    """LayerNorm that keeps its input's dtype when mixed precision holds its weights in fp32."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LayerNorm.Config):
+        """Width and epsilon."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (B, L, D) over D."""
+        return super().forward(input.to(self.weight.dtype)).to(input.dtype)
+
+
+class GPT2Block(Module):
+    """One layer; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Branches, the norms before and the biases after them."""
+
+        attention_norm: LayerNorm.Config
+        attention: LoopAttention.Config
+        attention_bias: StateBias.Config
+        ffn_norm: LayerNorm.Config
+        feed_forward: GELUFeedForward.Config
+        ffn_bias: StateBias.Config
+        dropout: Dropout.Config | None = None
+
+        @property
+        def matrix_elements(self) -> int:
+            """As of `SandwichBlock`."""
+            dim, wide = self.attention.dim, self.feed_forward.w1.out_features
+            return 2 * dim * sum(self.attention.widths) + 2 * dim * wide
+
+        def kept_bytes(self, spread: Spread) -> LayerBytes:
+            """As of `SandwichBlock`.
+
+            Two states are kept by the norms before the branches, and two as inputs of projections;
+            of the feed-forward part what goes into GELU and what comes out.
+            """
+            attention, dim = self.attention, self.attention.dim
+            queries, keys = attention.widths
+            wide = self.feed_forward.w1.out_features
+            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
+            log_sum_exp = 4 * attention.n_heads / tp
+            gathered_keys = 2 * keys * spread.context_parallel_degree
+            products = c * (2 * dim + 2 * queries + gathered_keys + 2 * wide) / tp
+            return LayerBytes(
+                whole=c * 2 * dim + products + log_sum_exp,
+                selected=c * (dim + 2 * queries + keys + wide) / tp + log_sum_exp,
+                input=c * dim / tp,
+            )
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
+        self.attention_bias = config.attention_bias.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.feed_forward = config.feed_forward.build()
+        self.ffn_bias = config.ffn_bias.build()
+        self.dropout = None if config.dropout is None else config.dropout.build()
+
+    def forward(
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> Tensor:
+        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
+        attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
+        x_BLD = x_BLD + self._kept(self.attention_bias(attended_BLD))
+        return x_BLD + self._kept(self.ffn_bias(self.feed_forward(self.ffn_norm(x_BLD))))
+
+    def _kept(self, branch_BLD: Tensor) -> Tensor:
+        return branch_BLD if self.dropout is None else self.dropout(branch_BLD)
+
+
+class GPT2Decoder(LoopDecoder):
+    """A looped decoder of GPT-2's blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoopDecoder.Config):
+        """As of `LoopDecoder`, with layers of another kind."""
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """As of `LoopDecoder`; a norm's bias is placed like its gain."""
+            LoopDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            self.norm.sharding_config = layer_norm_sharding(enable_sp)
+
+        def set_layer_sharding(self, layer: GPT2Block.Config, *, enable_sp: bool) -> None:
+            """Shard heads and feed-forward width over the tensor-parallel ranks."""
+            layer.attention_norm.sharding_config = layer_norm_sharding(enable_sp)
+            layer.ffn_norm.sharding_config = layer_norm_sharding(enable_sp)
+            layer.attention_bias.sharding_config = norm_config(enable_sp=enable_sp)
+            layer.ffn_bias.sharding_config = norm_config(enable_sp=enable_sp)
+            set_attention_sharding(layer.attention, enable_sp=enable_sp)
+            layer.feed_forward.sharding_config = ShardingConfig(
+                in_src_shardings={"x": state_placement(enable_sp)},
+                in_dst_shardings={"x": dense_activation_placement(tp=spmd.R)},
+            )
+            layer.feed_forward.w1.sharding_config = colwise_config()
+            layer.feed_forward.w2.sharding_config = rowwise_config(output_sp=enable_sp)
+
+
+def layer_norm_sharding(enable_sp: bool) -> ShardingConfig:
+    """Return the placements of a norm with a bias."""
+    config = norm_config(enable_sp=enable_sp)
+    config.state_shardings = {**config.state_shardings, "bias": config.state_shardings["weight"]}
+    return config
+
+
+def matrix_init(dim: int, scale: float = 1.0) -> dict[str, Callable]:
+    """Return the initial weights of GPT-2's projections at width `dim`, times `scale`."""
+    std = scale * _GPT2_STD * (_GPT2_DIM / dim) ** 0.5
+    return {"weight": partial(normal_matrix, std=std), "bias": nn.init.zeros_}
+
+
+def block_config(
+    shape: ModelSize,
+    kernel: str,
+    rotation: RotateHalf.Config,
+    output_init: dict[str, Callable],
+    *,
+    dropout: float = 0.0,
+) -> GPT2Block.Config:
+    """Return the block of one layer.
+
+    Args:
+        shape: Sizes of the model.
+        kernel: As `model.attention`.
+        rotation: What positions do to queries and keys.
+        output_init: Initial weights of both output projections.
+        dropout: Share that is zeroed in training.
+    """
+    head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
+
+    def linear(in_features: int, out_features: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=in_features, out_features=out_features, bias=True, param_init=matrix
+        )
+
+    def output(in_features: int) -> Linear.Config:
+        return Linear.Config(
+            in_features=in_features, out_features=shape.dim, param_init=output_init
+        )
+
+    def norm() -> LayerNorm.Config:
+        return LayerNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT)
+
+    return GPT2Block.Config(
+        attention_norm=norm(),
+        attention=LoopAttention.Config(
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            dim=shape.dim,
+            qkv_linear=QKVLinear.Config(
+                head_dim=head_dim,
+                wq=linear(shape.dim, shape.dim),
+                wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
+            ),
+            wo=output(shape.dim),
+            inner_attention=inner_attention_config(kernel),
+            rope=replace(rotation),
+        ),
+        attention_bias=StateBias.Config(dim=shape.dim, param_init=ZERO),
+        ffn_norm=norm(),
+        feed_forward=GELUFeedForward.Config(
+            w1=linear(shape.dim, shape.hidden_dim), w2=output(shape.hidden_dim)
+        ),
+        ffn_bias=StateBias.Config(dim=shape.dim, param_init=ZERO),
+        dropout=Dropout.Config(rate=dropout) if dropout else None,
+    )
