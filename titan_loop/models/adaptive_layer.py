@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.models.common.nn_modules import LayerNorm
-from torchtitan.protocols.module import Module
+from torchtitan.protocols.module import Module, ModuleList
 
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
@@ -176,7 +176,7 @@ class AdaptiveLayer(Module):
         self.loop_norm = None if config.loop_norm is None else config.loop_norm.build()
         self.control = None if config.control is None else config.control.build()
         self.bank = None if config.bank is None else config.bank.build()
-        self.readers = nn.ModuleList([reader.build() for reader in config.readers])
+        self.readers = ModuleList([reader.build() for reader in config.readers])
         self.gates = None if config.gates is None else config.gates.build()
 
     @property
