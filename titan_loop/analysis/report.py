@@ -12,8 +12,8 @@ from typing import Any
 
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.layer_plots import has_layers, plot_layers
+from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import (
     plot_entropy,
