@@ -21,7 +21,6 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
-from titan_loop.evaluation.intervention import read_intervention
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
@@ -120,7 +119,7 @@ class ResultTable:
 
     def _units(
         self, results: Sequence["RunResult"], row: str, column: str
-    ) -> dict[int, tuple[list[float], list[float]]]:
+    ) -> dict[int, tuple[list[float], ...]]:
         """Return seed → bytes and nats of every document of a cell."""
         where, name = self.address(row, column)
         found = {r.seed: r.units.get(name) for r in results if r.has(where, name)}
@@ -314,6 +313,8 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
         }
         found.append((report.step, depths))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
+    from titan_loop.evaluation.intervention import read_intervention  # torch; recipes need none
+
     found += [read_intervention(path) for path in run.evaluations.glob("intervention-step-*.json")]
     newest = max((step for step, _ in found), default=0)
     return {
@@ -346,10 +347,9 @@ def _units_of(run: RunDirectory) -> dict[str, list[str]]:
     }
 
 
-def _numbers(texts: Sequence[str]) -> tuple[list[float], list[float]]:
+def _numbers(texts: Sequence[str]) -> tuple[list[float], ...]:
     """Return the bytes and the nats that `_units_of` wrote."""
-    n_bytes, nats = ([float(word) for word in text.split()] for text in texts)
-    return n_bytes, nats
+    return tuple([float(word) for word in text.split()] for text in texts)
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:

@@ -11,6 +11,7 @@ Source: DiscoLoop, arXiv 2607.00341, §3.2 Eq. 3; the norm has no gain.
 from collections.abc import Sequence
 from pathlib import Path
 
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,8 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.storage.json_files import read_json_object
+from titan_loop.storage.json_files import count, number, read_json_object
+from titan_loop.storage.regular_file import DamagedFileError
 
 
 @torch.no_grad()
@@ -114,12 +116,21 @@ def read_intervention(path: Path) -> tuple[int, dict[str, float]]:
     """Return the step and TASK/STRATUM/intervention/alpha:α → accuracy of a saved analysis.
 
     Older records do not name their task; they count for nothing.
+
+    Raises:
+        UserError: The file is damaged.
     """
-    record = read_json_object(path, fix="write it anew: titan-loop analyse intervention RUN")
+    fix = "write it anew: titan-loop analyse intervention RUN"
+    record = read_json_object(path, fix=fix)
     if "task" not in record:
         return 0, {}
-    return record["step"], {
-        f"{record['task']}/{stratum}/intervention/alpha:{strength:g}": round(share, 5)
-        for stratum, shares in record["accuracy"].items()
-        for strength, share in zip(record["strengths"], shares, strict=True)
-    }
+    try:
+        return count(record["step"]), {
+            f"{record['task']}/{stratum}/intervention/alpha:{number(strength):g}": round(
+                number(share), 5
+            )
+            for stratum, shares in record["accuracy"].items()
+            for strength, share in zip(record["strengths"], shares, strict=True)
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(path, repr(error), fix) from error

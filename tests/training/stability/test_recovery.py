@@ -168,7 +168,7 @@ def test_spikes_that_go_on_end_the_run_with_a_code_of_its_own(source: Path, tmp_
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_last_rung_halves_the_recurrent_steps(source: Path, tmp_path: Path, capsys):
+def test_the_last_rung_halves_the_recurrent_steps(source: Path, tmp_path: Path, capfd):
     config = always_bad(source, tmp_path)
     config.stability.halve_recurrence, config.training.steps = True, 16
     run_training(config)
@@ -179,7 +179,7 @@ def test_the_last_rung_halves_the_recurrent_steps(source: Path, tmp_path: Path, 
     state = read_manifest(RunDirectory(tmp_path).checkpoint(16))["trainer"]
     assert state["recurrent_steps"] == state["recurrence"]["mean_steps"] == 2
     assert main(["status", str(tmp_path)]) == 0
-    assert "4 spikes skipped, 2 rewinds" in capsys.readouterr().out
+    assert "4 spikes skipped, 2 rewinds" in capfd.readouterr().out
 
 
 @pytest.mark.usefixtures("alone")
