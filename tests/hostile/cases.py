@@ -170,6 +170,9 @@ TARGETS = (
         spoiling.JSON_LINES,
         ("plot", "report", "status", "train", "results add", "scaling"),
     ),
+    Target("norms", "run/norms.jsonl", spoiling.JSON_LINES, ("report", "train")),
+    Target("decisions", "run/decisions.jsonl", spoiling.JSON_LINES, ("report", "status", "train")),
+    Target("heartbeat", "run/heartbeats/rank-0.json", spoiling.JSON_FILE, ("status", "train")),
     Target(
         "evaluations",
         "run/evals.jsonl",

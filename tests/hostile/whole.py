@@ -9,6 +9,12 @@ from titan_loop.training.trainer import LoopTrainer
 STEPS, SAVED = 6, 4
 """Steps of a whole training, and those of the run that is spoiled."""
 
+DECISIONS = [
+    {"step": 2, "decision": "skip", "rewound": 0, "windows": [[8, 16]], "loss": 9.0, "began": ""},
+    {"step": 2, "decision": "rewind", "rewound": 0, "windows": [[8, 16]], "to_step": 1},
+]
+"""What a run decided about spikes; this one had none."""
+
 TASK = """\
 task: own
 dataset_path: json
@@ -35,12 +41,15 @@ def recipe() -> LoopTrainer.Config:
     config = tiny_config(Path("source"), Path("run"), steps=STEPS)
     config.held_out.interval = 2
     config.held_out.windows = 2
+    config.stability.norms_interval = 2
+    config.stability.skip_spikes = True
     return config
 
 
 def build(folder: Path) -> None:
     """Write a whole thing of every kind into a folder; in a process of its own."""
     from titan_loop.cli.main import main
+    from titan_loop.runs.heartbeats import Heartbeat, write_heartbeat
     from titan_loop.testing.tiny import tiny_source
 
     def run(*arguments: object) -> None:
@@ -58,6 +67,10 @@ def build(folder: Path) -> None:
     run("checkpoint", "tag", "run/checkpoints/step-2", "paper")
     run("eval", "run", "--depths", 1, 2, "--windows", 2)
     run("convert", "export", "run", "--output", "export", "--chatml", "--max-shard-gigabytes", 1e-4)
+    decisions = Path("run/decisions.jsonl")
+    decisions.write_text("".join(json.dumps(decision) + "\n" for decision in DECISIONS))
+    times = {"progress": 1e9, "written": 1e9, "seconds": 30.0}
+    write_heartbeat(Path("run"), Heartbeat(rank=0, host="node", pid=1, step=4, **times))
     Path("tasks").mkdir()
     Path("tasks/own.yaml").write_text(TASK)
     Path("tasks/items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))

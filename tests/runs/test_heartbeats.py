@@ -1,6 +1,9 @@
 """Heartbeats: which ranks are silent or behind."""
 
+import json
 from pathlib import Path
+
+import pytest
 
 from titan_loop.runs.heartbeats import (
     Heartbeat,
@@ -30,6 +33,15 @@ def test_dead_ranks_and_those_behind_are_named(tmp_path: Path):
         "rank 2 on n1 (process 7) is still in step 4 of 5, for 60 s",
     ]
     assert silent_ranks(read_heartbeats(tmp_path / "elsewhere")) == []
+
+
+@pytest.mark.parametrize("damage", [{"written": "x"}, {"step": "7"}, {"rank": None}, {"more": 1}])
+def test_a_heartbeat_that_cannot_be_read_is_left_out(tmp_path: Path, damage: dict):
+    for rank in (0, 1):
+        write_heartbeat(tmp_path, beat(rank))
+    path = heartbeat_file(tmp_path, 1)
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    assert [found.rank for found in read_heartbeats(tmp_path)] == [0]
 
 
 def test_a_rank_writes_while_it_hangs_and_takes_its_file_away_at_the_end(tmp_path: Path):

@@ -97,6 +97,35 @@ def test_folder_without_run_json_is_not_a_run(tmp_path: Path):
         RunDirectory(tmp_path).read_run()
 
 
+NORMS = {
+    "step": 5, "tokens": 10, "state_rms": [[None, 1.0], [1.0, 2.0]], "update": {"0": 0.1},
+    "state_gradient": [[None, 1.0], [1.0, 2.0]], "weight": {"0": 1.0}, "gradient": {"0": 1.0},
+}  # fmt: skip
+SKIP = {"step": 5, "decision": "skip", "rewound": 0, "windows": [[1, 2]], "loss": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "damage"),
+    [
+        ("norms", NORMS, {"state_rms": [[1.0], [1.0, 2.0]]}),
+        ("norms", NORMS, {"state_gradient": [["x", 1.0], [1.0, 2.0]]}),
+        ("norms", NORMS, {"weight": {"0": [1]}}),
+        ("decisions", SKIP, {"windows": [[1]]}),
+        ("decisions", SKIP, {"loss": "x"}),
+    ],
+)
+def test_a_damaged_record_is_one_line(tmp_path: Path, name: str, whole: dict, damage: dict):
+    run = RunDirectory(tmp_path)
+    path = tmp_path / f"{name}.jsonl"
+    append_jsonl(path, whole)
+    assert getattr(run, f"read_{name}")() == [whole]
+    append_jsonl(path, whole | damage)
+    with pytest.raises(
+        UserError, match=rf"{name}\.jsonl' has a damaged record of step 5 \(.*remove"
+    ):
+        getattr(run, f"read_{name}")()
+
+
 def test_restart_supersedes_repeated_steps(tmp_path: Path):
     run = RunDirectory(tmp_path)
     # Killed after step 40, restarted from 20 with another logging interval, killed again at 35.

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.json_files import count, number, read_json_object, write_json
 
 FOLDER = "heartbeats"
 
@@ -57,7 +57,12 @@ def read_heartbeats(run: Path) -> list[Heartbeat]:
     found: list[Heartbeat] = []
     for path in (run / FOLDER).glob("rank-*.json"):
         with suppress(OSError, UserError, TypeError):
-            found.append(Heartbeat(**read_json_object(path, fix="delete it")))
+            beat = Heartbeat(**read_json_object(path, fix="delete it"))
+            for whole in (beat.rank, beat.pid, beat.step):
+                count(whole)
+            for seconds in (beat.progress, beat.written, beat.seconds):
+                number(seconds)
+            found.append(beat)
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 
@@ -65,7 +70,7 @@ def silent_ranks(heartbeats: list[Heartbeat], now: float | None = None) -> list[
     """Return a line for every rank that is dead, or in an older step than the others.
 
     Args:
-        heartbeats: Of one run.
+        heartbeats: Heartbeats of one run.
         now: Time of the look; None for this moment.
     """
     now = time.time() if now is None else now

@@ -26,9 +26,10 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (
     finite_or_null,
+    number,
     read_json_object,
     read_jsonl,
     read_versioned_json,
@@ -236,7 +238,8 @@ class RunDirectory:
         """Return the records of `norms.jsonl` as one series, as `read_metrics` does."""
         fields = {"step": int, "tokens": int, "state_rms": list, "state_gradient": list}
         groups = {"weight": dict, "gradient": dict, "update": dict}
-        return _one_series(read_jsonl(self.norms_jsonl, fields | groups))
+        records = read_jsonl(self.norms_jsonl, fields | groups)
+        return _one_series(_sound(self.norms_jsonl, records, _require_norms))
 
     def read_decisions(self) -> list[dict[str, Any]]:
         """Return the decisions about spikes, without those that a restart took once more."""
@@ -246,17 +249,44 @@ class RunDirectory:
 
         fields = {"decision": str, "step": int, "rewound": int, "windows": list}
         series: list[dict[str, Any]] = []
-        for record in read_jsonl(self.decisions_jsonl, fields):
-            for pair in record["windows"]:
-                if not isinstance(pair, list) or [type(end) for end in pair] != [int, int]:
-                    raise UserError(
-                        f"{str(self.decisions_jsonl)!r} has windows={pair!r:.40} instead of two "
-                        "numbers; remove that line to read the rest"
-                    )
+        records = read_jsonl(self.decisions_jsonl, fields)
+        for record in _sound(self.decisions_jsonl, records, _require_decision):
             while series and place(series[-1]) >= place(record):
                 series.pop()
             series.append(record)
         return series
+
+
+def _sound(
+    path: Path, records: Iterable[dict[str, Any]], require: Callable[[Mapping[str, Any]], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records; raise `UserError` for the first that `require` cannot read."""
+    for record in records:
+        try:
+            require(record)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{str(path)!r} has a damaged record of step {record['step']} ({error}); remove "
+                "that line to read the rest"
+            ) from error
+        yield record
+
+
+def _require_norms(record: Mapping[str, Any]) -> None:
+    rows = [*record["state_rms"], *record["state_gradient"]]
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError("rows of several lengths, or none")
+    groups = (record[name].values() for name in ("weight", "gradient", "update"))
+    for value in chain(*rows, *groups):
+        number(value)
+
+
+def _require_decision(record: Mapping[str, Any]) -> None:
+    for pair in record["windows"]:
+        if not isinstance(pair, list) or [type(end) for end in pair] != [int, int]:
+            raise TypeError(f"windows={pair!r:.40} instead of two numbers")
+    for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound"):
+        number(record.get(name))
 
 
 def _one_series(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.rewinding import go_back
-from titan_loop.errors import UnstableError
+from titan_loop.errors import UnstableError, UserError
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl
@@ -148,7 +148,13 @@ class Recovery(SkippedSteps):
 
         state = from_rank_zero(all_ranks(), look)
         if state is not None:
-            self.ladder.load_state_dict(state)
+            try:
+                self.ladder.load_state_dict(state)
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{self._run.decisions_jsonl} has a damaged record of the rewind to "
+                    f"{loaded['path']} ({error!r}); remove that line to go on without it"
+                ) from error
             logger.info("Went back to this checkpoint before: %d jumps", len(self.ladder.jumps))
 
     def _evidence(self, judged: JudgedStep) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
     """Return the rank whose own time is furthest above the others', and why; None if none is.
 
     Args:
-        times: Of every rank, in their order.
+        times: Times of every rank, in the order of ranks.
         factor: How many times the median it must be at least.
     """
     if len(times) < 2:
