@@ -1,7 +1,10 @@
-# Sourced by quickstart.sh, miniature.sh and same_run.sh after setup.sh: text from this Python
+# Sourced after setup.sh by the scripts that train on text: text from this Python
 # installation, made into what a mixture reads. What is complete is skipped.
 
 VOCABULARY=1024
+# What quickstart.sh reads, and what depth_pays.sh and physics.sh compare on.
+FULL_CORPUS=corpora/quickstart
+FULL_TEXT=(--code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 --at-least-megabytes 20)
 # The short forms of the three scripts read one corpus: whichever runs first makes it.
 SHORT_CORPUS=corpora/short
 SHORT_TEXT=(--code-megabytes 0.6 --prose-megabytes 0.6 --math-megabytes 0.4 --held-out-fraction 0.1)
@@ -10,6 +13,27 @@ LONG_WINDOW=1024 CHAT_WINDOW=512 # of the miniature's stages that read packed wi
 
 stage() {
     printf '\n== %s\n' "$*"
+}
+# choose RECIPE [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages, by default all
+choose() {
+    local recipe=$1 known name
+    shift
+    if [ "${1:-}" = --seeds ]; then
+        seeds=${2:-}
+        [[ "$seeds" =~ ^[0-9]+(\ [0-9]+)*$ ]] || refuse "--seeds '$seeds' is no list such as \"1 2 3\""
+        shift 2
+    fi
+    known=$("$VENV/bin/python" -c "import sys
+from titan_loop.recipes.registry import load_recipe
+print(*(stage.name for stage in load_recipe(sys.argv[1]).stages))" "$recipe")
+    read -ra stages <<<"${*:-$known}"
+    for name in "${stages[@]}"; do
+        [[ " $known " == *" $name "* ]] || refuse "$recipe has no stage '$name'; known: $known"
+    done
+}
+refuse() {
+    printf 'titan-loop: error: %s: %s\n' "$0" "$1" >&2
+    exit 2
 }
 titan_loop() {
     "$VENV/bin/titan-loop" "$@"
@@ -33,6 +57,17 @@ local_source() { # local_source CORPUS NAME FLAGS...: the token shards of one do
             --tokenizer "$1/tokenizer.json" --licence "see $1/text" "${@:3}"
     fi
 }
+local_sources() { # local_sources CORPUS: tokenizer and token shards of all three domains
+    local_tokenizer "$1"
+    local domain
+    for domain in code prose math; do
+        local_source "$1" $domain
+    done
+}
+full_corpus() { # full_corpus: everything in FULL_CORPUS
+    local_text "$FULL_CORPUS" "${FULL_TEXT[@]}"
+    local_sources "$FULL_CORPUS"
+}
 packed_source() { # packed_source CORPUS NAME WINDOW
     if [ ! -f "$1/$2/train/packed_$3.windows" ]; then
         titan_loop data pack "$1/$2" --seq-len "$3" --long-documents split
@@ -43,11 +78,7 @@ miniature_corpus() { # miniature_corpus CORPUS CHAT_MEGABYTES FLAGS...: all the 
     if [ ! -f "$1/text/chat/card.json" ]; then
         titan_loop data local-chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
     fi
-    local_tokenizer "$1"
-    local domain
-    for domain in code prose math; do
-        local_source "$1" $domain
-    done
+    local_sources "$1"
     local_source "$1" chat --chat
     packed_source "$1" code $LONG_WINDOW
     packed_source "$1" prose $LONG_WINDOW

@@ -10,26 +10,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 seeds="1 2 3"
-if [ "${1:-}" = --seeds ]; then
-    seeds=$2
-    shift 2
-fi
-arms=("$@")
-if [ ${#arms[@]} = 0 ]; then
-    mapfile -t arms < <("$VENV/bin/python" -c \
-        'from train_configs.depth_pays import ARMS; print(*ARMS, sep="\n")')
-fi
+choose depth_pays "$@"
 
-corpus=corpora/quickstart # the quick start's
-local_text "$corpus" --code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 \
-    --at-least-megabytes 20
-local_tokenizer "$corpus"
-for domain in code prose math; do
-    local_source "$corpus" $domain
-done
+full_corpus
 
 for seed in $seeds; do
-    for arm in "${arms[@]}"; do
+    for arm in "${stages[@]}"; do
         if [ -f "train_configs/results/depth_pays/$arm-seed$seed.json" ]; then
             continue
         fi

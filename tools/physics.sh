@@ -10,25 +10,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 seeds=1
-if [ "${1:-}" = --seeds ]; then
-    seeds=$2
-    shift 2
-fi
-stages=("$@")
-if [ ${#stages[@]} = 0 ]; then
-    mapfile -t stages < <("$VENV/bin/python" -c \
-        'from train_configs.physics_small import physics_small as p
-print(*(stage.name for stage in p().stages), sep="\n")')
-fi
+choose physics_small "$@"
 
 if [[ " ${stages[*]}" == *" scaling_"* || " ${stages[*]}" == *" prior_"* ]]; then
-    corpus=corpora/quickstart # the quick start's
-    local_text "$corpus" --code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 \
-        --at-least-megabytes 20
-    local_tokenizer "$corpus"
-    for domain in code prose math; do
-        local_source "$corpus" $domain
-    done
+    full_corpus
 fi
 
 for seed in $seeds; do

@@ -13,8 +13,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
-corpus=corpora/quickstart run=runs/quickstart
-text_flags=(--code-megabytes 12 --prose-megabytes 8 --math-megabytes 6 --at-least-megabytes 20)
+corpus=$FULL_CORPUS run=runs/quickstart
+text_flags=("${FULL_TEXT[@]}")
 train_flags=()
 eval_windows=64
 eval_flags=(--beats-unigram 0.3 --beats-bigram 0.05)
@@ -39,10 +39,7 @@ stage "1/6 corpus: code, prose and mathematics from this Python installation"
 local_text "$corpus" "${text_flags[@]}"
 
 stage "2/6 tokenizer ($VOCABULARY tokens) and token shards"
-local_tokenizer "$corpus"
-for domain in code prose math; do
-    local_source "$corpus" $domain
-done
+local_sources "$corpus"
 
 stage "3/6 training one layer, applied four times"
 titan_loop train quickstart "${train_flags[@]}"
