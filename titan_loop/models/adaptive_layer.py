@@ -24,6 +24,7 @@ Banino et al. 2021 (PonderNet).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -219,9 +220,9 @@ class AdaptiveLayer(Module):
             hidden_BLD = remembering(remembering(hidden_BLD, "each"), "after")
             return hidden_BLD, LayerReport(gates=gates)
         hidden_BLD = remembering(hidden_BLD.to(wide_dtype(hidden_BLD)), "before")
-        loop = self._mixed if survival is None else self._survived
+        loop = self._mixed if survival is None else partial(self._survived, survival=survival)
         hidden_BLD, report = loop(
-            hidden_BLD, context, slots, lambda state: remembering(state, "each"), survival
+            hidden_BLD, context, slots, lambda state: remembering(state, "each")
         )
         hidden_BLD = remembering(hidden_BLD, "after")
         return hidden_BLD, report._replace(gates=gates)
@@ -236,7 +237,6 @@ class AdaptiveLayer(Module):
         context: LoopContext,
         slots: tuple[CacheSlot | None, ...],
         remembering: Callable[[Tensor], Tensor],
-        survival: float | None,
     ) -> tuple[Tensor, LayerReport]:
         """Return Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾."""
         assert self.control is not None
@@ -261,7 +261,8 @@ class AdaptiveLayer(Module):
         context: LoopContext,
         slots: tuple[CacheSlot | None, ...],
         remembering: Callable[[Tensor], Tensor],
-        survival: float | None,
+        *,
+        survival: float,
     ) -> tuple[Tensor, LayerReport]:
         """Return each token's state after the iteration at which it halts.
 
@@ -269,7 +270,6 @@ class AdaptiveLayer(Module):
         which are all that is computed once every token has halted.
         """
         assert self.control is not None
-        assert survival is not None
         left_BL1 = torch.ones_like(hidden_BLD[..., :1])
         iterations_BL1 = torch.zeros_like(left_BL1)
         for iteration, slot in enumerate(slots, start=1):
