@@ -369,9 +369,9 @@ def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
 
 
 def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
-    """Return the differences to the row `less` in Markdown, with 95 % intervals over documents.
+    """Return differences to the row `less` in Markdown; empty if nothing can be compared.
 
-    Documents are resampled and seeds averaged, so the intervals leave out how seeds differ.
+    The 95 % intervals resample documents and average seeds: they leave out how seeds differ.
     """
     lines = [
         f"| {table.title}, less {table.less} | {' | '.join(table.columns)} |",
@@ -382,7 +382,7 @@ def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
         if row != table.less and any(found):
             cells = ["-" if x is None else _with_bounds(x, table.digits) for x in found]
             lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 2 else ""
 
 
 def _with_bounds(interval: Interval, digits: int) -> str:

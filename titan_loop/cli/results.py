@@ -61,8 +61,9 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         if not table.has_any(results):
             continue
         print(f"\n{table_text(table, results)}")
-        if table.less:
-            print(f"\n{differences_text(table, results)}")
+        differences = differences_text(table, results) if table.less else ""
+        if differences:
+            print(f"\n{differences}")
         if plot:
             path = place.parent / _PLOTS / f"{name}-{table.name}.png"
             print(f"\n{draw_table(table, results, path)}")
