@@ -180,3 +180,19 @@ def test_mistakes(tmp_path, capsys):
     RunDirectory(tmp_path).create_or_open(["python", "mine.py"], config={})
     with pytest.raises(UserError, match=r"started by 'python mine.py', not by titan-loop train"):
         RunResult.of(RunDirectory(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"units": {"a": ["1 x", "2"]}},
+        {"units": {"a": ["1 2", "3"]}},
+        {"results": {"a": "x"}},
+        {"x": 1},
+    ],
+)
+def test_a_damaged_result_is_one_line(tmp_path: Path, damage: dict):
+    path = RunResult.of(trained(tmp_path / "run")).save(tmp_path / "results")
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(UserError, match=rf"^{path} is damaged .*: results add RUN"):
+        RunResult.all_of(path.parent)

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from titan_loop.analysis.drawing import draw_axes, draw_panels
+from titan_loop.analysis.held_out_units import depth_reports, held_out_name, numbers, units_of
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
-from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
-from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.json_files import read_json_object, read_jsonl, write_json
+from titan_loop.storage.json_files import number, read_json_object, read_jsonl, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,11 +118,11 @@ class ResultTable:
 
     def _units(
         self, results: Sequence["RunResult"], row: str, column: str
-    ) -> dict[int, tuple[list[float], ...]]:
+    ) -> dict[int, tuple[list[float], list[float]]]:
         """Return seed → bytes and nats of every document of a cell."""
         where, name = self.address(row, column)
         found = {r.seed: r.units.get(name) for r in results if r.has(where, name)}
-        return {seed: sums for seed, texts in found.items() if texts for sums in [_numbers(texts)]}
+        return {seed: sums for seed, texts in found.items() if texts for sums in [numbers(texts)]}
 
     def address(self, row: str, column: str) -> tuple[Where, str]:
         """Return the address of a cell, and the name by which an evaluation reports its number."""
@@ -219,7 +218,7 @@ class RunResult:
                 for record in _thinned(evaluated, _MOST_EVALUATIONS)
             ],
             task=config.get("dataloader", {}).get("task", {}),
-            units=_units_of(run),
+            units=units_of(run),
         )
 
     @classmethod
@@ -232,8 +231,13 @@ class RunResult:
         found = []
         for path in sorted(folder.glob("*-seed*.json")):
             try:
-                found.append(cls(**read_json_object(path, fix="write it anew: results add RUN")))
-            except TypeError as error:
+                result = cls(**read_json_object(path, fix="write it anew: results add RUN"))
+                for value in result.results.values():
+                    number(value)
+                for texts in result.units.values():
+                    numbers(texts)
+                found.append(result)
+            except (TypeError, ValueError, AttributeError) as error:
                 raise UserError(f"{path} is damaged ({error}): results add RUN") from error
         if not found:
             raise UserError(f"{folder} has no result; write one with titan-loop results add RUN")
@@ -305,9 +309,9 @@ def _metrics(results: Mapping[str, float]) -> dict[str, float]:
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return what evaluations found at the newest step that has one; later ones count."""
     found = [(record["step"], record["results"]) for record in evaluated]
-    for report in _depth_reports(run):
+    for report in depth_reports(run):
         depths = {
-            _held_out_name(report, source, depth): interval.value
+            held_out_name(report, source, depth): interval.value
             for source, depths in report.sources.items()
             for depth, interval in depths.depths.items()
         }
@@ -320,36 +324,6 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
     return {
         name: value for step, results in found if step == newest for name, value in results.items()
     }
-
-
-def _depth_reports(run: RunDirectory) -> list[DepthReport]:
-    return [DepthReport.load(path) for path in run.evaluations.glob("depth-*step-*.json")]
-
-
-def _held_out_name(report: DepthReport, source: str, depth: int) -> str:
-    return f"{HELD_OUT}/{source}/bits_per_byte/static:{depth}{',ema' if report.ema else ''}"
-
-
-def _units_of(run: RunDirectory) -> dict[str, list[str]]:
-    """Return what `RunResult.units` has, of the newest step with a report of depths."""
-    reports = _depth_reports(run)
-    newest = max((report.step for report in reports), default=0)
-    return {
-        _held_out_name(report, source, depth): [
-            " ".join(map(str, sums)) for sums in (n_bytes, nats)
-        ]
-        for report in reports
-        if report.step == newest
-        for source, depths in report.sources.items()
-        if depths.units is not None
-        for n_bytes in [depths.units.n_bytes]
-        for depth, nats in depths.units.nats.items()
-    }
-
-
-def _numbers(texts: Sequence[str]) -> tuple[list[float], ...]:
-    """Return the bytes and the nats that `_units_of` wrote."""
-    return tuple([float(word) for word in text.split()] for text in texts)
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
@@ -416,8 +390,8 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
     def draw(axes: "Axes") -> None:
         columns = list(table.columns)
         places = range(len(columns))
-        for number, row in enumerate(table.rows):
-            color = f"C{number}"
+        for index, row in enumerate(table.rows):
+            color = f"C{index}"
             cells = [table.values(results, row, column) for column in columns]
             own = [(place, fmean(cell)) for place, cell in zip(places, cells, strict=True) if cell]
             if own:
@@ -440,10 +414,10 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
     """Draw what `over_training` names over the steps of training, a line a row and run."""
 
     def draw(axes: "Axes", column: str) -> None:
-        for number, row in enumerate(table.rows):
+        for index, row in enumerate(table.rows):
             for run, curve in enumerate(table.curves(results, row, column)):
                 label = row if run == 0 else None
-                axes.plot(*zip(*curve, strict=True), color=f"C{number}", label=label)
+                axes.plot(*zip(*curve, strict=True), color=f"C{index}", label=label)
         axes.set_xlabel("training steps")
 
     columns = list(table.over_training)
