@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from titan_loop.analysis.drawing import draw_axes, draw_panels
 from titan_loop.analysis.held_out_units import depth_reports, held_out_name, numbers, units_of
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
@@ -25,9 +24,6 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import number, read_json_object, read_jsonl, write_json
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
@@ -382,43 +378,3 @@ def runs_text(results: Sequence[RunResult]) -> str:
             f"{result.seconds:,.0f} | {result.losses[-1][1]:.4g} | {result.commit or '-'} |"
         )
     return "\n".join(lines)
-
-
-def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a line a row over the columns, dashed where it is the paper's; write a PNG."""
-
-    def draw(axes: "Axes") -> None:
-        columns = list(table.columns)
-        places = range(len(columns))
-        for index, row in enumerate(table.rows):
-            color = f"C{index}"
-            cells = [table.values(results, row, column) for column in columns]
-            own = [(place, fmean(cell)) for place, cell in zip(places, cells, strict=True) if cell]
-            if own:
-                axes.plot(*zip(*own, strict=True), color=color, marker="o", label=row)
-            told = table.paper.get(row, {})
-            paper = [(columns.index(column), value) for column, value in told.items()]
-            if paper:
-                axes.plot(
-                    *zip(*paper, strict=True), color=color, linestyle="--", label=f"{row}, paper"
-                )
-        axes.set_title(table.title)
-        axes.set_xticks(list(places), columns)
-        axes.set_xlabel(table.columns_are)
-        axes.figure.legend(loc="outside right upper", frameon=False)
-
-    return draw_axes(draw, path)
-
-
-def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw what `over_training` names over the steps of training, a line a row and run."""
-
-    def draw(axes: "Axes", column: str) -> None:
-        for index, row in enumerate(table.rows):
-            for run, curve in enumerate(table.curves(results, row, column)):
-                label = row if run == 0 else None
-                axes.plot(*zip(*curve, strict=True), color=f"C{index}", label=label)
-        axes.set_xlabel("training steps")
-
-    columns = list(table.over_training)
-    return draw_panels(columns, draw, path, title=table.title, columns=2, legend=True)

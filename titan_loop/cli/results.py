@@ -40,12 +40,11 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
     from titan_loop.analysis.results import (
         RunResult,
         differences_text,
-        draw_curves,
-        draw_table,
         runs_text,
         short_name,
         table_text,
     )
+    from titan_loop.analysis.results_plots import draw_curves, draw_table
     from titan_loop.recipes.registry import recipe_module
 
     place = folder or _beside(recipe) / _RESULTS

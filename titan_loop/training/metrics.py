@@ -227,6 +227,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                 **record.schedules,
                 "global_batch_tokens": record.global_batch_tokens,
                 "tokens_per_second": tokens_per_second,
+                "flops_per_token": self._flops / max(record.tokens - self._last_tokens, 1),
                 "mfu": self._mfu(elapsed),
                 "peak_memory_bytes": self._peak_memory_bytes(),
                 "data_hash": record.data_hash,
