@@ -3,11 +3,13 @@
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
 more layers. An arm that is grown runs R = 1, then 2, then 4; all but `looped` minimise the loss of
-the last step. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of its
-tokens. `grown_averaged` is read from the average of its weights.
+the last step. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
+its tokens. `grown_averaged` is read from the average of its weights. `depth_pays_rates` has the
+same layer at R = 1, 2, 4 and 8 with five learning rates, with and without the residual scale.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
+    bash tools/depth_pays.sh --rates    the same for depth_pays_rates
 
 LOG.md has the results.
 """
@@ -58,7 +60,30 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """Name → options; `dense` has as many layers as the looped arms have visits."""
 
+RATES = {"5e-3": 5e-3, "7e-3": 7e-3, "1e-2": 1e-2, "14e-3": 1.4e-2, "2e-2": 2e-2}
+"""Name → largest learning rate; neighbours are √2 apart."""
+
+SCALES: dict[str, dict[str, Any]] = {"": {}, "_scaled": {"residual_scale": "visits"}}
 TABLES = {
+    "depth_pays_rates": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at the trained R, by learning rate",
+            rows={
+                f"R = {steps}{', residual scale' * bool(scale)}": {
+                    "stage": f"r{steps}{scale}",
+                    "reading": f"static:{steps}",
+                }
+                for scale in SCALES
+                for steps in (1, 2, 4, 8)
+            },
+            columns={str(rate): {"stage": name} for name, rate in RATES.items()},
+            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            columns_are="largest learning rate",
+            factor=1.0,
+            digits=3,
+        )
+    ],
     "depth_pays": [
         ResultTable(
             name="bits_per_byte",
@@ -77,8 +102,9 @@ TABLES = {
             factor=1.0,
             digits=3,
             less="not_looped",
+            against_flops="all",
         )
-    ]
+    ],
 }
 
 
@@ -90,6 +116,19 @@ def depth_pays() -> Recipe:
     )
 
 
+def depth_pays_rates() -> Recipe:
+    """Best learning rate at R = 1, 2, 4 and 8, with and without the residual scale."""
+    return Recipe(
+        name="depth_pays_rates",
+        stages=[
+            Stage(name=f"r{steps}{scale}_{name}", config=_arm(steps=steps, rate=rate, **options))
+            for scale, options in SCALES.items()
+            for steps in (1, 2, 4, 8)
+            for name, rate in RATES.items()
+        ],
+    )
+
+
 def _arm(
     *,
     steps: int | None = None,
@@ -97,6 +136,7 @@ def _arm(
     exit_gate: bool = False,
     optimizer: OptimizerName = "adamw",
     average: float = 0.0,
+    rate: float = 1e-2,
     same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
@@ -117,7 +157,11 @@ def _arm(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),
         learning_rate=Schedule.warmup_cosine(
-            1e-2, start=1e-3, warmup_tokens=150_000, total_tokens=TOTAL_TOKENS, final=1e-3
+            rate,
+            start=rate / 10,
+            warmup_tokens=150_000,
+            total_tokens=TOTAL_TOKENS,
+            final=rate / 10,
         ),
         entropy_weight=Schedule.constant(0.1),
         recurrence=RecurrenceConfig(steps=GROWTH if steps is None else Schedule.constant(steps)),

@@ -25,6 +25,7 @@ TABLE = ResultTable(
     paper={"looped": {"2": 100, "8": 97.62}},
     over_training=("2", "8"),
     columns_are="operations",
+    against_flops="8",
 )
 COMMAND = ["titan-loop", "train", "tests.analysis.test_results:mine", "--stage", "looped"]
 TABLES = {"mine": [TABLE, replace(TABLE, name="none", title="none", everywhere={})]}
@@ -40,6 +41,7 @@ def trained(folder: Path, *, seed: int = 42, command: tuple[str, ...] = ()) -> R
     run.create_or_open([*COMMAND, *command], config=config)
     for step in range(1, 101):
         record = {"step": step, "tokens": 10 * step, "loss": 1 / step, "tokens_per_second": 5.0}
+        record["flops_per_token"] = 2.0 if step <= 50 else 4.0
         append_jsonl(run.metrics_jsonl, record)
     return run
 
@@ -64,6 +66,7 @@ def test_a_run_leaves_its_last_evaluation_and_how_it_was_made(tmp_path):
     assert result.overrides == [*flags[1:]]
     assert result.task == {"modulus": 5}
     assert (result.steps, result.tokens, result.seconds) == (100, 1000, 200.0)
+    assert result.flops == 500 * 2 + 500 * 4
     assert result.results["mano/2/acc,none/static:4"] == 0.5
     assert result.results["mano/8/acc,none/static:4"] == 0.75
     assert [(step, found["mano/2/acc,none/static:4"]) for step, found in result.evaluations] == [
@@ -164,8 +167,9 @@ def test_the_commands_write_and_show(tmp_path, capsys):
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "| looped | - | 50.0 |" in shown
+    assert "| 3.00e+03 |" in shown
     assert "| none |" not in shown
-    for name in ("mine-solved.png", "mine-solved-training.png"):
+    for name in ("mine-solved.png", "mine-solved-training.png", "mine-solved-flops.png"):
         assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
     written.write_text(json.dumps(asdict(RunResult.of(run)) | {"later": 1}))
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 2

@@ -77,6 +77,7 @@ def test_mfu_counts_every_step_at_its_own_r(source, tmp_path, monkeypatch):
     flops = [model.training_flops(config.training.seq_len, r).total for r in (4, 4, 2, 2, 2)]
     seconds = 5 * BATCH_TOKENS / record["tokens_per_second"]
     assert record["mfu"] == pytest.approx(sum(flops) * BATCH_TOKENS / seconds / 1e12)
+    assert record["flops_per_token"] == pytest.approx(sum(flops) / 5)
 
 
 def test_the_backward_pass_reaches_further_as_it_grows(source, tmp_path):

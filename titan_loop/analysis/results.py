@@ -57,6 +57,7 @@ class ResultTable:
         over_training: Columns that are also drawn over the steps of training.
         less: Row that the others are compared with, if any: a second table has the differences
             in held-out bits per byte, with intervals over documents.
+        against_flops: Column that is also drawn against the training FLOPs of its runs, if any.
     """
 
     name: str
@@ -70,12 +71,18 @@ class ResultTable:
     digits: int = 1
     over_training: Sequence[str] = ()
     less: str = ""
+    against_flops: str = ""
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
         where, name = self.address(row, column)
         found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
         return [self.factor * value for _, value in found]
+
+    def costs(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
+        """Return the training FLOPs of the runs that have a cell's number, where recorded."""
+        where, name = self.address(row, column)
+        return [r.flops for r in results if r.has(where, name) and r.flops]
 
     def has_any(self, results: Sequence["RunResult"]) -> bool:
         """Return whether a cell has a number."""
@@ -144,6 +151,8 @@ class RunResult:
         tokens: Global tokens read.
         steps: Training steps.
         seconds: Duration of training, without evaluation.
+        flops: Model FLOPs of training, all ranks together; recomputation does not count. None where
+            the run has not recorded them.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
             `evals.jsonl`, or by `analyse intervention`; ",ema" follows that of averaged weights.
@@ -169,6 +178,7 @@ class RunResult:
     evaluations: list[list[Any]] = field(default_factory=list)
     task: dict[str, Any] = field(default_factory=dict)
     units: dict[str, list[str]] = field(default_factory=dict)
+    flops: float | None = None
     format_version: int = FORMAT_VERSION
 
     def has(self, where: Where, name: str) -> bool:
@@ -215,6 +225,7 @@ class RunResult:
             ],
             task=config.get("dataloader", {}).get("task", {}),
             units=units_of(run),
+            flops=_flops(records),
         )
 
     @classmethod
@@ -274,12 +285,24 @@ def machine() -> str:
 
 
 def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
-    before = [0, *(record["tokens"] for record in records)]
     return sum(
-        (record["tokens"] - tokens) / record["tokens_per_second"]
-        for record, tokens in zip(records, before, strict=False)
+        tokens / record["tokens_per_second"]
+        for tokens, record in _intervals(records)
         if record.get("tokens_per_second")
     )
+
+
+def _flops(records: Sequence[Mapping[str, Any]]) -> float | None:
+    if not all(record.get("flops_per_token") for record in records):
+        return None  # an older run
+    return sum(tokens * record["flops_per_token"] for tokens, record in _intervals(records))
+
+
+def _intervals(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield the tokens since the record before, and the record."""
+    before = [0, *(record["tokens"] for record in records)]
+    for record, tokens in zip(records, before, strict=False):
+        yield record["tokens"] - tokens, record
 
 
 def _thinned(records: Sequence[Mapping[str, Any]], most: int) -> Sequence[Mapping[str, Any]]:
@@ -371,10 +394,15 @@ def _cell(table: ResultTable, values: Sequence[float]) -> str:
 
 def runs_text(results: Sequence[RunResult]) -> str:
     """Return a Markdown table of the runs themselves."""
-    lines = ["| run | seed | steps | tokens | seconds | last loss | commit |", f"|---|{'---|' * 6}"]
+    lines = [
+        "| run | seed | steps | tokens | FLOPs | seconds | last loss | commit |",
+        f"|---|{'---|' * 7}",
+    ]
     for result in sorted(results, key=lambda result: (result.stage, result.seed)):
+        flops = f"{result.flops:.2e}" if result.flops else "-"
         lines.append(
             f"| {result.stage} | {result.seed} | {result.steps:,} | {result.tokens:,} | "
-            f"{result.seconds:,.0f} | {result.losses[-1][1]:.4g} | {result.commit or '-'} |"
+            f"{flops} | {result.seconds:,.0f} | {result.losses[-1][1]:.4g} | "
+            f"{result.commit or '-'} |"
         )
     return "\n".join(lines)

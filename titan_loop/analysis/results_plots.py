@@ -1,4 +1,4 @@
-"""Plots of the tables in `results`: over their columns, and over training."""
+"""Plots of the tables in `results`: over their columns, over training, and against its cost."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,3 +50,29 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 
     columns = list(table.over_training)
     return draw_panels(columns, draw, path, title=table.title, columns=2, legend=True)
+
+
+def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
+    """Draw a point a row: mean over seeds of the column `against_flops`, at the FLOPs it cost.
+
+    A bar spans the seeds. Rows without a recorded cost are left out.
+    """
+
+    def draw(axes: "Axes") -> None:
+        for index, row in enumerate(table.rows):
+            column = table.against_flops
+            values = table.values(results, row, column)
+            costs = table.costs(results, row, column)
+            if costs:
+                mean = fmean(values)
+                spread = [[mean - min(values)], [max(values) - mean]]
+                marker = "osD^v"[index // 10 % 5]
+                axes.errorbar(
+                    fmean(costs), mean, yerr=spread, marker=marker, linestyle="", label=row
+                )
+        axes.set_xscale("log")
+        axes.set_xlabel("training FLOPs")
+        axes.set_ylabel(f"{table.title}, {table.against_flops}")
+        axes.figure.legend(loc="outside right upper", frameon=False)
+
+    return draw_axes(draw, path)

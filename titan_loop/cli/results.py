@@ -44,7 +44,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         short_name,
         table_text,
     )
-    from titan_loop.analysis.results_plots import draw_curves, draw_table
+    from titan_loop.analysis.results_plots import draw_against_flops, draw_curves, draw_table
     from titan_loop.recipes.registry import recipe_module
 
     place = folder or _beside(recipe) / _RESULTS
@@ -69,6 +69,9 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
             if table.over_training:
                 curves = path.with_name(f"{path.stem}-training.png")
                 print(draw_curves(table, results, curves))
+            if table.against_flops:
+                costs = path.with_name(f"{path.stem}-flops.png")
+                print(draw_against_flops(table, results, costs))
 
 
 def _beside(recipe: str) -> Path:

@@ -5,14 +5,14 @@ reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step
 `improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr` (as
 scheduled, and `lr/muon_x0.5` and the like for parameters that have a factor on it),
 `recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
-last record), `mfu` (model FLOPs since the last record, each step's at its own R, as a fraction of
-the devices' peak in the precision they compute in; null if that is not known), `peak_memory_bytes`
-(rank 0, since the last record: reserved on CUDA, resident on CPU), `data_hash`, `windows_consumed`,
-`data_wait` (rank 0: share of the time since the last record in which training waited for data),
-`io_retries` (reads that the rank with the most had to repeat since it started), and of every source
-`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; with
-`stability.straggler` also `ranks/…` (seconds of a step and of waits for data, products' time over
-the median) and `straggler`.
+last record), `flops_per_token` (model FLOPs since the last record, each step's at its own R), `mfu`
+(the same as a fraction of the devices' peak in the precision they compute in; null if that is not
+known), `peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU),
+`data_hash`, `windows_consumed`, `data_wait` (rank 0: share of the time since the last record in
+which training waited for data), `io_retries` (reads that the rank with the most had to repeat since
+it started), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since
+the start; with `stability.straggler` also `ranks/…` (seconds of a step and of waits for data,
+products' time over the median) and `straggler`.
 Numbers that are not finite are null.
 """
 
