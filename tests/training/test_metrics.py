@@ -37,6 +37,7 @@ KEYS = [
     "entropy_weight",
     "global_batch_tokens",
     "tokens_per_second",
+    "flops_per_token",
     "mfu",
     "peak_memory_bytes",
     "data_hash",
