@@ -2,8 +2,8 @@
 
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
-more layers. An arm that is grown runs R = 1, then 2, then 4; all but `looped` minimise the loss of
-the last step. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
+more layers. An arm that is grown runs R = 1, then 2, then 4; all but those named `looped` minimise
+the loss of the last step alone. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
 its tokens. `grown_averaged` is read from the average of its weights. `depth_pays_rates` has the
 same layer at R = 1, 2, 4 and 8 with five learning rates, with and without the residual scale.
 
@@ -39,12 +39,19 @@ STEPS = 4
 GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 4, 2), (TOTAL_TOKENS // 2, STEPS)])
 """R by tokens: a quarter of them at R = 1, another at 2, half at 4."""
 
+EARLY_GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 16, 2), (TOTAL_TOKENS // 8, STEPS)])
+"""R by tokens: a sixteenth of them at R = 1, another at 2, the rest at 4."""
+
 OUTSIDE = {"prelude_layers": 1, "coda_layers": 1}
 ARMS: dict[str, dict[str, Any]] = {
     "not_looped": {"steps": 1},
     "looped": {"steps": STEPS, "exit_gate": True},
     "last_step": {"steps": STEPS},
+    "last_step_diagonal": {"steps": STEPS, "injection": "diagonal"},
+    "last_step_scaled": {"steps": STEPS, "residual_scale": "visits"},
+    "last_step_muon": {"steps": STEPS, "optimizer": "muon"},
     "grown": {},
+    "grown_early": {"growth": EARLY_GROWTH},
     "grown_additive": {"injection": "additive"},
     "grown_diagonal": {"injection": "diagonal"},
     "grown_outside": {"n_layers": 3, **OUTSIDE},
@@ -52,6 +59,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "grown_scaled": {"residual_scale": "visits"},
     "grown_averaged": {"average": 0.995},
     "grown_muon": {"optimizer": "muon"},
+    "not_looped_muon": {"steps": 1, "optimizer": "muon"},
     "two_layers": {"steps": 1, "n_layers": 2},
     "dense": {"steps": 1, "n_layers": STEPS},
     "not_looped_flops": {"steps": 1, "same_flops": True},
@@ -137,6 +145,7 @@ def _arm(
     optimizer: OptimizerName = "adamw",
     average: float = 0.0,
     rate: float = 1e-2,
+    growth: Schedule = GROWTH,
     same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
@@ -164,7 +173,7 @@ def _arm(
             final=rate / 10,
         ),
         entropy_weight=Schedule.constant(0.1),
-        recurrence=RecurrenceConfig(steps=GROWTH if steps is None else Schedule.constant(steps)),
+        recurrence=RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps)),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=0, depths=sorted({1, 2, most, 2 * most})),
     )
