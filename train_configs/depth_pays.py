@@ -3,9 +3,10 @@
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
 more layers. An arm that is grown runs R = 1, then 2, then 4; all but those named `looped` minimise
-the loss of the last step alone. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
-its tokens. `grown_averaged` is read from the average of its weights. `depth_pays_rates` has the
-same layer at R = 1, 2, 4 and 8 with five learning rates, with and without the residual scale.
+the loss of the last step alone. Arms whose names end in `_flops` get the training FLOPs of
+`last_step` instead of its tokens. `grown_averaged` is read from the average of its weights.
+`depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with five learning rates, with and
+without the residual scale.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
