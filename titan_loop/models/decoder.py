@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.decoder_sharding import norm_config, set_decoder_sharding_config
 from torchtitan.models.common.nn_modules import Identity
 
 from titan_loop.errors import UserError
@@ -45,19 +44,12 @@ from titan_loop.models.injection import Injected
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
 from titan_loop.models.positions import (
-    LearnedPositions,
     Positions,
     RelativePositions,
     RotaryPositions,
 )
 from titan_loop.models.recurrence import Carry, Recurrence
-from titan_loop.models.sharding import (
-    gathered_state,
-    mixed_states,
-    replicated_gate,
-    replicated_table,
-    set_block_sharding,
-)
+from titan_loop.models.sharding import set_block_sharding, set_parts_sharding
 from titan_loop.models.soft_decode import Decoding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
@@ -103,17 +95,7 @@ class LoopDecoder(Decoder):
             Args:
                 enable_sp: Whether states are sharded over the sequence between layers.
             """
-            set_decoder_sharding_config(self, enable_sp=enable_sp)
-            self.norm.sharding_config = norm_config(enable_sp=enable_sp)
-            self.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)
-            if self.exit_gate is not None:
-                self.exit_gate.sharding_config = replicated_gate()
-            if isinstance(self.positions, LearnedPositions.Config):
-                self.positions.table.sharding_config = replicated_table(enable_sp=enable_sp)
-            if self.injection is not None:
-                self.injection.sharding_config = mixed_states(
-                    "hidden_BLD", "embedding_BLD", enable_sp=enable_sp
-                )
+            set_parts_sharding(self, enable_sp=enable_sp)
             for layer in self.layers:
                 self.set_layer_sharding(layer, enable_sp=enable_sp)
 

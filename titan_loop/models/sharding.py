@@ -6,6 +6,8 @@ gathers that state for the readout and the gate. The gate is replicated with an 
 weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
 """
 
+from typing import Any
+
 import spmd_types as spmd
 from torchtitan.models.common.attention import BaseAttention, GQAttention
 from torchtitan.models.common.decoder_sharding import (
@@ -13,6 +15,7 @@ from torchtitan.models.common.decoder_sharding import (
     dense_param_placement,
     dense_sequence_parallel_placement,
     norm_config,
+    set_decoder_sharding_config,
     set_dense_ffn_sharding,
     set_gqa_attention_sharding,
     set_gqa_inner_attention_local_map,
@@ -20,6 +23,7 @@ from torchtitan.models.common.decoder_sharding import (
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
 from titan_loop.models.block import SandwichBlock
+from titan_loop.models.positions import LearnedPositions
 
 
 def gathered_state(*, enable_sp: bool) -> ShardingConfig:
@@ -100,6 +104,26 @@ def state_placement(enable_sp: bool) -> SpmdLayout:
     if enable_sp:
         return dense_sequence_parallel_placement()
     return dense_activation_placement(tp=spmd.I)
+
+
+def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
+    """Place what a looped decoder has beside its layers.
+
+    Args:
+        decoder: A `LoopDecoder.Config`, changed in place.
+        enable_sp: Whether states are sharded over the sequence between layers.
+    """
+    set_decoder_sharding_config(decoder, enable_sp=enable_sp)
+    decoder.norm.sharding_config = norm_config(enable_sp=enable_sp)
+    decoder.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)
+    if decoder.exit_gate is not None:
+        decoder.exit_gate.sharding_config = replicated_gate()
+    if isinstance(decoder.positions, LearnedPositions.Config):
+        decoder.positions.table.sharding_config = replicated_table(enable_sp=enable_sp)
+    if decoder.injection is not None:
+        decoder.injection.sharding_config = mixed_states(
+            "hidden_BLD", "embedding_BLD", enable_sp=enable_sp
+        )
 
 
 def set_block_sharding(layer: SandwichBlock.Config, *, enable_sp: bool) -> None:
