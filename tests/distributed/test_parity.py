@@ -162,7 +162,9 @@ CASES = {
     "held-selective": Case(fsdp=HELD, checkpointing="selective"),
     "held-full": Case(fsdp=HELD, checkpointing="full"),
     "held-tied": Case(fsdp=HELD, tie_weights=True),
-    "dropout-by-step": Case(checkpointing="recurrent-step", options=(("dropout", 0.2),)),
+    "dropout-by-step": Case(
+        checkpointing="recurrent-step", options=(("dropout", 0.2), ("embedding_dropout", 0.3))
+    ),
 }
 # What is tried on some layouts only.
 MORE_LAYOUTS = {

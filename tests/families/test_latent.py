@@ -240,6 +240,7 @@ def test_what_is_computed_stands_in_the_record():
         ({"state": "fuzzy"}, "model.state=fuzzy is unknown"),
         ({"exit_gate": True}, "model.family=latent has no exit gate"),
         ({"scale_embeddings": True}, "no tied weights, no scaled embeddings"),
+        ({"embedding_dropout": 0.1}, "no embedding dropout"),
         ({"corruption": 1.5}, "model.corruption=1.5 must be from 0 to 1"),
         ({"corruption": 0.1, "state": "continuous"}, "needs the discrete values of model.state="),
     ],

@@ -9,7 +9,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.dropout import Dropout, seed_dropout
 from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.family import build_decoder, decoder_config, read_options
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.layout_preflight import layout_refusals
 
@@ -18,7 +18,8 @@ SEQ_LEN = 16
 
 def make_model(rate: float = 0.3):
     torch.manual_seed(0)
-    model = build_decoder(OuroOptions(dropout=rate), max_seq_len=SEQ_LEN)
+    options = OuroOptions(dropout=rate, embedding_dropout=rate, scale_embeddings=True)
+    model = build_decoder(options, max_seq_len=SEQ_LEN)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -54,6 +55,18 @@ def test_every_branch_of_every_visit_has_its_own_mask_written_out():
     x = x + masks[1] * layer.ffn_post_norm(layer.feed_forward(layer.ffn_norm(x)))
     torch.testing.assert_close(got, x, rtol=1e-13, atol=1e-13)
     assert torch.equal(*(model.eval()(tokens()).hidden_RBLD[1] for _ in range(2)))
+
+
+def test_the_embedding_is_dropped_once_in_training_alone():
+    model = make_model()
+    context = model.make_context(tokens())
+    torch.manual_seed(3)
+    got = model.start(tokens(), context)
+    torch.manual_seed(3)
+    mask = (torch.rand(got.shape) >= 0.3).double() / 0.7
+    embedded = 8 * model.tok_embeddings(tokens())
+    torch.testing.assert_close(got, mask * embedded, rtol=1e-13, atol=1e-13)
+    assert torch.equal(model.eval().start(tokens(), context), embedded)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +112,27 @@ def test_the_key_alone_decides_the_masks():
     assert torch.equal(before, torch.get_rng_state())  # a model without dropout draws nothing
 
 
+@pytest.mark.parametrize("option", ["dropout", "embedding_dropout"])
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])
-def test_a_rate_out_of_range_is_refused(rate):
-    with pytest.raises(UserError, match=f"model.dropout={rate} must be at least 0 and below 1"):
-        decoder_config(OuroOptions(dropout=rate), max_seq_len=8)
+def test_a_rate_out_of_range_is_refused(rate, option):
+    with pytest.raises(UserError, match=f"model.{option}={rate} must be at least 0 and below 1"):
+        decoder_config(read_options({option: rate}), max_seq_len=8)
 
 
-def test_settings_that_would_give_wrong_masks_are_refused(tmp_path):
+def test_configs_from_before_the_embedding_could_be_dropped_are_read():
+    options = read_options({"family": "discoloop", "size": "debugmodel", "dropout": 0.1})
+    assert decoder_config(options, max_seq_len=8).embedding_dropout is None
+
+
+@pytest.mark.parametrize("option", ["dropout", "embedding_dropout"])
+def test_settings_that_would_give_wrong_masks_are_refused(tmp_path, option):
     config = tiny_config(tmp_path / "source", tmp_path / "run")
-    model = decoder_config(OuroOptions(dropout=0.1), max_seq_len=SEQ_LEN)
+    model = decoder_config(read_options({option: 0.1}), max_seq_len=SEQ_LEN)
     assert not list(layout_refusals(config, model, 1))
     config.activation_checkpoint = FullAC.Config(preserve_rng_state=False)
     config.training.disable_cuda_graphs = False
     graphs, masks = (str(refusal) for refusal in layout_refusals(config, model, 1))
-    assert "training.disable_cuda_graphs=False replays one mask of model.dropout" in graphs
-    assert "preserve_rng_state=False recomputes with other masks of model.dropout" in masks
+    assert "training.disable_cuda_graphs=False replays one dropout mask" in graphs
+    assert "preserve_rng_state=False recomputes with other dropout masks" in masks
     without = decoder_config(OuroOptions(), max_seq_len=SEQ_LEN)
     assert not list(layout_refusals(config, without, 1))

@@ -126,8 +126,8 @@ def check_recomputation(
     """
     if draws and config is not None and not config.preserve_rng_state:
         raise UserError(
-            "activation_checkpoint.preserve_rng_state=False recomputes with other masks of "
-            "model.dropout; leave it True"
+            "activation_checkpoint.preserve_rng_state=False recomputes with other dropout masks; "
+            "leave it True"
         )
     degree = parallelism.tensor_parallel_degree
     if isinstance(config, FullOffloadAC.Config) and degree > 1:

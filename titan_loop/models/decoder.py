@@ -40,6 +40,7 @@ from titan_loop.models.context import (
     WindowShare,
 )
 from titan_loop.models.decoder_costs import DecoderCosts
+from titan_loop.models.dropout import Dropout
 from titan_loop.models.injection import Injected
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
@@ -82,6 +83,7 @@ class LoopDecoder(Decoder):
         recurrence: Recurrence.Config = field(default_factory=Recurrence.Config)
         state_gather: Identity.Config = field(default_factory=Identity.Config)
         positions: Positions.Config = field(default_factory=RotaryPositions.Config)
+        embedding_dropout: Dropout.Config | None = None
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take window length, placements and reach of the backward pass from a trainer's."""
@@ -115,8 +117,9 @@ class LoopDecoder(Decoder):
 
         @property
         def draws(self) -> bool:
-            """Whether the layers draw random numbers in training."""
-            return any(layer.dropout is not None for layer in self.layers)
+            """Whether the model draws random numbers in training."""
+            parts = (self.embedding_dropout, *(layer.dropout for layer in self.layers))
+            return any(part is not None for part in parts)
 
         def check_spreading(self, *, tensor_parallel: int, context_parallel: int) -> None:
             """Raise `UserError` for a degree that this architecture cannot be spread by."""
@@ -169,6 +172,8 @@ class LoopDecoder(Decoder):
         self.state_gather = config.state_gather.build()
         rope = config.layers[0].attention.rope
         self.positions: Positions = config.positions.build(rope=rope)
+        dropout = config.embedding_dropout
+        self.embedding_dropout = None if dropout is None else dropout.build()
         self.injection = None if config.injection is None else config.injection.build()
         self.observe: Callable[[Tensor, int | Tensor | None, int], None] | None = None
 
@@ -258,6 +263,8 @@ class LoopDecoder(Decoder):
         """
         token_BLD = self.scaled(self.tok_embeddings(tokens))
         embedding_BLD = self.positions.embedded(token_BLD, context.positions_BL)
+        if self.embedding_dropout is not None:
+            embedding_BLD = self.embedding_dropout(embedding_BLD)
         embedding_BLD = self._outside(range(self.config.looped.start), embedding_BLD, context)
         return embedding_BLD if self.injection is None else self.injection.start(embedding_BLD)
 

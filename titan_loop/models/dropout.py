@@ -1,4 +1,4 @@
-"""Dropout of what a layer's branches add to the state, right under recomputation and in parallel.
+"""Dropout of embeddings and of what branches add, right under recomputation and in parallel.
 
 A mask comes from the default generator, drawn for the whole tensor: tensor-parallel ranks, whose
 generators are in one state, draw the same one and keep their part, so that the ranks of a state
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.module import Module
+
+from titan_loop.errors import UserError
 
 
 class Drawing(Module):
@@ -44,6 +46,17 @@ class Dropout(Drawing):
             whole = DTensor.from_local(kept, mesh, [Replicate()] * mesh.ndim, run_check=False)
             kept = whole.redistribute(placements=x.placements)
         return x * kept / (1 - self.rate)
+
+
+def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:
+    """Return the config of a model option's rate, None for 0.
+
+    Raises:
+        UserError: The rate is outside [0, 1).
+    """
+    if not 0.0 <= rate < 1.0:
+        raise UserError(f"model.{option}={rate} must be at least 0 and below 1")
+    return Dropout.Config(rate=rate) if rate else None
 
 
 def draws(model: nn.Module) -> bool:

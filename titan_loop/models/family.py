@@ -43,6 +43,7 @@ RUNTIME_OPTIONS = frozenset(
         "attention",
         "readout_chunk_tokens",
         "dropout",
+        "embedding_dropout",
         "residual_scale",
     )
 )

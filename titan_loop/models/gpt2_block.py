@@ -33,7 +33,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 from titan_loop.models.attention import LoopAttention, inner_attention_config
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.dropout import Dropout
+from titan_loop.models.dropout import Dropout, dropout_config
 from titan_loop.models.family import ModelSize
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.memory_parts import LayerBytes, Spread
@@ -251,5 +251,5 @@ def block_config(
             w1=linear(shape.dim, shape.hidden_dim), w2=output(shape.hidden_dim)
         ),
         ffn_bias=StateBias.Config(dim=shape.dim, param_init=ZERO),
-        dropout=Dropout.Config(rate=dropout) if dropout else None,
+        dropout=dropout_config(dropout),
     )

@@ -46,7 +46,7 @@ def layout_refusals(
     if model.draws and not config.training.disable_cuda_graphs:
         yield Refusal(
             "training.disable_cuda_graphs",
-            "training.disable_cuda_graphs=False replays one mask of model.dropout",
+            "training.disable_cuda_graphs=False replays one dropout mask",
             "leave it True",
         )
     yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))

@@ -299,11 +299,11 @@ def decoder_config(
             f"model.state={options.state} is unknown{nearest(options.state, get_args(State))}"
         )
     absent = options.exit_gate or options.tie_weights or options.scale_embeddings
-    if absent or options.injection != "none":
+    if absent or options.embedding_dropout or options.injection != "none":
         raise UserError(
-            "model.family=latent has no exit gate, no tied weights, no scaled embeddings and no "
-            "injection; leave model.exit_gate, model.tie_weights, model.scale_embeddings and "
-            "model.injection as they are"
+            "model.family=latent has no exit gate, no tied weights, no scaled embeddings, no "
+            "embedding dropout and no injection; leave model.exit_gate, model.tie_weights, "
+            "model.scale_embeddings, model.embedding_dropout and model.injection as they are"
         )
     for name in ("corruption", "corrupted_share"):
         if not 0 <= getattr(options, name) <= 1:

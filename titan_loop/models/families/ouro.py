@@ -40,7 +40,7 @@ from titan_loop.models.attention import (
 )
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.dropout import Dropout
+from titan_loop.models.dropout import dropout_config
 from titan_loop.models.exit_gate import ExitGate
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize, register
 from titan_loop.models.final_norm import FinalNorm, NormPlacement
@@ -130,6 +130,10 @@ class OuroOptions(ModelOptions):
     """Share of what a layer's attention and feed-forward add to the state that is zeroed in
     training."""
 
+    embedding_dropout: float = 0.0
+    """Share of the embedding, with its positions, that is zeroed in training where it enters the
+    state."""
+
 
 def _linear(in_features: int, out_features: int) -> Linear.Config:
     return Linear.Config(in_features=in_features, out_features=out_features, param_init=_MATRIX)
@@ -195,8 +199,6 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             f"model.n_layers={shape.n_layers} to loop; use fewer, and none below 0"
         )
     theta = 10_000.0 if options.rope_theta is None else options.rope_theta
-    if not 0.0 <= options.dropout < 1.0:
-        raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
@@ -250,7 +252,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
                 w3=_linear(shape.dim, shape.hidden_dim),
             ),
             ffn_post_norm=norm(branch_gain),
-            dropout=Dropout.Config(rate=options.dropout) if options.dropout else None,
+            dropout=dropout_config(options.dropout),
         )
 
     head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_MATRIX)
@@ -267,6 +269,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         layers=[layer() for _ in range(shape.n_layers)],
         norm_placement=options.norm_placement,
         scale_embeddings=options.scale_embeddings,
+        embedding_dropout=dropout_config(options.embedding_dropout, "embedding_dropout"),
         positions=positions,
         injection=_injection(options, shape),
         prelude_layers=options.prelude_layers,

@@ -104,8 +104,6 @@ def decoder_config(
     """Return the architecture; arguments as of `Family.decoder_config`."""
     if options.exit_gate:
         raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
-    if not 0.0 <= options.dropout < 1.0:
-        raise UserError(f"model.dropout={options.dropout} must be at least 0 and below 1")
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
