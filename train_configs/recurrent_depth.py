@@ -42,7 +42,7 @@ SMALL_DEPTH = PermutationHops(
 SMALL_DEPTHS = [1, 2, 4, 6, 8, 12, 16, 24, 40]
 SMALL_WINDOW = 48
 SMALL_BATCH_TOKENS = 20 * SMALL_WINDOW
-SMALL_TOKENS, SMALL_SYSTEMATIC_TOKENS = 8_000 * SMALL_BATCH_TOKENS, 5_000 * SMALL_BATCH_TOKENS
+SMALL_TOKENS, SMALL_SYSTEMATIC_TOKENS = 8_000 * SMALL_BATCH_TOKENS, 10_000 * SMALL_BATCH_TOKENS
 SMALL_WARMUP_TOKENS = 200 * SMALL_BATCH_TOKENS
 
 
@@ -179,7 +179,10 @@ def _small_systematic(steps: int) -> LoopTrainer.Config:
     )
     config.total_tokens = SMALL_SYSTEMATIC_TOKENS
     config.learning_rate = Schedule.warmup_cosine(
-        3e-3, warmup_tokens=SMALL_WARMUP_TOKENS, total_tokens=SMALL_SYSTEMATIC_TOKENS
+        3e-3,
+        warmup_tokens=SMALL_WARMUP_TOKENS,
+        total_tokens=SMALL_SYSTEMATIC_TOKENS,
+        final=3e-4,
     )
     return config
 
