@@ -61,10 +61,15 @@ ARMS: dict[str, dict[str, Any]] = {
     "grown_averaged": {"average": 0.995},
     "grown_muon": {"optimizer": "muon"},
     "not_looped_muon": {"steps": 1, "optimizer": "muon"},
+    "looped_muon": {"steps": STEPS, "exit_gate": True, "optimizer": "muon"},
     "two_layers": {"steps": 1, "n_layers": 2},
+    "two_layers_muon": {"steps": 1, "n_layers": 2, "optimizer": "muon"},
     "dense": {"steps": 1, "n_layers": STEPS},
+    "dense_muon": {"steps": 1, "n_layers": STEPS, "optimizer": "muon"},
     "not_looped_flops": {"steps": 1, "same_flops": True},
     "grown_flops": {"same_flops": True},
+    "not_looped_muon_flops": {"steps": 1, "optimizer": "muon", "same_flops": True},
+    "grown_muon_flops": {"optimizer": "muon", "same_flops": True},
     "looped_flops": {"steps": STEPS, "exit_gate": True, "same_flops": True},
 }
 """Name → options; `dense` has as many layers as the looped arms have visits."""
