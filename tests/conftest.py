@@ -30,7 +30,18 @@ from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
 
-MARKERS = ("gpu", "hf4", "hf5", "hostile", "multi_gpu", "multiprocess", "network", "slow", "slurm")
+MARKERS = (
+    "effects",
+    "gpu",
+    "hf4",
+    "hf5",
+    "hostile",
+    "multi_gpu",
+    "multiprocess",
+    "network",
+    "slow",
+    "slurm",
+)
 REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split(",")))
 
 BUDGETS = {

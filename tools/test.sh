@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests, on a fresh machine with only Python 3.11 or later; those on a real SLURM are in
-# tools/test_slurm.sh, those of damaged and crafted files in tools/test_hostile.sh.
+# tools/test_slurm.sh, those of damaged and crafted files in tools/test_hostile.sh,
+# short runs that must learn in tools/test_effects.sh.
 #
 #   bash tools/test.sh [--durations] [PYTEST ARGUMENTS]
 #
@@ -26,7 +27,7 @@ setup_seconds=$SECONDS
 echo "set-up: $setup_seconds s of $SETUP_BUDGET_SECONDS s"
 
 status=0
-"$VENV/bin/python" -m pytest -m "not slurm and not hostile" "$@" || status=$?
+"$VENV/bin/python" -m pytest -m "not slurm and not hostile and not effects" "$@" || status=$?
 if [ $enforce = 1 ] && [ "$setup_seconds" -gt $SETUP_BUDGET_SECONDS ]; then
     echo "tools/test.sh: set-up took $setup_seconds s, its budget is $SETUP_BUDGET_SECONDS s" >&2
     status=1
