@@ -1,5 +1,6 @@
 """The runtime shims: launcher variables, threads, and real memory figures on CPU."""
 
+import logging
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import titan_loop.compat as compat
 import torch
+from torchtitan.tools.logging import init_logger
 
 from titan_loop.errors import UserError
 
@@ -159,3 +161,16 @@ def test_the_flight_recorder_leaves_what_torchs_analyser_reads(tmp_path):
     compat.dump_flight_recorder(tmp_path / "comm_traces" / "rank_0")
     trace = pickle.loads((tmp_path / "comm_traces" / "rank_0").read_bytes())
     assert {"version", "pg_config"} <= set(trace)
+
+
+def test_lines_of_torchtitan_that_mislead_are_dropped_or_corrected(monkeypatch, capsys):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "filters", [])
+    init_logger()
+    compat.quiet_upstream()
+    logging.getLogger("torchtitan.observability").info("Structured logging disabled via %s", "x")
+    root.info("[GC] Initial GC collection took 0.00 seconds")
+    root.info("Optimizer AdamW: 9 params [*] {'lr': 0.0, 'betas': (0.9, 0.95)}")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("Optimizer AdamW: 9 params [*] {'betas': (0.9, 0.95)}")

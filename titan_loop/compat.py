@@ -372,6 +372,7 @@ _UPSTREAM_NOISE = (
     "torch.distributed is already initialized",  # by the stage before, as it should be
     "Training completed",  # also where `training.steps` cut it; `run_training` says what was done
     "Structured logging disabled",
+    "[GC] ",
 )
 
 
@@ -379,12 +380,17 @@ def _is_ours(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     if message.startswith("ENV[TORCH_NCCL_") and device_type() == "cpu":
         return False  # gloo has no such variables
+    if message.startswith("Optimizer "):
+        record.msg = message.replace("'lr': 0.0, ", "")  # the schedule's rates come later
+        record.args = None
     return not message.startswith(_UPSTREAM_NOISE)
 
 
 def quiet_upstream() -> None:
     """Drop the few lines torchtitan 0.3.0 prints that would mislead a reader of our logs."""
-    titan_logger.addFilter(_is_ours)  # adding it twice changes nothing
+    # A logger's filter does not see what its children log; a handler's does.
+    for place in (titan_logger, *titan_logger.handlers):
+        place.addFilter(_is_ours)  # adding it twice changes nothing
 
 
 def skip_final_pause() -> None:

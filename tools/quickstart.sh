@@ -23,7 +23,7 @@ case "${1:-}" in
 --short)
     corpus=$SHORT_CORPUS run=runs/quickstart-short
     text_flags=("${SHORT_TEXT[@]}")
-    train_flags=(--total-tokens 80000 --held-out.interval 0 --dump-folder "$run"
+    train_flags=(--total-tokens 80000 --held-out.interval 0
         --dataloader.mixture "$corpus/code=0.4,$corpus/prose=0.4,$corpus/math=0.2")
     eval_windows=8
     eval_flags=() # it has hardly trained
@@ -33,24 +33,32 @@ case "${1:-}" in
     exit 2
     ;;
 esac
+unlooped=$run-without-loops
 
 SECONDS=0
-stage "1/6 corpus: code, prose and mathematics from this Python installation"
+stage "1/7 corpus: code, prose and mathematics from this Python installation"
 local_text "$corpus" "${text_flags[@]}"
 
-stage "2/6 tokenizer ($VOCABULARY tokens) and token shards"
+stage "2/7 tokenizer ($VOCABULARY tokens) and token shards"
 local_sources "$corpus"
 
-stage "3/6 training one layer, applied four times"
-titan_loop train quickstart "${train_flags[@]}"
+stage "3/7 training one layer, applied four times"
+titan_loop train quickstart "${train_flags[@]}" --dump-folder "$run"
 
-stage "4/6 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
-titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}"
+stage "4/7 the same layer on the same tokens without loops (R = 1), to compare with"
+titan_loop train quickstart "${train_flags[@]}" --recurrence.steps 1 --held-out.depths 1 \
+    --dump-folder "$unlooped"
 
-stage "5/6 plots"
+stage "5/7 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
+# One table for both: the row of the model without loops stands above the n-gram models.
+without=$(titan_loop eval "$unlooped" --windows $eval_windows --depths 1 |
+    sed -n 's/^R = 1 (trained)/without loops  /p')
+titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}" | sed "/^unigram/i $without"
+
+stage "6/7 plots"
 titan_loop plot "$run"
 
-stage "6/6 completions after one recurrent step and after four"
+stage "7/7 completions after one recurrent step and after four"
 completions() { # completions R
     echo "R = $1"
     titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \
@@ -60,4 +68,4 @@ completions 1 >"$run/completions-1.txt"
 completions 4 >"$run/completions-4.txt"
 pr -m -t -w 150 "$run"/completions-{1,4}.txt
 
-printf '\nquick start: %d s. Data: %s, run: %s\n' $SECONDS "$corpus" "$run"
+printf '\nquick start: %d s. Data: %s, runs: %s, %s\n' $SECONDS "$corpus" "$run" "$unlooped"

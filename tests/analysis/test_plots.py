@@ -176,14 +176,14 @@ def test_a_run_without_records_is_refused(tmp_path: Path):
 
 def test_table():
     assert depth_table(REPORT).splitlines() == [
-        "bits per byte           code          math",
-        "------------------------------------------",
-        "R = 1           2.500 ±0.100             -",
-        "R = 2*          2.250 ±0.050  1.500 ±0.100",
-        "unigram         3.000         2.000",
-        "bigram          2.750                    -",
-        "------------------------------------------",
-        "held-out bytes        12,345            99",
+        "bits per byte            code          math",
+        "-------------------------------------------",
+        "R = 1            2.500 ±0.100             -",
+        "R = 2 (trained)  2.250 ±0.050  1.500 ±0.100",
+        "unigram          3.000         2.000",
+        "bigram           2.750                    -",
+        "-------------------------------------------",
+        "held-out bytes         12,345            99",
     ]
 
 

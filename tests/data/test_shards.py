@@ -149,7 +149,7 @@ def test_unreadable_or_newer_card(source: Path) -> None:
 
 
 def test_missing_split(source: Path) -> None:
-    with pytest.raises(UserError, match="no tokens in its split 'held_out'"):
+    with pytest.raises(UserError, match="no tokens in its split 'held_out': prepare it"):
         TokenShards(source, "held_out")
 
 

@@ -19,7 +19,7 @@ from titan_loop.cli import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.recipes.runner import run_recipe
+from titan_loop.recipes.runner import check_recipe, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
@@ -99,6 +99,14 @@ def test_a_stage_that_would_read_its_parent_s_windows_again_is_a_warning(source,
     with pytest.raises(UserError, match="stage fork"):
         run_recipe(recipe)
     assert "stage 1b reads the same windows in the same order as 1a" in capfd.readouterr().out
+
+
+def test_what_is_legal_and_does_little_is_one_line(source, tmp_path, caplog):
+    recipe = chain(source, tmp_path)
+    for stage in recipe.stages:
+        stage.config.comm.train_timeout_seconds = 100
+    check_recipe(recipe, 1)
+    assert caplog.text.count("hang_seconds=1800 has no effect on a collective") == 1
 
 
 def test_an_interrupted_chain_goes_on_where_it_was(source, tmp_path, monkeypatch):

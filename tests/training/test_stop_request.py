@@ -20,6 +20,7 @@ from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import GRACE_VARIABLE, StopListener, grace_seconds
@@ -229,11 +230,11 @@ def test_a_grace_time_that_is_none_is_refused(text):
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path, caplog):
+def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path):
     config = tiny_config(source, tmp_path)
     config.comm.train_timeout_seconds = 100
-    resolve(config, 1)
-    assert "hang_seconds=1800 has no effect on a collective that hangs" in caplog.text
+    (remark,) = remarks(config)
+    assert "hang_seconds=1800 has no effect on a collective that hangs" in remark
     config.hang_seconds = -1
     with pytest.raises(UserError, match="hang_seconds=-1"):
         resolve(config, 1)

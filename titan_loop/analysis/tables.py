@@ -10,7 +10,7 @@ from titan_loop.tables import columns
 def depth_table(report: DepthReport) -> str:
     """Return bits per byte of every source at every depth, baselines last, lower is better.
 
-    Intervals are half widths of 95 % bootstrap intervals over documents; `*` marks the trained R.
+    Intervals are half widths of 95 % bootstrap intervals over documents.
     """
     lines = text_table(depth_rows(report)).splitlines()
     return "\n".join([*lines[:-1], lines[1], lines[-1]])
@@ -23,7 +23,7 @@ def depth_rows(report: DepthReport) -> list[list[str]]:
     baselines = list(dict.fromkeys(name for s in sources.values() for name in s.baselines))
     rows = [["bits per byte", *sources]]
     for depth in depths:
-        mark = "*" if depth == report.trained_recurrent_steps else ""
+        mark = " (trained)" if depth == report.trained_recurrent_steps else ""
         rows.append([f"R = {depth}{mark}", *(_at_depth(s, depth) for s in sources.values())])
     for name in baselines:
         rows.append([name, *(_baseline(source, name) for source in sources.values())])

@@ -22,7 +22,7 @@ class Scoring:
     """Depths, tasks and settings of a scoring.
 
     Attributes:
-        depths: Recurrent steps to score, all in one pass.
+        depths: Recurrent steps to score, all in one pass; by default 1 to 6 for held-out text.
         windows: Held-out windows per source, always the same ones.
         sources: Sources to score: names of the run's, or folders of others; by default all of the
             run's.

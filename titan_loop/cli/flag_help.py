@@ -53,6 +53,17 @@ WITHOUT_EFFECT = {
 }
 """Beginnings of flags that torchtitan has and nothing here follows, and why."""
 
+HERE = {
+    "--dump-folder": "Folder of the run; in a recipe's, every stage has one of its own.",
+    "--training.steps": "Step at which this start ends before its tokens do, for a later start to "
+    "go on from; 0 for none.",
+    "--training.seq-len": "Tokens of a training window.",
+    "--training.local-batch-size": "Windows that a rank computes at a time; a step accumulates the "
+    "gradients of as many such batches as the global batch needs.",
+    "--metrics.log-freq": "Steps between two progress lines.",
+}
+"""Texts of flags whose own speak of what is different here, or to readers of the code."""
+
 
 class Flag(NamedTuple):
     """A field of a config as a flag.
@@ -84,7 +95,7 @@ def flags_of(config: Any, prefix: str = "--") -> Iterator[Flag]:
         if is_dataclass(value) and not isinstance(value, (type, Schedule)):
             yield from flags_of(value, f"{name}.")
         else:
-            yield Flag(name, kind, value, texts.get(field.name, ""))
+            yield Flag(name, kind, value, HERE.get(name) or texts.get(field.name, ""))
 
 
 def help_text(config: Any, program: str, choices: Sequence[str], *, everything: bool) -> str:

@@ -83,7 +83,7 @@ class Generation:
                 raise UserError(f"{field.name}={value} has no effect without {without[field.name]}")
 
 
-def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -> None:
+def generate(checkpoint: Path, generation: Generation, *, stage: str | None = None) -> None:
     """Complete prompts, or chat, with a checkpoint.
 
     Without --prompt, every line of standard input is a prompt.
@@ -91,10 +91,10 @@ def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -
     Args:
         checkpoint: Folder of a checkpoint, of a run for its newest one, or of a recipe for its
             newest stage.
-        given: Prompts and settings.
+        generation: Prompts and settings.
         stage: Stage of that recipe.
     """
-    given.check()
+    generation.check()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
 
     import titan_loop.compat as compat  # isort: skip  (before any torchtitan module)
@@ -109,45 +109,49 @@ def generate(checkpoint: Path, given: Generation, *, stage: str | None = None) -
     from titan_loop.inference.speculative import SelfSpeculation
     from titan_loop.runs.recipe_folder import chosen_run
 
-    policy = parse_exit_policy(given.exit)
+    policy = parse_exit_policy(generation.exit)
     options = SessionOptions(
-        sampling=Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p),
-        seed=given.seed,
-        max_new_tokens=given.max_new_tokens,
-        stop=given.stop,
-        chat=given.chat,
+        sampling=Sampling(
+            temperature=generation.temperature, top_k=generation.top_k, top_p=generation.top_p
+        ),
+        seed=generation.seed,
+        max_new_tokens=generation.max_new_tokens,
+        stop=generation.stop,
+        chat=generation.chat,
     )
-    cache_strategy(given.kv_cache)
+    cache_strategy(generation.kv_cache)
     loaded = load_checkpoint(
         chosen_run(checkpoint, stage),
         use="generate",
-        context_tokens=given.context,
+        context_tokens=generation.context,
         device=compat.device_type(),
-        dtype=getattr(torch, given.dtype),
+        dtype=getattr(torch, generation.dtype),
     )
-    steps = loaded.recurrent_steps if given.recurrent_steps is None else given.recurrent_steps
+    steps = (
+        loaded.recurrent_steps if generation.recurrent_steps is None else generation.recurrent_steps
+    )
     speculation = None
-    if given.draft_step is not None:
-        speculation = SelfSpeculation(given.draft_step, given.draft_tokens)
+    if generation.draft_step is not None:
+        speculation = SelfSpeculation(generation.draft_step, generation.draft_tokens)
     engine = Engine(
         loaded.model,
         recurrent_steps=steps,
-        kv_cache=given.kv_cache,
+        kv_cache=generation.kv_cache,
         exit_policy=policy,
         speculation=speculation,
     )
-    tokenizer = load_matching_tokenizer(loaded, given.tokenizer)
+    tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)
     session = Session(engine, loaded, tokenizer, options)
-    if given.chat and not session.knows_chats:
+    if generation.chat and not session.knows_chats:
         print(
             "[this model was not trained on conversations: it continues the text of the chat]",
             file=sys.stderr,
         )
-    if len(given.prompt) > 1:
-        _print_all(session, list(given.prompt), given)
+    if len(generation.prompt) > 1:
+        _print_all(session, list(generation.prompt), generation)
     else:
-        for prompt in given.prompt or _lines():
-            _print_answer(session, prompt, given)
+        for prompt in generation.prompt or _lines():
+            _print_answer(session, prompt, generation)
 
 
 def _print_answer(session: "Session", prompt: str, given: Generation) -> None:

@@ -76,9 +76,10 @@ class TokenShards:
         self.folder = Path(folder)
         self.card = SourceCard.read(self.folder) if card is None else card
         if split not in self.card.splits or not self.card.splits[split].tokens:
-            raise UserError(
-                f"source {folder} has no tokens in its split {split!r}: add documents to it"
-            )
+            fix = "add documents to it"
+            if split == "held_out":
+                fix = "prepare it with a larger --held-out-fraction"
+            raise UserError(f"source {folder} has no tokens in its split {split!r}: {fix}")
         self.name = split
         self.split = self.card.splits[split]
         self.tokens = self.split.tokens

@@ -28,7 +28,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
-from titan_loop.training.preflight import folder_refusals
+from titan_loop.training.preflight import folder_refusals, remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import (
     check_resumable,
@@ -111,7 +111,6 @@ def check_recipe(
     *,
     folder: str = "",
     only: str | None = None,
-    warn: bool = True,
 ) -> tuple[Path, list[Stage]]:
     """Refuse a recipe that cannot be trained; touches neither a process group nor a device.
 
@@ -120,7 +119,6 @@ def check_recipe(
         world_size: Number of ranks that will train.
         folder: As for `run_recipe`.
         only: As for `run_recipe`.
-        warn: Warn about legal but probably unintended settings.
 
     Returns:
         The folder of the recipe, and the stages to train.
@@ -130,13 +128,14 @@ def check_recipe(
     """
     recipe.check()
     root = recipe.place(folder)
-    return root, check_placed(recipe, world_size, only=only, warn=warn)
+    return root, check_placed(recipe, world_size, only=only)
 
 
-def check_placed(
-    recipe: Recipe, world_size: int, *, only: str | None = None, warn: bool = True
-) -> list[Stage]:
-    """Do `check_recipe`'s work on a recipe that has its folders; return the stages to train."""
+def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
+    """Do `check_recipe`'s work on a recipe that has its folders; return the stages to train.
+
+    What is legal and probably not meant is warned of, once.
+    """
     stages = recipe.stages if only is None else [recipe.stage(only)]
     for stage in recipe.stages:
         if only not in (None, stage.name):
@@ -145,8 +144,10 @@ def check_placed(
         raise_first(parent_refusals(recipe, stages[0]))
     for stage in stages:
         _check(recipe, stage, world_size)
-        if warn:
-            _warn_of_same_windows(recipe, stage)
+        _warn_of_same_windows(recipe, stage)
+    # A remark about all stages' data or devices is one line.
+    for remark in dict.fromkeys(text for stage in stages for text in remarks(stage.config)):
+        logger.warning("%s", remark)
     return stages
 
 

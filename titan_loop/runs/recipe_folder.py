@@ -33,12 +33,13 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
         raise UserError(
             f"--stage {stage} is none of those begun in {folder}{nearest(stage, begun)}"
         )
-    chosen = stage or max(begun, key=lambda name: (begun[name], name))
+    by_age = sorted(begun, key=lambda name: (begun[name], name))
+    chosen = stage or by_age[-1]
     if stage is None:
         logger.info(
             "%s has the stages %s: taking %s; --stage takes another",
             folder,
-            ", ".join(sorted(begun)),
+            ", ".join(by_age),
             chosen,
         )
     return RunDirectory(folder / chosen).path

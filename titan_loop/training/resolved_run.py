@@ -15,7 +15,6 @@ from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.errors import raise_first
@@ -26,7 +25,7 @@ from titan_loop.training.chosen_model import model_config, model_options
 from titan_loop.training.config import RunConfig
 from titan_loop.training.flop_budget import within_budget
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.preflight import refusals, remarks
+from titan_loop.training.preflight import refusals
 from titan_loop.training.recurrence import most_recurrent_steps
 
 
@@ -92,8 +91,6 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     """
     config = within_budget(config)
     raise_first(refusals(config, world_size))
-    for remark in remarks(config):
-        logger.warning("%s", remark)
     config, model = _copied(config), model_config(config)
     config.model = model_options(config)
     config.dataloader.accept_change |= config.accept_change

@@ -88,7 +88,7 @@ def test_an_empty_held_out_split_is_said(
     )
     assert card is not None
     assert card.splits["held_out"].documents == 0
-    assert "holds out 0 tokens, which windows (training.seq_len) of 1 tokens" in caplog.text
+    assert "holds out no document, so that no run can be scored on it" in caplog.text
     assert list(verify_source(tmp_path / "out")) == []
 
 

@@ -59,11 +59,12 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
     held_out = splits["held_out"].tokens if preparation.holds_out else _USUAL_WINDOW
     if held_out < _USUAL_WINDOW:
         logger.warning(
-            "%s holds out %d tokens, which windows (training.seq_len) of %d tokens or more cannot "
-            "be scored on: raise --held-out-fraction, or give --held-out-inputs",
+            "%s holds out %s: raise --held-out-fraction, or give --held-out-inputs",
             output,
-            held_out,
-            max(held_out, 1),
+            f"{held_out} tokens, which score a run only if its windows (training.seq_len) are "
+            "shorter than that"
+            if held_out
+            else "no document, so that no run can be scored on it",
         )
     card = SourceCard(
         name=output.name,
