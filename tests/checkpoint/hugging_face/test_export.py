@@ -179,7 +179,7 @@ def test_the_card_tells_where_the_model_comes_from(plain: Exported, grouped: Exp
     lineage = json.loads(card.split("## Lineage\n")[1])
     assert lineage["lineage"] == LINEAGE
     assert lineage["step"] == STEP
-    assert "applied 3 times" in card
+    assert "model: 2 layers, applied 3 times" in card
     parameters = sum(p.numel() for p in plain.model.parameters())
     assert f"| parameters | {parameters:,} |" in card
     tied = (grouped.folder / "README.md").read_text()

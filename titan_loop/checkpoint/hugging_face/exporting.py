@@ -37,7 +37,7 @@ tags:
 
 # {name}
 
-A looped language model: {n_layers} layers, applied {recurrent_steps} times to every token, with an
+A looped language model: {stack}, applied {recurrent_steps} times to every token, with an
 exit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741). Exported by titan_loop {version}.
 
 | | |
@@ -181,6 +181,7 @@ def model_card(
         version=titan_loop.__version__,
         parameters=sum(prod(size) for size in shape.parameter_shapes().values()),
         dim=shape.dim,
+        stack="1 layer" if shape.n_layers == 1 else f"{shape.n_layers} layers",
         n_layers=shape.n_layers,
         n_heads=shape.n_heads,
         hidden_dim=shape.hidden_dim,
