@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoint.hugging_face.conftest import convert
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from titan_loop.cli.main import main
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows
-from titan_loop.errors import UserError
+from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation import evaluate_run as module
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
@@ -139,3 +141,24 @@ def test_sources_and_window_are_chosen(source: Path, little_held_out: Path, tmp_
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"other/tokenizer\.json"):
         evaluate_run(run.path, depths=[1], sources=[str(other)])
+
+
+def test_an_imported_model_is_scored_on_sources_that_are_named(
+    source: Path, tmp_path: Path, capsys
+):
+    run = write_run_of(source, tmp_path / "run")
+    write_checkpoint_of(run, 3)
+    convert("export", run, "--output", tmp_path / "exported")
+    convert("import", tmp_path / "exported", "--output", tmp_path / "imported")
+    capsys.readouterr()
+    words = ["eval", str(tmp_path / "imported"), "--depths", "1", "4", "--windows", "2"]
+    assert main([*words, "--sources", str(source)]) == EXIT_OK
+    printed = capsys.readouterr().out
+    assert "R = 4 (trained)" in printed
+    assert "gram" not in printed  # it has read nothing that an n-gram model could count
+    report = DepthReport.latest(RunDirectory(tmp_path / "imported"))
+    before = evaluate_run(run, depths=[1, 4], windows=2)
+    assert report.sources[source.name].depths == before.sources[source.name].depths
+    assert main([*words, "--sources", str(source), "--beats-unigram", "0.1"]) == EXIT_USER_ERROR
+    assert "--beats-unigram needs a run that has read prepared sources" in capsys.readouterr().err
+    assert main(words) == EXIT_USER_ERROR

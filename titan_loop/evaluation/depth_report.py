@@ -167,11 +167,14 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
         baseline: "unigram" or "bigram".
 
     Raises:
-        UserError: If the report lacks the trained number of steps.
+        UserError: If the report lacks the trained number of steps, or the baseline.
         RunFailedError: One line with both numbers.
     """
     name, source = list(report.sources.items())[-1]
-    depth, expected = report.trained_recurrent_steps, source.baselines[baseline]
+    depth = report.trained_recurrent_steps
+    if baseline not in source.baselines:
+        raise UserError(f"--beats-{baseline} needs a run that has read prepared sources")
+    expected = source.baselines[baseline]
     if depth not in source.depths:
         raise UserError(f"--beats-{baseline} needs the trained R = {depth} among --depths")
     bits = source.depths[depth].value

@@ -41,7 +41,9 @@ def evaluate_run(
     seq_len: int | None = None,
     ema: bool = False,
 ) -> DepthReport:
-    """Score a checkpoint of a run that read prepared sources; collective.
+    """Score a checkpoint on held-out text; collective.
+
+    A run that read prepared sources also has an n-gram model fitted on them beside it.
 
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
@@ -56,7 +58,7 @@ def evaluate_run(
 
     Raises:
         UserError: No run, config or checkpoint there, depths or windows below 1, or a run without
-            prepared sources.
+            prepared sources while `sources` names none.
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
@@ -64,10 +66,11 @@ def evaluate_run(
     device = rank_device()
     loaded = load_checkpoint(path, use="held_out", context_tokens=seq_len, device=device, ema=ema)
     held_out = open_run(loaded.run, count=windows, sources=sources, seq_len=seq_len)
-    counts = count_what_was_read(
-        loaded.run, loaded.manifest["data"], loaded.model.config.vocab_size
-    )
-    baselines = {"unigram": UnigramModel(counts), "bigram": BigramModel(counts)}
+    counts = TokenCounts(loaded.model.config.vocab_size)
+    baselines = {}
+    if loaded.run.mixture:  # an import, or a run on generated data, has read no text
+        counts = count_what_was_read(loaded.run, loaded.manifest["data"], counts.vocab_size)
+        baselines = {"unigram": UnigramModel(counts), "bigram": BigramModel(counts)}
     forward = at_depths(loaded.model, depths)
     scores = {name: score_windows(part, forward, device=device) for name, part in held_out.items()}
     nats = {

@@ -84,7 +84,8 @@ class UpcyclingReport:
                 f"{name}: held-out nats per token, {source.windows} windows, {source.n_tokens:,} "
                 "tokens"
             )
-            before, after = f"{self.from_layers} layers", f"{self.n_layers} layers"
+            before = "1 layer" if self.from_layers == 1 else f"{self.from_layers} layers"
+            after = f"{self.n_layers} layers"
             lines.append(f"  step  {before:>11}  {after:>11}   difference")
             rows = zip(source.before, source.after, source.same_steps, strict=True)
             lines.extend(
