@@ -57,6 +57,12 @@ CANDIDATES = {
     "d96_grown_to_0": Candidate(1, 96, 256, 5_200_000, _grown(1_800_000, 3_600_000), 1e-4),
     "d96_to_0": Candidate(1, 96, 256, 3_000_000, Schedule.constant(4), 1e-4),
     "d96_muon": Candidate(1, 96, 256, 2_800_000, Schedule.constant(4), 1e-3, "muon"),
+    "d96_muon_to_0": Candidate(1, 96, 256, 2_800_000, Schedule.constant(4), 1e-4, "muon"),
+    "d96_muon_grown_to_0": Candidate(
+        1, 96, 256, 4_800_000, _grown(1_600_000, 3_200_000), 1e-4, "muon"
+    ),
+    "d96_l2_muon_r2": Candidate(2, 96, 256, 3_400_000, Schedule.constant(2), 1e-4, "muon"),
+    "d128_muon_r4": Candidate(1, 128, 384, 1_900_000, Schedule.constant(4), 1e-4, "muon"),
     "d96_l2_r2": Candidate(2, 96, 256, 3_700_000, Schedule.constant(2)),
     "d128_r2": Candidate(1, 128, 384, 3_600_000, Schedule.constant(2)),
     "d128_r4": Candidate(1, 128, 384, 1_900_000, Schedule.constant(4)),
