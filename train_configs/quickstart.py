@@ -33,6 +33,8 @@ class Candidate(NamedTuple):
         steps: R against tokens.
         final_rate: Learning rate at the end.
         optimizer: Its name.
+        exit_gate: Whether it learns after which step to stop, from the loss of every step; else the
+            loss is that of the last step.
     """
 
     layers: int
@@ -42,6 +44,7 @@ class Candidate(NamedTuple):
     steps: Schedule
     final_rate: float = 1e-3
     optimizer: OptimizerName = "adamw"
+    exit_gate: bool = True
 
 
 def _grown(second: int, fourth: int) -> Schedule:
@@ -60,6 +63,15 @@ CANDIDATES = {
     "d96_muon_to_0": Candidate(1, 96, 256, 2_800_000, Schedule.constant(4), 1e-4, "muon"),
     "d96_muon_grown_to_0": Candidate(
         1, 96, 256, 4_800_000, _grown(1_600_000, 3_200_000), 1e-4, "muon"
+    ),
+    "d96_muon_last": Candidate(
+        1, 96, 256, 3_400_000, Schedule.constant(4), 1e-4, "muon", exit_gate=False
+    ),
+    "d96_muon_last_grown": Candidate(
+        1, 96, 256, 5_000_000, _grown(1_000_000, 2_500_000), 1e-4, "muon", exit_gate=False
+    ),
+    "d128_muon_last": Candidate(
+        1, 128, 384, 2_400_000, Schedule.constant(4), 1e-4, "muon", exit_gate=False
     ),
     "d96_l2_muon_r2": Candidate(2, 96, 256, 3_400_000, Schedule.constant(2), 1e-4, "muon"),
     "d128_muon_r4": Candidate(1, 128, 384, 1_900_000, Schedule.constant(4), 1e-4, "muon"),
@@ -112,6 +124,7 @@ def _config(name: str, folder: str = "") -> LoopTrainer.Config:
             n_layers=candidate.layers,
             dim=candidate.dim,
             hidden_dim=candidate.hidden_dim,
+            exit_gate=candidate.exit_gate,
         ),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
