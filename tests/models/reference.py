@@ -66,6 +66,10 @@ def reference_forward(
                         q[b, i, span] @ of_query[:, distance] + k[b, j, span] @ of_key[:, distance]
                     )
                     scores[b, i, j] += added / HEAD_DIM**0.5
+            if kind == "bias":
+                numbers = weights[f"{name}.attention.distance_scores.bias"][head]
+                distance = (positions[:, :, None] - positions[:, None]).clamp(0, len(numbers) - 1)
+                scores += numbers[distance]
             heads.append(scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v[..., span])
         out = torch.cat(heads, -1) @ weights[f"{name}.attention.wo.weight"].T
         h = h + norm(out, f"{name}.attention_post_norm")

@@ -19,6 +19,7 @@ KINDS = {
     "none": {},
     "relative": {"relative_window": 5},
     "deberta": {"relative_window": 5},
+    "bias": {"relative_window": 5},
 }
 
 
@@ -78,7 +79,7 @@ def test_what_cannot_be_is_refused_in_one_line(options, message):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["relative", "deberta"])
+@pytest.mark.parametrize("kind", ["relative", "deberta", "bias"])
 def test_fewer_keys_than_queries_are_repeated(kind):
     options = OuroOptions(positions=kind, **KINDS[kind])
     whole = make_model(kind)
@@ -112,6 +113,7 @@ def test_the_kind_and_its_size_stand_in_the_architecture():
         *({"positions": "learned", "learned_positions": rows} for rows in (32, 64)),
         *({"positions": "relative", "relative_window": window} for window in (4, 8)),
         {"positions": "deberta", "relative_window": 4},
+        {"positions": "bias", "relative_window": 4},
     ]
     records = [decoder_config(OuroOptions(**kind), max_seq_len=32).architecture() for kind in kinds]
     assert len({str(record) for record in records}) == len(kinds)

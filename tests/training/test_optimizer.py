@@ -29,6 +29,12 @@ def test_norms_and_gate_do_not_decay_and_everything_else_does(size):
         )
 
 
+def test_biases_by_head_and_distance_are_no_matrix():
+    model = build_decoder(OuroOptions(positions="bias", relative_window=3), max_seq_len=32)
+    name = "layers.1.attention.distance_scores.bias"
+    assert model.parameter_group(name, model.get_parameter(name)) == ParameterGroup(decays=False)
+
+
 @pytest.mark.parametrize("exit_gate", [True, False])
 def test_every_parameter_is_in_one_group_with_the_settings_asked_for(exit_gate):
     model = build_decoder(OuroOptions(size="debugmodel", exit_gate=exit_gate), max_seq_len=32)

@@ -1,7 +1,7 @@
 """How optimisers treat a model's parameters; the model says so, parameter by parameter.
 
-    matrix   at least two dimensions larger than 1                     decays
-    vector   the rest: gains of norms, biases, scales, a single row    does not decay
+    matrix   at least two dimensions larger than 1                           decays
+    vector   the rest: gains of norms, biases (of any shape), scales, a row  does not decay
 
 Decay would pull a norm's gain, and with it the exit gate's input scale, towards 0.
 """
@@ -27,7 +27,7 @@ class ParameterGroup:
 
 def default_group(name: str, parameter: Tensor) -> ParameterGroup:
     """Return the treatment that follows from the shape, for embedding and head from their names."""
-    is_matrix = sum(size > 1 for size in parameter.shape) > 1
+    is_matrix = sum(size > 1 for size in parameter.shape) > 1 and not name.endswith(".bias")
     of_vocabulary = name.startswith(("tok_embeddings.", "lm_head."))
     return ParameterGroup(
         decays=is_matrix, is_hidden_matrix=is_matrix and parameter.ndim == 2 and not of_vocabulary

@@ -6,6 +6,7 @@
 | `LearnedPositions` | is added to the embedding | a row a position |
 | `RelativePositions` | adds to scores, by distances that all visits share | rows in every layer |
 | `DebertaPositions` | the same, for keys, too, and every head on its own | rows in every layer |
+| `BiasPositions` | the same, whatever the tokens are | a number a distance in every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
 A looped model visits each layer R times with the same positions. What depends on them alone
@@ -14,7 +15,8 @@ therefore belongs to the decoder, is made once a forward pass and travels in the
 
 Source: rotation: Su et al. 2021, arXiv 2104.09864, in the split-half pairing of the released Ouro
 checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only), and He et al.
-2021 (DeBERTa), arXiv 2006.03654, §3.1, Eq. 4.
+2021 (DeBERTa), arXiv 2006.03654, §3.1, Eq. 4; numbers: Raffel et al. 2020 (T5), arXiv 1910.10683,
+§2.1.
 """
 
 from dataclasses import dataclass
@@ -30,9 +32,9 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
 
-PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "none"]
-"""What positions are: rotations, a learned table, scores by distance (of queries, or of queries and
-keys), or nothing."""
+PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "bias", "none"]
+"""What positions are: rotations, a learned table, scores by distance (of queries, of queries and
+keys, or of neither), or nothing."""
 
 
 class Positions(Module):
@@ -200,6 +202,16 @@ class DebertaPositions(RelativePositions):
         kind: ClassVar[PositionKind] = "deberta"
 
 
+class BiasPositions(RelativePositions):
+    """Distances that `BiasScores` reads."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RelativePositions.Config):
+        """As of the base."""
+
+        kind: ClassVar[PositionKind] = "bias"
+
+
 class DistanceScores(Module):
     """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
 
@@ -264,6 +276,30 @@ class DebertaScores(DistanceScores):
         shape = (*key_BNSW.shape[:3], distance_BLS.shape[1])
         by_key_BNSL = key_BNSW.gather(-1, distance_B1LS.transpose(2, 3).expand(shape))
         return by_query_BNLS + by_key_BNSL.transpose(2, 3)
+
+
+class BiasScores(DistanceScores):
+    """A layer's scores by distance alone: every head has a number for each.
+
+    Source: Raffel et al. 2020 (T5), arXiv 1910.10683, §2.1. Deviations: the numbers are parameters
+    of each layer; distances up to the window stand for themselves, not for buckets.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DistanceScores.Config):
+        """Largest distance, number of heads and their width."""
+
+        n_heads: int
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        self.bias = nn.Parameter(torch.empty(config.n_heads, config.window + 1))
+        self.head_dim = config.head_dim
+
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, distance_BLS: Tensor) -> Tensor:
+        """Return (B, N, L, S) scores before they are scaled, by 1/sqrt(H)."""
+        scores_BNLS = (self.bias[:, distance_BLS] * self.head_dim**0.5).transpose(0, 1)
+        return scores_BNLS.to(q_BLNH.dtype).expand(len(q_BLNH), -1, -1, -1)
 
 
 class RotateHalf(RoPE):

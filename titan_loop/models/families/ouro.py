@@ -47,6 +47,8 @@ from titan_loop.models.final_norm import FinalNorm, NormPlacement
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
 from titan_loop.models.positions import (
+    BiasPositions,
+    BiasScores,
     DebertaPositions,
     DebertaScores,
     DistanceScores,
@@ -102,8 +104,8 @@ class OuroOptions(ModelOptions):
 
     positions: PositionKind = "rope"
     """What positions do: rope rotates queries and keys, as in Ouro; learned adds a vector to the
-    embedding; relative adds to the scores by distance, deberta by that of queries and of keys; none
-    leaves order to the causal mask."""
+    embedding; relative adds to the scores by distance, deberta by that of queries and of keys, bias
+    a number; none leaves order to the causal mask."""
 
     learned_positions: int | None = None
     """Rows of the table of learned positions, at least the tokens of a window."""
@@ -135,6 +137,12 @@ class OuroOptions(ModelOptions):
     state."""
 
 
+_BY_DISTANCE: dict[str, type[RelativePositions.Config]] = {
+    positions.kind: positions
+    for positions in (RelativePositions.Config, DebertaPositions.Config, BiasPositions.Config)
+}
+
+
 def _linear(in_features: int, out_features: int) -> Linear.Config:
     return Linear.Config(in_features=in_features, out_features=out_features, param_init=_MATRIX)
 
@@ -143,11 +151,8 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
     kind = options.positions
     if kind not in get_args(PositionKind):
         raise UserError(f"model.positions={kind} is unknown{nearest(kind, get_args(PositionKind))}")
-    needs = {
-        "learned": "learned_positions",
-        "relative": "relative_window",
-        "deberta": "relative_window",
-    }.get(kind)
+    by_distance = dict.fromkeys(_BY_DISTANCE, "relative_window")
+    needs = {"learned": "learned_positions", **by_distance}.get(kind)
     for name in ("learned_positions", "relative_window"):
         value = getattr(options, name)
         if name == needs and (value is None or value < 1):
@@ -162,18 +167,16 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
             num_embeddings=options.learned_positions, embedding_dim=shape.dim, param_init=_MATRIX
         )
         return LearnedPositions.Config(table=table)
-    if kind in ("relative", "deberta"):
+    if kind in _BY_DISTANCE:
         assert options.relative_window is not None
         if not isinstance(_kernel(options), DocumentAttention.Config):
             raise UserError(f"model.positions={kind} needs model.attention=sdpa or auto")
-        relative = RelativePositions if kind == "relative" else DebertaPositions
-        return relative.Config(window=options.relative_window)
+        return _BY_DISTANCE[kind](window=options.relative_window)
     return RotaryPositions.Config() if kind == "rope" else Positions.Config()
 
 
 def _kernel(options: OuroOptions) -> Module.Config:
-    scores = options.positions in ("relative", "deberta")
-    return inner_attention_config(options.attention, scores=scores)
+    return inner_attention_config(options.attention, scores=options.positions in _BY_DISTANCE)
 
 
 def _injection(options: OuroOptions, shape: ModelSize) -> AdditiveInjection.Config | None:
@@ -236,6 +239,10 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
                 head_dim=head_dim,
                 n_heads=shape.n_heads,
                 param_init=_MATRIX,
+            )
+        elif isinstance(positions, BiasPositions.Config):
+            attention.distance_scores = BiasScores.Config(
+                window=positions.window, head_dim=head_dim, n_heads=shape.n_heads, param_init=_GATE
             )
         elif isinstance(positions, RelativePositions.Config):
             attention.distance_scores = DistanceScores.Config(
