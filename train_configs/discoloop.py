@@ -57,9 +57,16 @@ SMALL_SIZE: dict[str, Any] = {
     "size": "debugmodel",
     "norm_placement": "readout",
     "n_layers": 1,  # with two, a single step composes what it has seen composed
+    "dim": 128,
     "hidden_dim": 256,
+    # So that the second step asks as the first one does; LOG.md has what each of these is worth.
+    "positions": "bias",
+    "relative_window": 3,
+    "scale_embeddings": True,
+    "dropout": 0.2,
+    "embedding_dropout": 0.2,
 }
-SMALL_BATCH, SMALL_STEPS = 256, 10_000
+SMALL_BATCH, SMALL_STEPS = 256, 3_500
 STRENGTHS: dict[str, tuple[str, list[float]]] = {
     "alpha": ("channel_strength", [0.25, 0.5, 2.0, 4.0]),
     "tau": ("temperature", [0.25, 0.5, 2.0, 4.0]),
@@ -180,10 +187,9 @@ def _small(task: TwoGraph, training_steps: int) -> list[Stage]:
         config = _two_graph(
             task, model, steps, batch=SMALL_BATCH, examples=training_steps * SMALL_BATCH
         )
-        config.learning_rate = Schedule.warmup_constant(
-            3e-3, warmup_tokens=200 * SMALL_BATCH * config.training.seq_len
-        )
-        config.adamw.beta2, config.adamw.weight_decay = 0.98, 0.5
+        warmup, last = config.total_tokens // 35, config.total_tokens
+        config.learning_rate = Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {last}:6e-5")
+        config.adamw.beta2, config.adamw.weight_decay = 0.98, 0.2
         config.suite = SuiteConfig(interval=500, depths=_depths(steps), questions=500)
         config.suite.tasks = [task.name]
         config.checkpoint.interval = 2_000

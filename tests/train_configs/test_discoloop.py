@@ -8,6 +8,7 @@ import pytest
 
 from titan_loop.cli.main import main
 from titan_loop.models.families.discoloop import DiscoLoopOptions
+from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
@@ -39,6 +40,23 @@ def test_arms_share_all_but_the_model(name, epochs, examples, steps):
             gate = "learned" if name == "discoloop_language" else "fixed"
             assert (config.model.channel_gate, config.model.top_k) == (gate, None)
     assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
+
+
+@pytest.mark.parametrize("name", ["two_hop_small", "three_hop_small", "two_hop_short"])
+def test_small_arms_share_all_but_the_recurrence(name):
+    shared = []
+    for stage in load_recipe(name).stages:
+        config = stage.config
+        model = {
+            option.name: getattr(config.model, option.name)
+            for option in dataclasses.fields(OuroOptions)
+            if option.name not in ("family", "n_layers")
+        }
+        rates = [config.learning_rate(share * config.total_tokens // 35) for share in (0, 1, 35)]
+        assert rates == pytest.approx([0, 3e-3, 6e-5])
+        shared.append((model, rates, config.total_tokens, config.adamw, config.dataloader))
+    assert shared[0] == shared[1] == shared[2]
+    assert shared[0][0]["embedding_dropout"] == shared[0][0]["dropout"] == 0.2
 
 
 def test_strengths_change_one_option_of_discoloop():
