@@ -198,5 +198,8 @@ def _write(
         card = write_card(output, "splits", splits, licences_used, command)
     except OSError as error:
         raise UserError(f"output {output} cannot be written ({error.strerror})") from error
-    logger.info("%s: %s", output.name, splits)
+    for split, lines in chats.lines.items():
+        logger.info(
+            "%s/%s: %d chats, %d bytes of text", output, split, len(lines), chats.text_bytes[split]
+        )
     return card

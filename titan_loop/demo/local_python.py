@@ -350,6 +350,6 @@ def _write_domain(domain: DomainFiles) -> dict[str, object]:
         domain.folder.name,
         domain.documents.total(),
         domain.text_bytes.total(),
-        dict(domain.dropped) or "nothing",
+        ", ".join(f"{count} {reason}" for reason, count in domain.dropped.items()) or "nothing",
     )
     return {**splits, "dropped": dict(domain.dropped), "packages": sorted(domain.packages)}
