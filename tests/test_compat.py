@@ -1,5 +1,7 @@
 """The runtime shims: launcher variables, threads, and real memory figures on CPU."""
 
+import importlib
+import inspect
 import logging
 import os
 import pickle
@@ -10,7 +12,6 @@ from pathlib import Path
 import pytest
 import titan_loop.compat as compat
 import torch
-from torchtitan.tools.logging import init_logger
 
 from titan_loop.errors import UserError
 
@@ -163,14 +164,43 @@ def test_the_flight_recorder_leaves_what_torchs_analyser_reads(tmp_path):
     assert {"version", "pg_config"} <= set(trace)
 
 
-def test_lines_of_torchtitan_that_mislead_are_dropped_or_corrected(monkeypatch, capsys):
+@pytest.fixture
+def root_logger(monkeypatch) -> logging.Logger:
     root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(root, "filters", [])
-    init_logger()
-    compat.quiet_upstream()
+    for name in ("handlers", "filters"):
+        monkeypatch.setattr(root, name, [])
+    monkeypatch.setattr(root, "level", root.level)
+    return root
+
+
+def test_lines_of_torchtitan_that_mislead_are_dropped_or_corrected(root_logger, capsys):
+    compat.start_logging(0)
     logging.getLogger("torchtitan.observability").info("Structured logging disabled via %s", "x")
-    root.info("[GC] Initial GC collection took 0.00 seconds")
-    root.info("Optimizer AdamW: 9 params [*] {'lr': 0.0, 'betas': (0.9, 0.95)}")
+    root_logger.info("[GC] Initial GC collection took 0.00 seconds")
+    root_logger.info("Optimizer AdamW: 9 params [*] {'lr': 0.0, 'betas': (0.9, 0.95)}")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("Optimizer AdamW: 9 params [*] {'betas': (0.9, 0.95)}")
+
+
+def test_other_ranks_than_0_print_warnings_alone(root_logger, capsys):
+    compat.start_logging(3)
+    root_logger.info("Training starts at step 1")
+    root_logger.warning("a step was skipped")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("a step was skipped")
+
+
+def test_torch_says_nothing_of_the_norm_that_clips():
+    torchs = importlib.import_module("torch.distributed.tensor._redistribute").logger
+    compat.quiet_upstream()
+    record = (
+        "x",
+        logging.WARNING,
+        "f.py",
+        1,
+        "While redistributing from (_NormPartial(2.0)",
+        (),
+        None,
+    )
+    assert not torchs.filter(torchs.makeRecord(*record))
+    assert "While redistributing from" in inspect.getsource(sys.modules[torchs.name])

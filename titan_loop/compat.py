@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import init_logger
 from torchtitan.tools.logging import logger as titan_logger
 
 from titan_loop.errors import UserError
@@ -373,6 +374,7 @@ _UPSTREAM_NOISE = (
     "Training completed",  # also where `training.steps` cut it; `run_training` says what was done
     "Structured logging disabled",
     "[GC] ",
+    "While redistributing from (_NormPartial",  # torch, of the norm that clips: two numbers a step
 )
 
 
@@ -388,9 +390,19 @@ def _is_ours(record: logging.LogRecord) -> bool:
 
 def quiet_upstream() -> None:
     """Drop the few lines torchtitan 0.3.0 prints that would mislead a reader of our logs."""
-    # A logger's filter does not see what its children log; a handler's does.
-    for place in (titan_logger, *titan_logger.handlers):
+    # A logger's filter does not see what its children log; a handler's does. Torch has its own.
+    torchs = logging.getLogger("torch.distributed.tensor._redistribute")
+    for place in (titan_logger, *titan_logger.handlers, torchs):
         place.addFilter(_is_ours)  # adding it twice changes nothing
+
+
+def start_logging(rank: int) -> None:
+    """Log to the terminal: what rank 0 does, and the warnings of all ranks."""
+    init_logger()
+    if rank > 0:
+        for handler in titan_logger.handlers:
+            handler.setLevel(logging.WARNING)
+    quiet_upstream()
 
 
 def skip_final_pause() -> None:

@@ -52,7 +52,7 @@ def test_one_line_a_field(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # It would take caplog's handler away.
-    monkeypatch.setattr("titan_loop.training.run.init_logger", lambda: None)
+    monkeypatch.setattr("titan_loop.compat.start_logging", lambda rank: None)
     config.learning_rate = Schedule.parse("0:0 linear 1K:1e-3")
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(3))
     config.batch.global_batch_tokens = Schedule.constant(BATCH_TOKENS // 2)

@@ -35,7 +35,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
         folder: Where the results are; default the folder results beside the recipe's module. Plots
             are written to the folder plots beside it.
-        plot: Whether to draw.
+        plot: Draw the tables, too.
     """
     from titan_loop.analysis.results import (
         RunResult,

@@ -10,7 +10,7 @@ import gc
 from pathlib import Path
 
 import titan_loop.compat as compat  # before any torchtitan module
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 
 from titan_loop.distributed.compiler import forget_compiled_stage, keep_compiled_code
 from titan_loop.errors import UserError, raise_first
@@ -66,7 +66,7 @@ def run_recipe(
     startup = StartupClock(since_process_start=True)
     startup.mark("imports")
     rank, world_size = compat.start_runtime()
-    init_logger()
+    compat.start_logging(rank)
     recipe.check()
     root = recipe.place(folder)
     raise_first(folder_refusals(root))

@@ -11,7 +11,7 @@ from pathlib import Path
 import titan_loop.compat as compat  # before any torchtitan module
 import torch.distributed as dist
 from torchtitan.observability import structured_logger
-from torchtitan.tools.logging import init_logger, logger
+from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
@@ -77,8 +77,7 @@ def run_training(
     """
     startup = startup or StartupClock()
     rank, world_size = compat.start_runtime()
-    init_logger()
-    compat.quiet_upstream()
+    compat.start_logging(rank)
     if world_size == 1:
         compat.skip_final_pause()
     run = resolve(config, world_size)
