@@ -135,6 +135,8 @@ def test_flops_are_those_counted(name, steps):
     ("options", "message"),
     [
         (DiscoLoopOptions(temperature=0.0), "model.temperature=0.0 must be above 0"),
+        (PonderOptions(temperature=float("inf")), "model.temperature=inf must be above 0 and fin"),
+        (DiscoLoopOptions(channel_strength=float("nan")), "model.channel_strength=nan must be fin"),
         (PonderOptions(top_k=129), "model.top_k=129 must be at least 1 and at most the 128"),
         (DiscoLoopOptions(top_k=0), "model.top_k=0 must be"),
         (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False: DiscoLoop"),

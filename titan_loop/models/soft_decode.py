@@ -19,6 +19,7 @@ Shape suffixes as in `readout.py`, and K the tokens kept.
 Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is ours.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -49,8 +50,8 @@ class Decoding:
 
     def check(self, vocab_size: int) -> None:
         """Raise `UserError` for values that no vocabulary, or not this one, allows."""
-        if not self.temperature > 0:
-            raise UserError(f"model.temperature={self.temperature} must be above 0")
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"model.temperature={self.temperature} must be above 0 and finite")
         if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
             raise UserError(
                 f"model.top_k={self.top_k} must be at least 1 and at most the {vocab_size} tokens "

@@ -18,6 +18,7 @@ starts at α = 1/2. The loss is the last step's cross entropy, unless there is a
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -176,6 +177,8 @@ def decoder_config(
             f"model.channel_strength={options.channel_strength} has no effect with "
             "model.channel_gate=learned; leave it out"
         )
+    if not math.isfinite(options.channel_strength):
+        raise UserError(f"model.channel_strength={options.channel_strength} must be finite")
     if not options.tie_weights:
         raise UserError(
             "model.tie_weights=False: DiscoLoop decodes and encodes with one matrix; leave it True"
