@@ -14,6 +14,7 @@ from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
     from titan_loop.planning.cluster import Cluster
+    from titan_loop.planning.stage_needs import StageNeeds
     from titan_loop.recipes.recipe import Recipe
 
 _PRECISION_FLAG = "--training.mixed-precision-param"
@@ -89,7 +90,7 @@ def plan(
         stages_refused = sum(bool(need.refusals) for need in needs)
         raise UserError(f"plan: {stages_refused} of {len(needs)} stages do not fit; {refused[0]}")
     if rehearse:
-        _rehearse(resolved, cluster, stage)
+        _rehearse(resolved, cluster, needs)
 
 
 def _resolved(recipe: str, flags: Sequence[str], stage: str | None, *, for_cuda: bool) -> "Recipe":
@@ -102,14 +103,14 @@ def _resolved(recipe: str, flags: Sequence[str], stage: str | None, *, for_cuda:
         return resolve_recipe(recipe, flags, verb="plan", only=stage)
 
 
-def _rehearse(recipe: "Recipe", cluster: "Cluster", stage: str | None) -> None:
+def _rehearse(recipe: "Recipe", cluster: "Cluster", planned: "Sequence[StageNeeds]") -> None:
     import titan_loop.compat as compat
 
     from titan_loop.planning.rehearsal import Rehearsed, rehearsal_lines, rehearse
 
     compat.quiet_upstream()
     found: list[Rehearsed] = []
-    for one in rehearse(recipe, cluster, only=stage):
+    for one in rehearse(recipe, cluster, planned):
         found.append(one)
         said = one.fault or (f"as {one.like}" if one.like else "assembled")
         print(f"titan-loop: {one.needs.name}: {said}, {one.cpu_seconds:.0f} s", file=sys.stderr)

@@ -137,7 +137,7 @@ def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
     try:
         for name in task_names(suite):
             if generated is not None and generated.name == name:
-                generated.exam(suite.questions)  # refuses more questions than there are
+                generated.check_exam(suite.questions)  # refuses more questions than there are
             elif name not in known:
                 yield Refusal(
                     field, f"{field}: {name} cannot be asked while training{nearest(name, known)}"

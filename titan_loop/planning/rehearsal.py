@@ -35,7 +35,7 @@ from titan_loop.planning.absent_gpu import absent_gpu
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.made_up_windows import MadeUpWindows, made_up
 from titan_loop.planning.same_assembly import assembly
-from titan_loop.planning.stage_needs import StageNeeds, stage_needs
+from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.tables import columns
@@ -52,6 +52,7 @@ NOT_REHEARSED = (
     "with offloading, what is on the host counts as the GPU's",
     "fragmentation of the allocator, and the building of attention masks",
     "values: data, losses, the exit of a curriculum; reading and writing files",
+    "model.attention=varlen: its shapes depend on where documents end",
 )
 """What no process without a GPU can tell, printed under every rehearsal."""
 
@@ -100,8 +101,10 @@ class Rehearsed:
     checkpoint_bytes: int = 0
 
 
-def rehearse(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> Iterator[Rehearsed]:
-    """Go through every stage; one after the other in this process, as training would.
+def rehearse(
+    recipe: Recipe, cluster: Cluster, planned: Sequence[StageNeeds]
+) -> Iterator[Rehearsed]:
+    """Go through the planned stages; one after the other in this process, as training would.
 
     A stage that differs from an earlier one in nothing that a rehearsal sees has its result.
 
@@ -109,25 +112,25 @@ def rehearse(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> It
         recipe: Made under `compat.assuming("cuda")`, so that its defaults are those of a GPU.
             Neither its data nor its parents' checkpoints need to be there.
         cluster: What it is to run on.
-        only: Name of the one stage to rehearse.
+        planned: What its stages need on the cluster, none of them refused.
 
     Yields:
         What was found, stage by stage.
 
     Raises:
-        UserError: As `stage_needs`; or this process is a rank of a launcher.
+        UserError: This process is a rank of a launcher.
     """
     before: list[tuple[Any, Rehearsed]] = []
-    for stage in recipe.stages if only is None else [recipe.stage(only)]:
-        needs = stage_needs(stage.name, stage.config, cluster, recipe=recipe)
-        own = assembly(stage.config, needs, _micro_batches(needs))
+    for needs in planned:
+        config = recipe.stage(needs.name).config
+        own = assembly(config, needs, _micro_batches(needs))
         if found := next((found for other, found in before if other == own), None):
             yield replace(found, needs=needs, like=found.needs.name, cpu_seconds=0.0)
             continue
         began = time.process_time()
         try:
             with tempfile.TemporaryDirectory() as folder:
-                found = _rehearse(stage.config, needs, cluster, folder)
+                found = _rehearse(config, needs, cluster, folder)
         except Exception as error:  # whatever breaks is what was looked for
             found = Rehearsed(needs=needs, fault=_one_line(error))
         found = replace(found, cpu_seconds=time.process_time() - began)
@@ -145,11 +148,6 @@ def _micro_batches(needs: StageNeeds) -> int:
 def _rehearse(
     config: LoopTrainer.Config, needs: StageNeeds, cluster: Cluster, folder: str
 ) -> Rehearsed:
-    if config.optimizer.name == "muon":
-        raise UserError(
-            "optimizer.name=muon cannot be rehearsed: its ranks tell each other what they hold; "
-            "rehearse with adamw"
-        )
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     meter = StepMeter(fake_mode)
 

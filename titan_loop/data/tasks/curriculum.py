@@ -59,4 +59,4 @@ class Curriculum:
             if getattr(self, name) < least:
                 raise UserError(f"{field}.{name}={getattr(self, name)} must be at least {least}")
         for level in range(task.levels - 1):  # refuses an exam that cannot be drawn
-            task.exam(self.questions, strata=task.level_strata(level))
+            task.check_exam(self.questions, strata=task.level_strata(level))

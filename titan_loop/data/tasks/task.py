@@ -13,6 +13,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -219,6 +220,11 @@ class Task(ABC):
             f"{self} has too few examples of {stratum} for an exam of {count}: enlarge it"
         )
 
+    def check_exam(self, count: int, *, strata: Sequence[str] | None = None) -> None:
+        """Raise `UserError` unless such an exam can be drawn; a process draws equal ones once."""
+        for name in self.strata if strata is None else strata:
+            _draw_questions(self, count, name)
+
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
@@ -237,3 +243,8 @@ class Task(ABC):
             for name, stratum in self.strata.items()
             if strata is None or name in strata
         }
+
+
+@cache
+def _draw_questions(task: Task, count: int, stratum: str) -> None:
+    task.held_out_questions(count, task.strata[stratum])  # an error is not cached
