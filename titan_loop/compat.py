@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import init_logger
 from torchtitan.tools.logging import logger as titan_logger
@@ -158,6 +159,15 @@ def _add_set_timeout() -> None:
         dist.set_timeout = set_timeout  # type: ignore[attr-defined]
 
 
+def _profile_outside_of_checkpointing() -> None:
+    # Selective checkpointing looks for every operation of a recomputed layer among those of its
+    # forward pass. FSDP's hooks of a unit inside a layer record one profiler range more then.
+    # Delete when torch leaves ranges out of this by itself (not in 2.13).
+    profiler = torch.ops.profiler
+    for packet in (profiler._record_function_enter_new, profiler._record_function_exit):
+        SAC_IGNORED_OPS.update(getattr(packet, name) for name in packet.overloads())
+
+
 @contextmanager
 def _datasets_on_demand() -> Iterator[None]:
     """Let a module import names of `datasets` that are looked up when they are used.
@@ -249,6 +259,7 @@ if not torch.cuda.is_available():
     _run_on_cpu()
     _LIGHTER["torchtitan.models.common.attention"] = _compiler_on_demand  # Flex runs on CUDA alone
 _add_set_timeout()
+_profile_outside_of_checkpointing()
 if not any(isinstance(finder, _LighterImports) for finder in sys.meta_path):
     sys.meta_path.insert(0, _LighterImports())
 

@@ -41,6 +41,7 @@ CASES = {
     "memory": ({**MEMORY, "memory_read": "each", "gate": "vector"}, None, PER_VISIT),
     "memory-full": (MEMORY, FullAC.Config(), PER_STEP),
     "memory-selective": (MEMORY, SelectiveAC.Config(), PER_VISIT),
+    "loops-selective": ({"max_iterations": 5}, SelectiveAC.Config(), PER_STEP),
     "by-step": ({**MEMORY, "memory_read": "before"}, RecurrentStepAC.Config(), PER_STEP),
 }
 LAYOUTS = {
