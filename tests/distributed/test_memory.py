@@ -229,7 +229,7 @@ def persistent_bytes(tie: bool, muon: bool) -> tuple[list[int], list[float]]:
         recurrent_steps=2,
         compute_bytes=4,
         shard_degree=dist.get_world_size(),
-        states=OptimizerStates(muon=muon, averaged=muon),
+        states=OptimizerStates(muon_bytes=4 * muon, averaged=muon),
     )
     memory = estimate_memory(config, shape, hold_layers=True)
     measured = [

@@ -5,12 +5,20 @@ out: under tensor parallelism, sums over a chunk's softmax and over the gradient
 are small. Tensor parallelism without sequence parallelism is counted as if it had it.
 
 Bytes are those a rank receives in a ring over n ranks: (n − 1)/n of the whole for a gather or a
-reduce-scatter, twice that for an all-reduce. What travels over which wire is the network's matter.
+reduce-scatter, twice that for an all-reduce; in Muon's all-to-all, what others send to the rank
+that owns the most expensive matrix. What travels over which wire is the network's matter.
 """
 
 from dataclasses import dataclass, replace
 
-from titan_loop.distributed.memory import MASTER_BYTES, REDUCE_BYTES, unit_sizes
+from titan_loop.distributed.memory import (
+    MASTER_BYTES,
+    REDUCE_BYTES,
+    hidden_matrices,
+    shard_elements,
+    unit_sizes,
+)
+from titan_loop.distributed.muon import update_needs
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.readout import LMHead
@@ -23,7 +31,7 @@ class Traffic:
     """One kind of collective in one training step of one rank.
 
     Attributes:
-        kind: all-gather, reduce-scatter or all-reduce.
+        kind: all-gather, reduce-scatter, all-reduce or all-to-all.
         what: What it moves.
         count: Collectives.
         received_bytes: Bytes that all of them together bring to this rank.
@@ -57,6 +65,7 @@ def step_traffic(
         *_gradient_reductions(config, shape, micro_batches, replicas),
         *_context_parallel(config, shape, micro_batches),
         *_tensor_parallel(config, shape, micro_batches),
+        *_muon(config, shape),
     ]
     return [entry for entry in traffic if entry.count and entry.received_bytes]
 
@@ -140,10 +149,7 @@ def _ordered(config: LoopDecoder.Config) -> list[UnitSize]:
 
 def _elements(size: UnitSize, shape: StepShape, *, trained: bool = False) -> float:
     """Return the elements of a unit that travel in one collective, with those that are padding."""
-    trainable = shape.trainable if trained else "all"
-    if size.unit.fp32:
-        return shape.shard_degree * size.shard(shape.shard_degree, trainable)
-    return size.parameters(trainable) / shape.tensor_parallel_degree
+    return shape.shard_degree * shard_elements(size, shape, shape.trainable if trained else "all")
 
 
 def _summed(traffic: list[Traffic]) -> list[Traffic]:
@@ -217,6 +223,22 @@ def _tensor_parallel(
             Traffic(kind=kind, what="states", count=count, received_bytes=count * received)
         )
     return [*traffic, *_kept_tokens(config, shape, times)]
+
+
+def _muon(config: LoopDecoder.Config, shape: StepShape) -> list[Traffic]:
+    """Return the two exchanges of an update: parts go to the owners of matrices and come back."""
+    states, shards, slices = shape.states, shape.shard_degree, shape.tensor_parallel_degree
+    if not states.muon_bytes or shards * slices == 1:
+        return []
+    received = update_needs(hidden_matrices(config), shards=shards, slices=slices).received
+    return [
+        Traffic(
+            kind="all-to-all",
+            what="Muon",
+            count=2,
+            received_bytes=states.muon_bytes * received,
+        )
+    ]
 
 
 def _kept_tokens(config: LoopDecoder.Config, shape: StepShape, times: int) -> list[Traffic]:

@@ -16,9 +16,9 @@
 
 They do not peak together. Activations are complete when the loss is read out; the layers' gradients
 are there when the backward of step R ends, with 1/R of the activations freed; the embedding's come
-last. The peak is the largest of these three moments. Left out: allocator fragmentation, NCCL's and
-the CUDA context's own memory, attention masks, temporaries of single kernels, and what Muon
-exchanges once activations are gone.
+then; what Muon exchanges and works in comes last. The peak is the largest of these four moments.
+Left out: allocator fragmentation, NCCL's and the CUDA context's own memory, attention masks, and
+temporaries of single kernels.
 
 With `training.enable_cpu_offload` parameters, sharded gradients and moments count as `offloaded`.
 
@@ -29,14 +29,17 @@ What a token leaves behind is the decoder's to say (`Config.memory_parts`); P pa
 that shard them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from titan_loop.distributed.activation_checkpointing import Checkpointing
+from titan_loop.distributed.muon import update_needs
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.memory_parts import MemoryPart
 from titan_loop.models.units import TABLES, UnitSize, unit_sizes_of
 
@@ -63,6 +66,7 @@ class StepMemory:
         unsharded_gradients: Layers' gradients before they are reduced, and one layer's reduction
             buffers.
         embedding_gradient: Unsharded, with its reduction buffer.
+        update: Exchanged and worked in by Muon.
         steps_with_backward: Recurrent steps that the backward pass reaches.
     """
 
@@ -78,6 +82,7 @@ class StepMemory:
     readout_chunk: float
     unsharded_gradients: float
     embedding_gradient: float
+    update: float
     steps_with_backward: int
 
     @property
@@ -87,7 +92,7 @@ class StepMemory:
 
     @property
     def transient_peak(self) -> float:
-        """Bytes beyond the persistent ones at the worst of the three moments."""
+        """Bytes beyond the persistent ones at the worst of the four moments."""
         left = 1 - 1 / max(1, self.steps_with_backward)
         later = max(
             self.activations * left + self.recomputed + self.unsharded_gradients,
@@ -96,6 +101,7 @@ class StepMemory:
         return max(
             self.gathered + self.activations + self.readout,
             self.gathered_later + later,
+            self.update,
         )
 
     @property
@@ -109,22 +115,36 @@ def unit_sizes(config: LoopDecoder.Config) -> list[UnitSize]:
     return _measured(config)[0]
 
 
-def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
-    """Return the units' parameters, and how many elements Muon would update."""
+def hidden_matrices(config: LoopDecoder.Config) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that Muon would update."""
+    return _measured(config)[1]
+
+
+def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], list[tuple[int, ...]]]:
     key = f"{type(config).__qualname__} {config.architecture()}"
     if key not in _measurements:
         with torch.device("meta"):
             model = config.build()
-        hidden_matrices = sum(
-            parameter.numel()
+        hidden = [
+            tuple(parameter.shape)
             for name, parameter in model.named_parameters()
             if model.parameter_group(name, parameter).is_hidden_matrix
-        )
-        _measurements[key] = unit_sizes_of(model, model.units()), hidden_matrices
+        ]
+        _measurements[key] = unit_sizes_of(model, model.units()), hidden
     return _measurements[key]
 
 
-_measurements: dict[str, tuple[list[UnitSize], int]] = {}
+_measurements: dict[str, tuple[list[UnitSize], list[tuple[int, ...]]]] = {}
+
+
+def shard_elements(size: UnitSize, shape: StepShape, trainable: Trainable = "all") -> float:
+    """Return the elements of a unit that a rank holds, padding included.
+
+    Padding of what tensor parallelism cuts is not counted.
+    """
+    if size.unit.fp32 or shape.tensor_parallel_degree == 1:
+        return size.shard(shape.shard_degree, trainable)
+    return size.parameters(trainable) / shape.tensor_parallel_degree / shape.shard_degree
 
 
 def estimate_memory(
@@ -138,21 +158,24 @@ def estimate_memory(
         hold_layers: Whether layers stay gathered (`per_step`) or are gathered for every visit.
     """
     c, tp = shape.compute_bytes, shape.tensor_parallel_degree
-    sizes, hidden_matrices = _measured(config)
+    sizes = unit_sizes(config)
     small = [size for size in sizes if size.unit.fp32]
     tables = [size.parameters() / tp for size in sizes if size.unit.name == TABLES]
     blocks = [
         size.parameters() / tp for size in sizes if not size.unit.fp32 and size.unit.name != TABLES
     ]
     small_shard = sum(size.shard(shape.shard_degree) for size in small)
-    local = MASTER_BYTES * ((sum(tables) + sum(blocks)) / shape.shard_degree + small_shard)
-    trained_local = local
-    if shape.trainable == "exit_gate":
-        trained = sum(size.shard(shape.shard_degree, shape.trainable) for size in sizes)
-        trained_local = MASTER_BYTES * trained
+    local, trained_local = (
+        MASTER_BYTES * sum(shard_elements(size, shape, trained) for size in sizes)
+        for trained in ("all", shape.trainable)
+    )
     states = (2 + shape.states.averaged) * trained_local
-    if shape.states.muon:
-        states -= MASTER_BYTES * hidden_matrices / (shape.shard_degree * tp)
+    update = 0.0
+    if shape.states.muon_bytes:
+        hidden = hidden_matrices(config)
+        states -= MASTER_BYTES * sum(map(math.prod, hidden)) / (shape.shard_degree * tp)
+        held = update_needs(hidden, shards=shape.shard_degree, slices=tp).held
+        update = shape.states.muon_bytes * held
     on_device = 0 if shape.parameters_on_host else 1
     summed_bytes = REDUCE_BYTES if shape.fp32_visit_sum else c
     by_step = shape.checkpointing.startswith("recurrent-step") and shape.steps_with_backward > 0
@@ -191,6 +214,7 @@ def estimate_memory(
         unsharded_gradients=summed_bytes * summed_at_once(trained_blocks)
         + reduction * max(trained_blocks),
         embedding_gradient=(c + reduction) * embedding_trained,
+        update=update,
         steps_with_backward=shape.steps_with_backward,
     )
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from titan_loop.models.initialisation import local_part
 
@@ -53,11 +53,16 @@ class Muon(torch.optim.Muon):
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
         super().__init__(params)
         self.dtype = dtype
-        sharing: dict[RankTable, list[Tensor]] = defaultdict(list)
+        layouts: dict[Any, Layout] = {}
+        sharing: dict[RankTable, list[tuple[Tensor, list[_Region]]]] = defaultdict(list)
         for group in self.param_groups:
             for matrix in group["params"]:
-                sharing[rank_table(matrix)].append(matrix)
-        self._owners = [MatrixOwners(matrices, table) for table, matrices in sharing.items()]
+                alike = getattr(matrix, "_spec", matrix.shape)  # shape, mesh and placements
+                if alike not in layouts:
+                    layouts[alike] = layout(matrix)
+                table, regions = layouts[alike]
+                sharing[table].append((matrix, regions))
+        self._owners = [MatrixOwners(held, table) for table, held in sharing.items()]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -129,32 +134,56 @@ class _Region(NamedTuple):
         return whole[self.top : self.top + self.rows, self.left : self.left + self.columns]
 
 
+class Layout(NamedTuple):
+    """Which ranks hold a matrix together, and the part of each of a row."""
+
+    table: RankTable
+    regions: list[_Region]
+
+
+def layout(matrix: Tensor) -> Layout:
+    """Return where a matrix is: it follows from mesh and placements, without communication."""
+    if not isinstance(matrix, DTensor):
+        return Layout(((0,),), [_Region(0, 0, *matrix.shape)])
+    mesh, placements = matrix.device_mesh, matrix.placements
+    cut = [axis for axis, place in enumerate(placements) if not place.is_replicate()]
+    whole = [axis for axis in range(mesh.ndim) if axis not in cut]
+    ranks = math.prod(mesh.size(axis) for axis in cut)
+    rows = mesh.mesh.permute(*whole, *cut).reshape(-1, ranks).tolist()
+    regions = []
+    for rank in rows[0]:
+        coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+        (height, width), (top, left) = _compute_local_shape_and_global_offset(
+            matrix.shape, mesh.shape, coordinate, placements
+        )
+        regions.append(_Region(top, left, height, width))
+    return Layout(tuple(tuple(row) for row in rows), regions)
+
+
 class MatrixOwners:
     """Which rank owns which matrix, and how parts come to it and back.
 
     Args:
-        matrices: Parameters that the ranks of a row of `table` hold in parts; the same order on
-            every rank.
-        table: From `rank_table`.
+        held: Parameters and the parts that the ranks of a row of `table` hold of them; the same
+            order on every rank.
+        table: From `layout`.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], table: RankTable) -> None:
-        self._matrices = matrices
+    def __init__(self, held: Sequence[tuple[Tensor, list[_Region]]], table: RankTable) -> None:
+        self._matrices = [matrix for matrix, _ in held]
         size = len(table[0])
         self._group: Any = None  # of all ranks
         self._rank = 0
-        mine = [_region(matrix) for matrix in matrices]
-        self._regions: list[Any] = [mine] * size  # by rank, then by matrix
         if size > 1:
             if len(table) > 1:
                 self._group, _ = dist.new_subgroups_by_enumeration([list(row) for row in table])
             self._rank = dist.get_rank(self._group)
-            dist.all_gather_object(self._regions, mine, group=self._group)
-        for index, matrix in enumerate(matrices):
-            held = sum(regions[index].size for regions in self._regions)
-            assert held == matrix.numel(), f"ranks hold {held} of {matrix.numel()} elements"
-        owners = pack([_cost(matrix) for matrix in matrices], size)
-        self._owned = [[i for i, owner in enumerate(owners) if owner == r] for r in range(size)]
+        self._regions = [[regions[rank] for _, regions in held] for rank in range(size)]
+        for matrix, regions in held:
+            elements = sum(region.size for region in regions)
+            assert elements == matrix.numel(), f"ranks hold {elements} of {matrix.numel()} elements"
+            assert regions[self._rank].size == local_part(matrix).numel()
+        self._owned = _owned([matrix.shape for matrix in self._matrices], size)
 
     def transform(
         self,
@@ -233,30 +262,47 @@ def pack(costs: Sequence[float], bins: int) -> list[int]:
     return chosen
 
 
-def rank_table(matrix: Tensor) -> RankTable:
-    """Return which ranks hold a matrix together, from its mesh and placements."""
-    if not isinstance(matrix, DTensor):
-        return ((0,),)
-    mesh = matrix.device_mesh
-    cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
-    whole = [axis for axis in range(mesh.ndim) if axis not in cut]
-    ranks = math.prod(mesh.size(axis) for axis in cut)
-    rows = mesh.mesh.permute(*whole, *cut).reshape(-1, ranks).tolist()
-    return tuple(tuple(row) for row in rows)
+def _owned(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:
+    """Return the indices of the matrices that each rank owns."""
+    owners = pack([_cost(shape) for shape in shapes], ranks)
+    return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
-def _region(matrix: Tensor) -> _Region:
-    if not isinstance(matrix, DTensor):
-        return _Region(0, 0, *matrix.shape)
-    (rows, columns), (top, left) = compute_local_shape_and_global_offset(
-        matrix.shape, matrix.device_mesh, matrix.placements
-    )
-    return _Region(top, left, rows, columns)
+class UpdateNeeds(NamedTuple):
+    """What Muon's update asks of the rank that owns the most expensive matrix, in elements.
+
+    Attributes:
+        received: What both exchanges bring.
+        held: The most there is at once beside weights, gradients and averages.
+    """
+
+    received: float
+    held: float
 
 
-def _cost(matrix: Tensor) -> float:
+def update_needs(shapes: Sequence[tuple[int, ...]], *, shards: int, slices: int) -> UpdateNeeds:
+    """Return what the first rank receives and holds in an update.
+
+    Args:
+        shapes: Shapes of the whole matrices.
+        shards: Number of ranks that share the rows by FSDP.
+        slices: Number of ranks that share each matrix by tensor parallelism.
+    """
+    owned = [shapes[index] for index in _owned(shapes, shards * slices)[0]]
+
+    def part(some: Sequence[tuple[int, ...]]) -> float:
+        return sum(-(-rows // shards) * columns for rows, columns in some) / slices
+
+    # The iteration begins with the whole matrix and ends with it, what it was, what it becomes,
+    # its square and the square's polynomial.
+    working = max((3 * math.prod(shape) + 2 * min(shape) ** 2 for shape in owned), default=0)
+    parts, wholes = part(shapes), sum(map(math.prod, owned))
+    return UpdateNeeds(parts + wholes - 2 * part(owned), parts + wholes + working)
+
+
+def _cost(shape: tuple[int, ...]) -> float:
     """Return the iteration's products in units of 2·steps FLOPs."""
-    short, long = sorted(matrix.shape)
+    short, long = sorted(shape)
     return short * short * (2 * long + short)
 
 

@@ -21,11 +21,12 @@ class OptimizerStates(NamedTuple):
     """What the optimisers keep for every parameter that trains.
 
     Attributes:
-        muon: Whether hidden matrices have Muon's one moment instead of AdamW's two.
+        muon_bytes: Bytes of a value in Muon's exchanges, if hidden matrices have its one moment
+            instead of AdamW's two; else 0.
         averaged: Whether there is an average of the weights.
     """
 
-    muon: bool = False
+    muon_bytes: int = 0
     averaged: bool = False
 
 

@@ -44,17 +44,19 @@ class SandwichBlock(TransformerBlock):
 
             Under context parallelism attention keeps the gathered keys and values unless they are
             gathered again; tensor parallelism divides all but the gathered inputs. Attention also
-            keeps an fp32 log-sum-exp per head.
+            keeps what `score_bytes` says, and dropout a byte an element.
             """  # noqa: E501  (a table row is one line)
             attention, dim, wide = self._widths()
             queries, keys = attention.widths
             c, tp = spread.compute_bytes, spread.tensor_parallel_degree
-            log_sum_exp = 4 * attention.n_heads / tp
+            scores, _ = attention.score_bytes(spread)
+            selected_scores = scores if attention.distance_scores is None else 0.0
+            dropped = 0 if self.dropout is None else 2 * dim / tp
             gathered_keys = 2 * keys * spread.context_parallel_degree
             products = c * (2 * queries + gathered_keys + 4 * wide) / tp
             return LayerBytes(
-                whole=c * 2 * dim + products + 4 * norm_bytes(dim, spread) + log_sum_exp,
-                selected=c * (2 * dim + 2 * queries + keys + wide) / tp + log_sum_exp,
+                whole=c * 2 * dim + products + 4 * norm_bytes(dim, spread) + scores + dropped,
+                selected=c * (2 * dim + 2 * queries + keys + wide) / tp + selected_scores,
                 input=c * dim / tp,
             )
 

@@ -107,6 +107,12 @@ class DecoderCosts(Decoder.Config):
             part(norm, "step", "step") if every_step else at_readout,
             part(c * self.dim, "state"),  # for the next step and the readout
         ]
+        attention = self.layers[0].attention
+        if attention.distance_scores is not None:
+            # Distances (int64) and mask, and what the scores of the last layer need before that
+            # layer is complete.
+            _, held = attention.score_bytes(spread)
+            parts.append(part(9 * spread.seq_len + max(0.0, held - layer.whole), "once"))
         state = c * self.dim / spread.tensor_parallel_degree
         if self.prelude_layers:
             parts += [

@@ -25,6 +25,16 @@ class Spread(Protocol):
         ...
 
     @property
+    def seq_len(self) -> int:
+        """Tokens of a whole window."""
+        ...
+
+    @property
+    def recurrent_steps(self) -> int:
+        """R."""
+        ...
+
+    @property
     def tensor_parallel_degree(self) -> int:
         """Number of ranks that share a layer's matrices and the sequence between them."""
         ...

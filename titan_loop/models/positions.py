@@ -222,6 +222,9 @@ class DistanceScores(Module):
     class Config(Module.Config):
         """Largest distance and head width."""
 
+        by_key: ClassVar[bool] = False
+        """Whether keys meet the distances, too."""
+
         window: int
         head_dim: int
 
@@ -255,6 +258,8 @@ class DebertaScores(DistanceScores):
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
         """Largest distance, number of heads and their width."""
+
+        by_key: ClassVar[bool] = True
 
         n_heads: int
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import flex_attention as torch_flex
@@ -27,6 +28,7 @@ from torchtitan.distributed import compile as titan_compile
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.tools import utils as titan_utils
 
+from titan_loop.distributed import muon
 from titan_loop.errors import UserError
 from titan_loop.planning.cluster import Cluster
 from titan_loop.training.stability.verdict import StepVerdict
@@ -48,7 +50,7 @@ def absent_gpu(
     if dist.is_initialized():
         raise UserError("--rehearse needs a process of its own: start it without torchrun")
     gpu = _Gpu(cluster.gpu.memory_bytes)
-    composite, new_group = F.rms_norm, dist.new_group
+    composite, new_group, layout = F.rms_norm, dist.new_group, muon.layout
 
     def rms_norm(
         input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
@@ -57,12 +59,17 @@ def absent_gpu(
             return composite(input, normalized_shape, weight, eps)  # CUDA has no kernel for these
         return _fused_rms_norm(input, weight)[0]
 
+    def layout_of_meshes(matrix: Tensor) -> muon.Layout:
+        with unset_fake_temporarily():  # meshes are tensors whose values count
+            return layout(matrix)
+
     replacements: list[tuple[Any, str, Any]] = [
         (titan_utils, "device_module", gpu),
         (dist, "new_group", lambda *args, **options: new_group(*args, **options | _FAKE)),
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it looks at values
+        (muon, "layout", layout_of_meshes),
         (StepVerdict, "read", lambda verdict: (True, False)),  # finite, and nobody asks to stop
         # Flex: no check for a GPU, and nothing handed to inductor, whose kernels need one.
         (torch_flex, "_validate_device", lambda *tensors: None),

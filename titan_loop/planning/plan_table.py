@@ -73,6 +73,7 @@ def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("  readout chunk", lambda n: _gib(n.memory.readout_chunk))
     row("  head, state gradients", lambda n: _gib(n.memory.readout - n.memory.readout_chunk))
     row("  being recomputed", lambda n: _gib(n.memory.recomputed))
+    row("  Muon's update", lambda n: _gib(n.memory.update))
     for policy in needs[0].activations:
         row(f"  activations, {policy}", lambda n, policy=policy: _activations(n, policy))
     row("GiB of the host, offloaded", lambda n: _gib(n.memory.offloaded))
@@ -90,7 +91,7 @@ def _parameters(units: Sequence[UnitSize], name: str | None = None) -> str:
 
 
 def _optimizer(states: OptimizerStates) -> str:
-    name = "Muon" if states.muon else "AdamW"
+    name = "Muon" if states.muon_bytes else "AdamW"
     return f"{name} with an average" if states.averaged else name
 
 

@@ -12,6 +12,8 @@ from the model FLOPs (recomputation does not count) and a utilisation that is as
 import math
 from dataclasses import dataclass, replace
 
+import titan_loop.compat as compat  # before any torchtitan module
+
 from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
 from titan_loop.distributed.communication import Traffic, step_traffic
 from titan_loop.distributed.devices import Device
@@ -146,6 +148,8 @@ def stage_needs(
     model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
     data_parallel = max(1, cluster.ranks // model_parallel)
     replicas = parallel.data_parallel_replicate_degree
+    with compat.assuming("cuda"):  # in what Muon computes
+        states = config.optimizer_states
     shape = step_shape(
         training=config.training,
         parallelism=parallel,
@@ -157,7 +161,7 @@ def stage_needs(
         recurrent_steps=most_recurrent_steps(config.recurrence),
         backward_steps=config.recurrence.most_backward_steps,
         trainable=config.trainable,
-        states=config.optimizer_states,
+        states=states,
     )
     fsdp, _ = config.fsdp.decided(
         model,

@@ -28,6 +28,7 @@ KINDS = {
     "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
 }
 """Collectives that are counted, by the name of their operator. Functional sums are not, nor those
 outside of the backward pass: they are of scalars, and of softmax under tensor parallelism."""
@@ -141,6 +142,9 @@ class StepMeter(TorchDispatchMode):
             (tensor,) = args[0]
             ranks = dist.ProcessGroup.unbox(args[1]).size()
             received = 2 * tensor.nbytes * (1 - 1 / ranks)
+        elif kind == "all-to-all":
+            output, group, sizes = args[0], dist.ProcessGroup.unbox(args[2]), args[3]
+            received = output.nbytes - sizes[group.rank()] * output.itemsize
         else:
             sides = args[:2] if func.namespace == "c10d" else (args[0], result)
             whole = max(side.nbytes for side in sides)

@@ -201,7 +201,8 @@ class RunConfig(Trainer.Config):
     @property
     def optimizer_states(self) -> OptimizerStates:
         """What the optimisers keep, for estimates of memory."""
-        return OptimizerStates(muon=self.optimizer.name == "muon", averaged=self.ema.decay > 0)
+        muon_bytes = self.muon.torch_dtype.itemsize if self.optimizer.name == "muon" else 0
+        return OptimizerStates(muon_bytes=muon_bytes, averaged=self.ema.decay > 0)
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would: cards and sizes only, so it finds faults early."""
