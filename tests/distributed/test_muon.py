@@ -5,9 +5,15 @@ from typing import Any
 import pytest
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan_loop.distributed.muon import Muon, orthogonalise, pack
+from titan_loop.distributed.muon import Layout, Muon, layout, orthogonalise, pack
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SHAPES = [(24, 8), (8, 24), (16, 16), (1, 5)]
@@ -61,3 +67,37 @@ def test_a_matrix_of_zeros_stays_one():
 def test_owners_share_the_cost():
     assert pack([1, 5, 3, 3, 2], 2) == [1, 0, 1, 1, 0]
     assert pack([1.0], 3) == [0]
+
+
+MESHES: list[tuple[tuple[int, ...], list[Placement], tuple[int, int]]] = [
+    ((8,), [Shard(0)], (20, 6)),  # some ranks hold nothing
+    ((2, 4), [Replicate(), Shard(0)], (20, 6)),
+    ((4, 2), [_StridedShard(0, split_factor=2), Shard(0)], (20, 6)),
+    ((4, 2), [Shard(0), Shard(1)], (21, 6)),
+    ((4, 2), [Shard(0), Replicate()], (5, 6)),
+]
+
+
+def seen_by(
+    rank: int, mesh_shape: tuple[int, ...], placements: list[Placement], shape: tuple[int, int]
+) -> tuple[Layout, tuple[int, ...]]:
+    """Return the layout that a rank computes, and where torch says that its own part is."""
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+        whole = {"shape": torch.Size(shape), "stride": (shape[1], 1)}
+        local = torch.empty(size)
+        matrix = DTensor.from_local(local, mesh, placements, run_check=False, **whole)
+        return layout(matrix), (*offset, *size)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("mesh_shape", "placements", "shape"), MESHES)
+def test_every_rank_computes_what_all_others_hold(mesh_shape, placements, shape):
+    seen = [seen_by(rank, mesh_shape, placements, shape) for rank in range(8)]
+    (table, regions), _ = seen[0]
+    assert all(found == (table, regions) for found, _ in seen)
+    for row in table:
+        assert [seen[rank][1] for rank in row] == [tuple(region) for region in regions]

@@ -173,6 +173,7 @@ class MatrixOwners:
         self._matrices = [matrix for matrix, _ in held]
         size = len(table[0])
         self._group: Any = None  # of all ranks
+        assert all(row == tuple(sorted(row)) for row in table), "groups number ranks in order"
         self._rank = 0
         if size > 1:
             if len(table) > 1:
