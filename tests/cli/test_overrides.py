@@ -42,7 +42,9 @@ def test_both_spellings_of_a_flag():
     assert parse("--total_tokens", "3") == parse("--total-tokens=3") == Outer(total_tokens=3)
 
 
-@pytest.mark.parametrize("arguments", [["--total-tokens", "1.4M"], ["--total_tokens=1.4M"]])
+@pytest.mark.parametrize(
+    "arguments", [["--total-tokens", "1.4M"], ["--total_tokens=1.4M"], ["--total-tokens", "1.4e6"]]
+)
 def test_token_counts_accept_suffixes(arguments):
     assert parse(*arguments) == Outer(total_tokens=1_400_000)
 
@@ -64,6 +66,7 @@ def test_a_schedule_is_read_from_its_text():
         (["--total-token", "3"], "unknown flag --total-token; nearest: --total-tokens"),
         (["stray"], "unknown argument stray"),
         (["--total-tokens", "0.0001K"], "tokens=0.0001K is not a whole number of tokens"),
+        (["--total-tokens", "1.5e0"], "tokens=1.5e0 is not a whole number of tokens"),
         (["--total-tokens", "x"], "'x'; expected --total-tokens INT"),
         (["--learning-rate", "fast"], "schedule 'fast' has 'fast' where a number belongs"),
         (["--inner.seq-len"], "--inner.seq-len needs a value"),

@@ -16,9 +16,9 @@ from titan_loop.training.schedule import parse_tokens, register_tyro_rule
 
 Config = TypeVar("Config")
 
-# A flag of tokens, and a count with the suffix that tyro's rule for integers does not read.
+# A flag of tokens, and a count such as 4M or 4e6, which tyro's rule for integers does not read.
 _TOKENS_FLAG = re.compile(r"--[\w.-]*tokens")
-_SUFFIXED_COUNT = re.compile(r"\d+(\.\d+)?[KMBT]")
+_SHORT_COUNT = re.compile(r"\d+(\.\d+)?([KMBT]|[eE]\+?\d{1,2})")
 
 
 def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> Config:
@@ -67,7 +67,7 @@ def _write_out_token_counts(arguments: Sequence[str]) -> list[str]:
         flag, equals, value = (
             argument.partition("=") if "=" in argument else (previous, "", argument)
         )
-        if _TOKENS_FLAG.fullmatch(flag) and _SUFFIXED_COUNT.fullmatch(value):
+        if _TOKENS_FLAG.fullmatch(flag) and _SHORT_COUNT.fullmatch(value):
             written.append(f"{flag}=" * bool(equals) + str(parse_tokens(value)))
         else:
             written.append(argument)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from titan_loop.cli.arguments import command
+from titan_loop.errors import UserError, seen_from
 
 
 def plot(folder: Path) -> None:
@@ -18,6 +19,10 @@ def plot(folder: Path) -> None:
     from titan_loop.runs.run_directory import RunDirectory
     from titan_loop.runs.status import RECIPE_JSON
 
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not a folder{seen_from(folder)}; give that of a run or a recipe"
+        )
     runs = [folder]
     if (folder / RECIPE_JSON).exists():
         print(plot_stages(folder))
