@@ -92,8 +92,8 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         manifest = read_json_object(path, fix="use another checkpoint")
     except FileNotFoundError as error:
         raise UserError(
-            f"{checkpoint} has no {MANIFEST}: it is not a checkpoint, or its save never finished; "
-            "choose another step"
+            f"{checkpoint} has no {MANIFEST}: it is neither a run nor a checkpoint whose save "
+            "finished; choose another"
         ) from error
     except OSError as error:
         raise unreadable(path, error, "check its disk") from error
