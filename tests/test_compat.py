@@ -7,7 +7,9 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import titan_loop.compat as compat
@@ -204,3 +206,14 @@ def test_torch_says_nothing_of_the_norm_that_clips():
     )
     assert not torchs.filter(torchs.makeRecord(*record))
     assert "While redistributing from" in inspect.getsource(sys.modules[torchs.name])
+
+
+def test_torch_says_nothing_of_random_operators_on_a_cpu():
+    torchs = importlib.import_module("torch.distributed.tensor._random")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        compat.quiet_upstream()
+        torchs.manual_seed(1, SimpleNamespace(device_type="cpu"))
+        torchs.manual_seed(1, SimpleNamespace(device_type="other"))
+    assert len(found) == 2
+    assert all("support on other device mesh" in str(one.message) for one in found)
