@@ -286,16 +286,31 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys, tokenize
             assert f"has {VOCABULARY} token ids, the model's vocabulary has {vocabulary}" in message
 
 
-def test_a_model_without_a_gate_is_refused(tmp_path, capsys, tokenizer_file, plain):
+def test_a_model_without_a_gate_gets_one_that_never_exits_early(tmp_path, tokenizer_file):
+    options = OuroOptions(vocab_size=VOCABULARY, n_layers=1, exit_gate=False)
+    ours = random_model(options)
+    write_run(tmp_path / "run", options, ours)
+    folder = tmp_path / "out"
+    convert("export", tmp_path / "run", "--output", folder, "--tokenizer", tokenizer_file)
+    read_strictly(folder)
+    assert "trained without the gate" in (folder / "README.md").read_text()
+    ids = torch.randint(3, VOCABULARY, (1, 17), generator=torch.Generator().manual_seed(0))
+    theirs = run_reference(folder, ids[0].tolist())
+    with torch.no_grad():
+        last_BLD = ours(ids).hidden_RBLD[-1]
+    torch.testing.assert_close(last_BLD[0], theirs.hidden[-1].float(), **TOLERANCE)
+    assert max(logit.sigmoid().max() for logit in theirs.exit_logits) < 1e-12
+
+
+def test_tensors_and_manifest_of_different_shapes_are_refused(
+    tmp_path, capsys, tokenizer_file, plain
+):
     step = next((plain.run / "checkpoints").iterdir())
     manifest = json.loads((step / "manifest.json").read_text())
-    manifest["trainer"]["architecture"]["exit_gate"] = False
     shutil.copytree(plain.run, tmp_path / "run")
     copy = tmp_path / "run" / "checkpoints" / step.name
-    write_manifest(copy, manifest)
     arguments = ("--output", tmp_path / "out", "--tokenizer", tokenizer_file)
-    assert "always has a gate" in error_of(capsys, "export", copy, *arguments)
-    manifest["trainer"]["architecture"] |= {"exit_gate": True, "hidden_dim": 128}
+    manifest["trainer"]["architecture"]["hidden_dim"] = 128
     write_manifest(copy, manifest)
     message = error_of(capsys, "export", copy, *arguments)
     assert "has shape (192, 64), its manifest says (128, 64)" in message

@@ -18,12 +18,16 @@ from titan_loop.checkpoint.retention import CHECKPOINTS
 from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
+from titan_loop.models.family import completed_architecture
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.staged_folder import staged_folder
 
 CONFIG = "config.json"
 _REMOTE_CODE = "titan_loop.checkpoint.hugging_face.remote_code"
 _REMOTE_FILES = ("configuration_ouro.py", "modeling_ouro.py")
+_GATE = "model.early_exit_gate."
+_NEVER_EXITS = -30.0
+"""Logit of the exit gate that a model without one is given: a probability of 1e-13 a step."""
 
 _TEMPLATE = """\
 ---
@@ -38,7 +42,7 @@ tags:
 # {name}
 
 A looped language model: {stack}, applied {recurrent_steps} times to every token, with an
-exit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741). Exported by titan_loop {version}.
+exit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741). Exported by titan_loop {version}.{gate}
 
 | | |
 |---|---|
@@ -91,7 +95,10 @@ def checkpoint_shape(reader: CheckpointReader, *, max_positions: int) -> OuroSha
         recurrent_steps=trainer["recurrent_steps"],
         max_positions=max_positions,
     )
+    gate = _has_gate(reader.manifest)
     for name, expected in shape.tensor_shapes().items():
+        if name.startswith(_GATE) and not gate:
+            continue
         found = tuple(reader.shape(parameter_name(name)))
         if found != expected:
             raise UserError(
@@ -113,7 +120,8 @@ def export_folder(
 ) -> None:
     """Write a folder of the Ouro format; it appears under its name when all of it is there.
 
-    Memory is one tensor at a time.
+    Memory is one tensor at a time. The format has a gate in any case: a model without one gets a
+    gate that never exits before the last step.
 
     Args:
         reader: The checkpoint.
@@ -127,8 +135,13 @@ def export_folder(
     Raises:
         UserError: The output is not empty, or cannot be written to its end.
     """
+    gate = _has_gate(reader.manifest)
 
     def read(name: str) -> Tensor:
+        if name.startswith(_GATE) and not gate:
+            return torch.full(
+                shape.tensor_shapes()[name], _NEVER_EXITS if name.endswith("bias") else 0.0
+            )
         return reader.read(parameter_name(name))
 
     dtype_name = str(dtype).removeprefix("torch.")
@@ -192,8 +205,15 @@ def model_card(
         tokens=trained_tokens,
         step=manifest["step"],
         prompt=_CHAT_PROMPT if has_chat else _PROMPT,
+        gate=""
+        if _has_gate(manifest)
+        else "\nIt was trained without the gate, which never exits before the last step.",
         lineage=json.dumps(lineage, indent=2).replace("\n", "\n    "),
     )
+
+
+def _has_gate(manifest: Mapping[str, Any]) -> bool:
+    return completed_architecture(manifest["trainer"]["architecture"])["exit_gate"]
 
 
 def _without_folders(value: Any) -> Any:

@@ -75,19 +75,14 @@ class OuroShape:
             max_positions: The window of its last stage.
 
         Raises:
-            UserError: The family is not exported, or the model has no exit gate or another option
-                for which the format has no place.
+            UserError: The family is not exported, or the model has an option for which the format
+                has no place.
         """
         get_family(str(architecture.get("family", FIRST_FAMILY))).require("export")
         architecture = completed_architecture(architecture)
-        if not architecture["exit_gate"]:
-            raise UserError(
-                "model.exit_gate=False: the Ouro format always has a gate; only a model that was "
-                "trained with one can be exported"
-            )
         shape = {name: architecture[name] for name in architecture if name in cls.__slots__}
         usual = completed_architecture({"family": architecture["family"]})
-        for name in architecture.keys() - shape.keys():
+        for name in architecture.keys() - shape.keys() - {"exit_gate"}:
             if architecture[name] != usual.get(name):
                 raise UserError(
                     f"model.{name}={architecture[name]}: the Ouro format has no place for it; only "
