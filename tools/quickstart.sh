@@ -36,29 +36,34 @@ esac
 unlooped=$run-without-loops
 
 SECONDS=0
-stage "1/7 corpus: code, prose and mathematics from this Python installation"
+stage "1/6 corpus: code, prose and mathematics from this Python installation"
 local_text "$corpus" "${text_flags[@]}"
 
-stage "2/7 tokenizer ($VOCABULARY tokens) and token shards"
+stage "2/6 tokenizer ($VOCABULARY tokens) and token shards"
 local_sources "$corpus"
 
-stage "3/7 training one layer, applied four times"
-titan_loop train quickstart "${train_flags[@]}" --dump-folder "$run"
+stage "3/6 training one layer, applied four times; beside it, on the same tokens, without loops (R = 1)"
+# A core each.
+mkdir -p runs
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+OMP_NUM_THREADS=1 titan_loop train quickstart "${train_flags[@]}" --recurrence.steps 1 \
+    --held-out.depths 1 --dump-folder "$unlooped" >"$unlooped.log" 2>&1 &
+OMP_NUM_THREADS=1 titan_loop train quickstart "${train_flags[@]}" --dump-folder "$run"
+wait $! || {
+    tail -n 20 "$unlooped.log" >&2
+    exit 1
+}
 
-stage "4/7 the same layer on the same tokens without loops (R = 1), to compare with"
-titan_loop train quickstart "${train_flags[@]}" --recurrence.steps 1 --held-out.depths 1 \
-    --dump-folder "$unlooped"
-
-stage "5/7 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
+stage "4/6 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
 # One table for both: the row of the model without loops stands above the n-gram models.
 without=$(titan_loop eval "$unlooped" --windows $eval_windows --depths 1 |
     sed -n 's/^R = 1 (trained)/without loops  /p')
 titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}" | sed "/^unigram/i $without"
 
-stage "6/7 plots"
+stage "5/6 plots"
 titan_loop plot "$run"
 
-stage "7/7 completions after one recurrent step and after four"
+stage "6/6 completions after one recurrent step and after four"
 completions() { # completions R
     echo "R = $1"
     titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \

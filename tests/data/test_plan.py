@@ -9,6 +9,7 @@ from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.testing.tiny import tiny_config
+from train_configs.quickstart import BATCH_TOKENS, WINDOW_TOKENS, quickstart
 
 WriteSource = Callable[..., Path]
 
@@ -57,7 +58,8 @@ def test_a_stage_that_cannot_be_filled_ends_with_code_two(
     printed = capsys.readouterr()
     assert "epochs" in printed.out
     (line,) = printed.err.splitlines()
-    assert "quickstart: total_tokens needs 11720 windows of 256, the mixture has" in line
+    windows = -(-quickstart().total_tokens // BATCH_TOKENS) * (BATCH_TOKENS // WINDOW_TOKENS)
+    assert f"quickstart: total_tokens needs {windows} windows of 256, the mixture has" in line
     assert "max_epochs=2 times (when_exhausted=stop); raise max_epochs, set --data" in line
     assert plan(mixture, "--dataloader.max-epochs", "2", "--dataloader.when-exhausted",
                 "renormalise") == 2  # fmt: skip
