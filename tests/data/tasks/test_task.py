@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,29 @@ def test_an_exam_is_drawn_by_stratum_and_seed():
 
     assert tokens(TASK.exam(5)) == tokens(exam)
     assert tokens(TASK.exam(5, seed=1)) != tokens(exam)
+
+
+def test_equal_exams_are_checked_once_in_a_process(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[int] = []
+    draw = Backwards.held_out_questions
+
+    def counted(task: Backwards, count: int, stratum: int, *, seed: int = 0) -> list[Any]:
+        drawn.append(stratum)
+        return draw(task, count, stratum, seed=seed)
+
+    monkeypatch.setattr(Backwards, "held_out_questions", counted)
+    for task in (Backwards(9), Backwards(9)):
+        task.check_exam(5)
+        task.check_exam(5, strata=["2_letters"])
+    assert drawn == [1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(UserError, match="too few examples"):
+            Backwards(2).check_exam(5)
+
+
+def test_every_task_can_be_told_from_another():
+    for task in TASKS.values():
+        assert hash(task()) == hash(task())
 
 
 def test_a_checkpoint_names_its_task_and_parameters():
