@@ -77,6 +77,32 @@ ARMS: dict[str, dict[str, Any]] = {
 RATES = {"5e-3": 5e-3, "7e-3": 7e-3, "1e-2": 1e-2, "14e-3": 1.4e-2, "2e-2": 2e-2}
 """Name → largest learning rate; neighbours are √2 apart."""
 
+
+def _bits(name: str, title: str, *, less: str) -> ResultTable:
+    """Return a table of the arms with Muon, if `less` has it, else of all."""
+    muon = ARMS[less].get("optimizer")
+    return ResultTable(
+        name=name,
+        title=title,
+        rows={
+            name: {
+                "stage": name,
+                "reading": f"static:{arm.get('steps', STEPS)}{',ema' * ('average' in arm)}",
+            }
+            for name, arm in ARMS.items()
+            if arm.get("optimizer") == muon or muon is None
+        },
+        columns={
+            source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
+            for source in ("code", "prose", "math", "all")
+        },
+        factor=1.0,
+        digits=3,
+        less=less,
+        against_flops="all",
+    )
+
+
 SCALES: dict[str, dict[str, Any]] = {"": {}, "_scaled": {"residual_scale": "visits"}}
 TABLES = {
     "depth_pays_rates": [
@@ -99,25 +125,8 @@ TABLES = {
         )
     ],
     "depth_pays": [
-        ResultTable(
-            name="bits_per_byte",
-            title="held-out bits per byte at the trained R",
-            rows={
-                name: {
-                    "stage": name,
-                    "reading": f"static:{arm.get('steps', STEPS)}{',ema' * ('average' in arm)}",
-                }
-                for name, arm in ARMS.items()
-            },
-            columns={
-                source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
-                for source in ("code", "prose", "math", "all")
-            },
-            factor=1.0,
-            digits=3,
-            less="not_looped",
-            against_flops="all",
-        )
+        _bits("bits_per_byte", "held-out bits per byte at the trained R", less="not_looped"),
+        _bits("muon", "held-out bits per byte, trained with Muon", less="not_looped_muon"),
     ],
 }
 
