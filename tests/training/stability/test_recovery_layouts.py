@@ -1,0 +1,75 @@
+"""Spikes under tensor and context parallelism and in compiled layers: one process' decisions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchtitan.config import CompileConfig
+
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.testing.spikes import Spikes
+from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from tools.spikes import demonstration
+
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_parallel_degree": 2}),
+    "cp2": (2, {"context_parallel_degree": 2}),
+    "dp2-compiled": (2, {"compiled": True}),
+}
+BAD_STEPS, POISONED_AFTER, SAVED, STEPS = (10, 12), 11, 9, 12
+TOLERANCE = 1e-3
+"""Of losses and norms: rounding grows over a dozen steps, and a poisoned layer multiplies it."""
+
+
+def train(source: Path, run: Path, layout: str) -> None:
+    """A bad batch is skipped; another one meets a layer that went bad, so the run goes back."""
+    world, changes = LAYOUTS[layout]
+    act_as_launched(world)
+    config = demonstration(source, run)
+    config.training.steps, config.checkpoint.interval = STEPS, SAVED
+    config.training.local_batch_size = BATCH_WINDOWS
+    config.recurrence.steps = Schedule.constant(2)
+    bad = [BATCH_WINDOWS * (step - 1) + n for step in BAD_STEPS for n in range(BATCH_WINDOWS)]
+    config.callbacks = (Spikes(bad, poisoned_after=POISONED_AFTER),)
+    if changes.get("compiled"):
+        config.training.local_batch_size = BATCH_WINDOWS // 2
+        config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
+    else:
+        for name, degree in changes.items():
+            setattr(config.parallelism, name, degree)
+    run_training(config)
+
+
+def decisions(run: Path) -> list[dict[str, Any]]:
+    return RunDirectory(run).read_decisions()
+
+
+@pytest.fixture(scope="module")
+def runs(source: Path, tmp_path_factory: pytest.TempPathFactory, gloo_pool) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("decisions")
+    for layout, (world, _) in LAYOUTS.items():
+        gloo_pool(world).run(train, source, folder / layout, layout)
+    taken = [(record["decision"], record["step"]) for record in decisions(folder / "one")]
+    assert taken == [*(("skip", step) for step in BAD_STEPS), ("rewind", BAD_STEPS[-1])]
+    assert "state after layer 1" in decisions(folder / "one")[1]["began"]
+    return {layout: folder / layout for layout in LAYOUTS}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
+def test_every_layout_decides_as_one_process(runs: dict[str, Path], layout: str):
+    found, expected = decisions(runs[layout]), decisions(runs["one"])
+    assert len(found) == len(expected)
+    for mine, other in zip(found, expected, strict=True):
+        for name in ("decision", "step", "to_step", "windows", "rewound"):
+            assert mine.get(name) == other.get(name), name
+        if other["decision"] != "skip":
+            continue
+        for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound"):
+            assert mine[name] == pytest.approx(other[name], rel=TOLERANCE), name
+        assert mine["began"].split(",")[0] == other["began"].split(",")[0]
+    hashes = [RunDirectory(run).read_metrics()[-1]["data_hash"] for run in runs.values()]
+    assert len(set(hashes)) == 1
