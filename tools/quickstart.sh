@@ -56,9 +56,13 @@ wait $! || {
 
 stage "4/6 held-out bits per byte after 1 to 6 recurrent steps, 95 % intervals"
 # One table for both: the row of the model without loops stands above the n-gram models.
-without=$(titan_loop eval "$unlooped" --windows $eval_windows --depths 1 |
-    sed -n 's/^R = 1 (trained)/without loops  /p')
-titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}" | sed "/^unigram/i $without"
+titan_loop eval "$unlooped" --windows $eval_windows --depths 1 >"$unlooped/bits_per_byte.txt" &
+beaten=0
+titan_loop eval "$run" --windows $eval_windows "${eval_flags[@]}" >"$run/bits_per_byte.txt" || beaten=$?
+wait $!
+without=$(sed -n 's/^R = 1 (trained)/without loops  /p' "$unlooped/bits_per_byte.txt")
+sed "/^unigram/i $without" "$run/bits_per_byte.txt"
+[ $beaten = 0 ] || exit $beaten
 
 stage "5/6 plots"
 titan_loop plot "$run"
@@ -69,8 +73,9 @@ completions() { # completions R
     titan_loop generate "$run" --recurrent-steps "$1" --max-new-tokens 48 \
         --prompt 'def ' --prompt 'The function ' --prompt 'x = ' 2>/dev/null | cat -s
 }
-completions 1 >"$run/completions-1.txt"
+completions 1 >"$run/completions-1.txt" &
 completions 4 >"$run/completions-4.txt"
+wait $!
 pr -m -t -w 150 "$run"/completions-{1,4}.txt
 
 printf '\nquick start: %d s. Data: %s, runs: %s, %s\n' $SECONDS "$corpus" "$run" "$unlooped"

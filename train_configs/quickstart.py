@@ -20,7 +20,7 @@ from titan_loop.training.trainer import LoopTrainer
 CORPUS = "corpora/quickstart"
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 4 * WINDOW_TOKENS
-QUICK_TOKENS = 2_600_000
+QUICK_TOKENS = 3_000_000
 
 
 class Candidate(NamedTuple):
