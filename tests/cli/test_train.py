@@ -45,6 +45,7 @@ def trained(
             config, decoder_config(config.model, max_seq_len=32), world_size
         ),
     )
+    monkeypatch.setattr("titan_loop.recipes.runner.remarks", lambda config: ())
     monkeypatch.setattr(LoopTrainer.Config, "open_data", lambda self: None)
     return configs
 
