@@ -192,6 +192,7 @@ def test_mistakes(tmp_path, capsys):
         {"units": {"a": ["1 x", "2"]}},
         {"units": {"a": ["1 2", "3"]}},
         {"results": {"a": "x"}},
+        {"flops": "x"},
         {"x": 1},
     ],
 )

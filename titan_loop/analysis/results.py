@@ -239,7 +239,7 @@ class RunResult:
         for path in sorted(folder.glob("*-seed*.json")):
             try:
                 result = cls(**read_json_object(path, fix="write it anew: results add RUN"))
-                for value in result.results.values():
+                for value in (*result.results.values(), result.flops or 0.0):
                     number(value)
                 for texts in result.units.values():
                     numbers(texts)
