@@ -15,7 +15,7 @@ import torch
 
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.errors import NonFiniteError, UserError
+from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
 from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
@@ -30,6 +30,11 @@ STEPS = 6
 
 
 pytestmark = pytest.mark.usefixtures("alone")
+
+
+def built(config: LoopTrainer.Config) -> LoopTrainer:
+    compat.start_runtime()
+    return LoopTrainer(resolve(config, 1))
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -217,7 +222,7 @@ def test_a_step_limit_does_not_end_the_stage(source, tmp_path):
     for limit, ended in ((2, False), (0, True)):
         config = tiny_config(source, tmp_path / "run", steps=3)
         config.training.steps = limit
-        trainer = _trainer(config)
+        trainer = built(config)
         trainer.train()
         trainer.close()
         assert trainer.at_stage_end is ended
@@ -230,7 +235,7 @@ def test_optimiser_settings_of_this_start_win_over_the_checkpoint_s(source, tmp_
     second = tiny_config(source, tmp_path / "run", steps=STEPS)
     second.adamw.weight_decay, second.adamw.beta2 = 0.5, 0.99
     second.accept_change = True
-    trainer = _trainer(second)
+    trainer = built(second)
     trainer.train()
     trainer.close()
     (optimizer,) = trainer.optimizers
@@ -268,79 +273,10 @@ def test_the_keep_policy_counts_committed_checkpoints_only(source, tmp_path):
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-4", "step-6"]
 
 
-def _poison(trainer: LoopTrainer, steps: set[int]) -> None:
-    """Make the loss of the given steps infinite through the entropy weight."""
-    real = trainer.loss_fn.set_schedules
-
-    def set_schedules(values: Mapping[str, float]) -> None:
-        real({"entropy_weight": float("inf")} if trainer.step in steps else values)
-
-    trainer.loss_fn.set_schedules = set_schedules
-
-
-def _trainer(config: LoopTrainer.Config) -> LoopTrainer:
-    compat.start_runtime()
-    return LoopTrainer(resolve(config, 1))
-
-
-def test_a_non_finite_step_is_skipped_and_training_goes_on(source, tmp_path):
-    trainer = _trainer(tiny_config(source, tmp_path / "run", steps=STEPS))
-    _poison(trainer, {2})
-    weight, updates = trainer.model.norm.weight, []
-    real_step = trainer.optimizers.step
-
-    def step() -> None:
-        before = weight.detach().clone()
-        real_step()
-        if not torch.equal(before, weight):
-            updates.append(trainer.step)
-
-    trainer.optimizers.step = step
-    trainer.train()
-    trainer.close()
-    assert updates == [1, 3, 4, 5, 6]
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    records = RunDirectory(tmp_path / "run").read_metrics()
-    assert records[1]["loss"] is None
-    assert records[-1]["tokens"] == STEPS * BATCH_TOKENS  # the windows count as consumed
-
-
-def test_too_many_non_finite_steps_end_the_run(source, tmp_path):
-    config = tiny_config(source, tmp_path / "run", steps=STEPS)
-    config.max_skipped_steps = 2
-    trainer = _trainer(config)
-    _poison(trainer, {3, 4, 5, 6})
-    with pytest.raises(NonFiniteError, match="2 steps in a row"):
-        trainer.train()
-    trainer.close()
-    assert trainer.step == 4
-    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
-
-
-def test_non_finite_weights_are_never_saved(source, tmp_path):
-    trainer = _trainer(tiny_config(source, tmp_path / "run", steps=STEPS))
-
-    class Poison:
-        def on_train_start(self, trainer): ...
-
-        def on_step_end(self, trainer, metrics):
-            if trainer.step == 4:
-                with torch.no_grad():
-                    trainer.model.norm.weight[0] = float("nan")
-
-        def on_train_end(self, trainer): ...
-
-    trainer.callbacks.append(Poison())
-    with pytest.raises(NonFiniteError, match=r"norm\.weight is not finite at step 4"):
-        trainer.train()
-    trainer.close()
-    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
-
-
 def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, monkeypatch):
     config = tiny_config(source, tmp_path / "run", steps=STEPS)
     config.checkpoint.enable = False
-    trainer = _trainer(config)
+    trainer = built(config)
     warnings: list[tuple] = []
     monkeypatch.setattr(
         "titan_loop.training.trainer.logger.warning", lambda *arguments: warnings.append(arguments)
