@@ -2,11 +2,12 @@
 
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
-more layers. An arm that is grown runs R = 1, then 2, then 4; all but those named `looped` minimise
-the loss of the last step alone. Arms whose names end in `_flops` get the training FLOPs of
+more layers. An arm that is grown runs R = 1, then 2, then 4, one that is drawn an R of its own in
+every training step, 4 on average and 8 at most; all but those named `looped` minimise the loss of
+the last step alone. Arms whose names end in `_flops` get the training FLOPs of
 `last_step` instead of its tokens. `grown_averaged` is read from the average of its weights.
 `depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with five learning rates, with and
-without the residual scale.
+without the residual scale, on a third of the tokens.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
@@ -51,6 +52,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "last_step_diagonal": {"steps": STEPS, "injection": "diagonal"},
     "last_step_scaled": {"steps": STEPS, "residual_scale": "visits"},
     "last_step_muon": {"steps": STEPS, "optimizer": "muon"},
+    "drawn_muon": {"drawn": True, "optimizer": "muon"},
+    "drawn_diagonal_muon": {"drawn": True, "injection": "diagonal", "optimizer": "muon"},
     "grown": {},
     "grown_early": {"growth": EARLY_GROWTH},
     "grown_additive": {"injection": "additive"},
@@ -74,6 +77,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """Name → options; `dense` has as many layers as the looped arms have visits."""
 
+RATE_TOKENS = TOTAL_TOKENS // 3
 RATES = {"5e-3": 5e-3, "7e-3": 7e-3, "1e-2": 1e-2, "14e-3": 1.4e-2, "2e-2": 2e-2}
 """Name → largest learning rate; neighbours are √2 apart."""
 
@@ -144,7 +148,10 @@ def depth_pays_rates() -> Recipe:
     return Recipe(
         name="depth_pays_rates",
         stages=[
-            Stage(name=f"r{steps}{scale}_{name}", config=_arm(steps=steps, rate=rate, **options))
+            Stage(
+                name=f"r{steps}{scale}_{name}",
+                config=_arm(steps=steps, rate=rate, tokens=RATE_TOKENS, **options),
+            )
             for scale, options in SCALES.items()
             for steps in (1, 2, 4, 8)
             for name, rate in RATES.items()
@@ -161,13 +168,21 @@ def _arm(
     average: float = 0.0,
     rate: float = 1e-2,
     growth: Schedule = GROWTH,
+    drawn: bool = False,
+    tokens: int = TOTAL_TOKENS,
     same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
-    """Return an arm; without `steps` R grows."""
+    """Return an arm; without `steps` R grows or is drawn."""
     most = STEPS if steps is None else steps
+    if drawn:
+        recurrence = RecurrenceConfig(
+            steps=Schedule.constant(STEPS), poisson=True, max_steps=2 * STEPS
+        )
+    else:
+        recurrence = RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps))
     config = LoopTrainer.Config(
-        total_tokens=TOTAL_TOKENS,
+        total_tokens=tokens,
         model=OuroOptions(
             size="quickstart",
             n_layers=n_layers,
@@ -183,12 +198,12 @@ def _arm(
         learning_rate=Schedule.warmup_cosine(
             rate,
             start=rate / 10,
-            warmup_tokens=150_000,
-            total_tokens=TOTAL_TOKENS,
+            warmup_tokens=tokens // 20,
+            total_tokens=tokens,
             final=rate / 10,
         ),
         entropy_weight=Schedule.constant(0.1),
-        recurrence=RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps)),
+        recurrence=recurrence,
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=0, depths=sorted({1, 2, most, 2 * most})),
     )
