@@ -79,7 +79,6 @@ class Engine:
         """Cost of the latest stream so far."""
         return self.stack.work
 
-    @torch.no_grad()
     def stream(
         self,
         requests: Sequence[Request],
@@ -101,7 +100,17 @@ class Engine:
         Raises:
             UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
-        sampling = sampling or Sampling()
+        # Inference mode saves a tenth of a small model's time; DTensors do not know it.
+        mode = torch.no_grad if self.stack.sharded else torch.inference_mode
+        return mode()(self._stream)(requests, rows, sampling or Sampling(), generator)
+
+    def _stream(
+        self,
+        requests: Sequence[Request],
+        rows: int | None,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+    ) -> Iterator[GeneratedToken]:
         self.exit_policy.prepare(self.stack.model)
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))

@@ -86,6 +86,11 @@ class Stack:
             self._mesh = weight.device_mesh
 
     @property
+    def sharded(self) -> bool:
+        """Whether ranks share the weights."""
+        return self._mesh is not None
+
+    @property
     def context_tokens(self) -> int:
         """Longest sequence of the model as it was built."""
         return self.model.config.max_seq_len
