@@ -1,6 +1,6 @@
 """Families: found by name, with options that are read, written and refused."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import pytest
 
@@ -14,6 +14,7 @@ from titan_loop.models.family import (
     decoder_config,
     get_family,
     read_options,
+    resolved_shape,
     size_notes,
 )
 from titan_loop.training.trainer import LoopTrainer
@@ -118,4 +119,6 @@ def test_a_size_with_another_shape_says_what_differs():
 
 
 def test_a_size_as_named_says_nothing():
-    assert not list(size_notes(OuroOptions(size="quickstart", vocab_size=1024), 1024))
+    named = OuroOptions(size="quickstart", vocab_size=1024)
+    assert not list(size_notes(named, 1024))
+    assert not list(size_notes(replace(named, n_kv_heads=resolved_shape(named).n_heads), 1024))

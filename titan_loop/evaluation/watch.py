@@ -13,6 +13,7 @@
 """
 
 import fcntl
+import importlib.util
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -22,9 +23,11 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import is_committed
+from titan_loop.data.tasks.registry import TASKS
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
+from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.task_report import TaskReport
@@ -59,13 +62,14 @@ class Watcher:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
 
     Raises:
-        UserError: Options that cannot work.
+        UserError: Options that cannot work, or a task that nobody knows.
     """
 
     def __init__(
         self, run: Path, options: TaskOptions, *, wandb: bool = False, retry: bool = False
     ) -> None:
         options.check()
+        _require_known(options)
         self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
@@ -217,3 +221,14 @@ def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
         if is_committed(checkpoint):
             logger.warning("%s is passed over: %s", checkpoint, error)
         return None
+
+
+def _require_known(options: TaskOptions) -> None:
+    """Raise `UserError` for a task that neither titan_loop nor the harness, if installed, knows."""
+    others = {task.name for task in options.tasks} - {HELD_OUT, *OFFLINE_TASKS, *TASKS}
+    if others and importlib.util.find_spec("lm_eval") is not None:
+        from titan_loop.evaluation.harness_tasks import HarnessTasks
+
+        harness = HarnessTasks(options.include_path)
+        for name in sorted(others):
+            harness.find(name)

@@ -301,10 +301,13 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     own = get_family(asked.family).size(asked.size)
     model = replace(asked, vocab_size=vocab_size)
     here = resolved_shape(model)
+    asked_for, named = (
+        asdict(shape) | {"n_kv_heads": shape.n_kv_heads or shape.n_heads} for shape in (here, own)
+    )
     differing = [
-        f"{name}={value} instead of {getattr(own, name)}"
-        for name, value in asdict(here).items()
-        if name != "recurrent_steps" and value != getattr(own, name)
+        f"{name}={value} instead of {named[name]}"
+        for name, value in asked_for.items()
+        if name != "recurrent_steps" and value != named[name]
     ]
     if differing:
         counts = [

@@ -32,6 +32,7 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
     total = sum(need.gpu_days for need in needs)
     return [
         *lines,
+        "* with the stage's own checkpointing",
         f"\nall stages: {sum(need.tokens for need in needs):,} tokens, {total:,.1f} GPU-days, "
         f"{total / cluster.ranks:,.2f} days",
     ]
