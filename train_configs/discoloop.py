@@ -71,7 +71,9 @@ STRENGTHS: dict[str, tuple[str, list[float]]] = {
     "alpha": ("channel_strength", [0.25, 0.5, 2.0, 4.0]),
     "tau": ("temperature", [0.25, 0.5, 2.0, 4.0]),
 }
-"""Symbol in names of stages → option of the model, and its values beside the 1 of both."""
+"""Symbol in names of stages → option of the model, and its values beside 1."""
+BOTH_ONE = "both_1"
+"""Stage in which α and τ are 1, as in two_hop_small."""
 
 
 def discoloop_symbolic() -> Recipe:
@@ -122,13 +124,15 @@ def two_hop_small() -> Recipe:
 
 
 def two_hop_strengths() -> Recipe:
-    """DiscoLoop of two_hop_small, whose α and τ are 1, with one of them changed in every stage."""
-    stages = []
+    """DiscoLoop of two_hop_small, whose α and τ are 1, and with one of them changed."""
+    changes: dict[str, dict[str, float]] = {BOTH_ONE: {}}
     for symbol, (option, values) in STRENGTHS.items():
-        for value in values:
-            (stage,) = (stage for stage in _small(SMALL, SMALL_STEPS) if stage.name == "discoloop")
-            setattr(stage.config.model, option, value)
-            stages.append(Stage(name=f"{symbol}_{value:g}", config=stage.config))
+        changes |= {f"{symbol}_{value:g}": {option: value} for value in values}
+    stages = []
+    for name, change in changes.items():
+        (stage,) = (stage for stage in _small(SMALL, SMALL_STEPS) if stage.name == "discoloop")
+        stage.config.model = replace(stage.config.model, **change)
+        stages.append(Stage(name=name, config=stage.config))
     return Recipe(name="two_hop_strengths", stages=stages)
 
 
@@ -306,7 +310,10 @@ TABLES = {
             name=symbol,
             title=f"% right after both steps, by {letter}",
             rows=_TESTS,
-            columns={f"{value:g}": {"stage": f"{symbol}_{value:g}"} for value in values},
+            columns={
+                f"{value:g}": {"stage": BOTH_ONE if value == 1 else f"{symbol}_{value:g}"}
+                for value in sorted([*values, 1.0])
+            },
             everywhere={"metric": "acc,none", "reading": "static:2"},
             columns_are=letter,
         )
