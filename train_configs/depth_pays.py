@@ -2,10 +2,10 @@
 
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
-more layers. An arm that is grown runs R = 1, then 2, then 4, one that is drawn an R of its own in
-every training step, 4 on average and 8 at most; all but those named `looped` minimise the loss of
-the last step alone. Arms whose names end in `_flops` get the training FLOPs of
-`last_step` instead of its tokens. `grown_averaged` is read from the average of its weights.
+more layers. An arm that is grown runs R = 1, then 2, then 4; one that is drawn runs an R from
+Poisson(4), at most 8, in every training step. All but those named `looped` minimise the loss of the
+last step alone. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
+its tokens. `grown_averaged` is read from the average of its weights.
 `depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with five learning rates, with and
 without the residual scale, on a third of the tokens.
 
@@ -52,8 +52,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "last_step_diagonal": {"steps": STEPS, "injection": "diagonal"},
     "last_step_scaled": {"steps": STEPS, "residual_scale": "visits"},
     "last_step_muon": {"steps": STEPS, "optimizer": "muon"},
-    "drawn_muon": {"drawn": True, "optimizer": "muon"},
-    "drawn_diagonal_muon": {"drawn": True, "injection": "diagonal", "optimizer": "muon"},
+    "drawn_muon": {"drawn_from": 1, "optimizer": "muon"},
+    "drawn_from_3_muon": {"drawn_from": 3, "optimizer": "muon"},
+    "drawn_diagonal_muon": {"drawn_from": 1, "injection": "diagonal", "optimizer": "muon"},
     "grown": {},
     "grown_early": {"growth": EARLY_GROWTH},
     "grown_additive": {"injection": "additive"},
@@ -168,16 +169,19 @@ def _arm(
     average: float = 0.0,
     rate: float = 1e-2,
     growth: Schedule = GROWTH,
-    drawn: bool = False,
+    drawn_from: int | None = None,
     tokens: int = TOTAL_TOKENS,
     same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
     """Return an arm; without `steps` R grows or is drawn."""
     most = STEPS if steps is None else steps
-    if drawn:
+    if drawn_from is not None:
         recurrence = RecurrenceConfig(
-            steps=Schedule.constant(STEPS), poisson=True, max_steps=2 * STEPS
+            steps=Schedule.constant(STEPS),
+            poisson=True,
+            min_steps=drawn_from,
+            max_steps=2 * STEPS,
         )
     else:
         recurrence = RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps))

@@ -5,7 +5,7 @@
 
 | stages | what is compared |
 |---|---|
-| `mano_KxL` | arithmetic by K layers visited L times: one layer four times, once, four layers |
+| `mano_KxL` | arithmetic by K layers visited L times, with the optimiser that wins `depth_pays` |
 | `capo_lL` | bits of 3,000 biographies that a layer visited L times knows |
 | `hops_rL_P` | questions of three hops after P % of the questions, two layers visited L times |
 | `scaling_dD_rR` | widths and R of the quick start's layer, for a scaling law |
@@ -39,8 +39,15 @@ from train_configs.physics import MANO_PAPER, grid_name
 from train_configs.quickstart import CORPUS
 
 MANO = Mano(modulus=5, max_operations=3)
-MANO_ROWS = {(1, 1): (2, 1), (1, 4): (2, 6), (4, 1): (12, 1)}
-"""Layers and visits here → those of the paper's row that answers the same question."""
+MANO_ROWS = {
+    (1, 1): (2, 1),
+    (1, 2): None,
+    (1, 4): (2, 6),
+    (2, 1): None,
+    (2, 2): None,
+    (4, 1): (12, 1),
+}
+"""Layers and visits here → those of the paper's row that answers the same question, if any."""
 
 CAPO = Capo(
     people=3_000,
@@ -79,6 +86,7 @@ TABLES = {
             paper={
                 grid_name(*row): {"mano": MANO_PAPER[theirs][0]}
                 for row, theirs in MANO_ROWS.items()
+                if theirs is not None
             },
         ),
         ResultTable(
@@ -139,7 +147,8 @@ def physics_short() -> Recipe:
 
 
 def _mano(layers: int, loops: int) -> Stage:
-    config = _generated(MANO, layers, loops, rate=4e-3, tokens=12_000_000)
+    config = _generated(MANO, layers, loops, rate=1e-2, tokens=8_000_000)
+    config.optimizer.name = "muon"
     return Stage(name=f"mano_{layers}x{loops}", config=config)
 
 

@@ -80,7 +80,7 @@ def test_tables_ask_for_stages_and_depths_that_are_trained(module):
 
 def test_stages_of_a_comparison_differ_in_what_their_names_say():
     found = configs("physics_small")
-    assert len(found) == 31
+    assert len(found) == 34
     for prefix in ("mano", "capo", "hops", "scaling", "prior"):
         group = [config for name, config in found.items() if name.startswith(prefix)]
         assert len({c.total_tokens for c in group}) == 1
