@@ -66,7 +66,7 @@ SMALL_SIZE: dict[str, Any] = {
     "dropout": 0.2,
     "embedding_dropout": 0.2,
 }
-SMALL_BATCH, SMALL_STEPS = 256, 3_500
+SMALL_BATCH, TWO_HOP_STEPS, THREE_HOP_STEPS = 256, 3_500, 10_000
 STRENGTHS: dict[str, tuple[str, list[float]]] = {
     "alpha": ("channel_strength", [0.25, 0.5, 2.0, 4.0]),
     "tau": ("temperature", [0.25, 0.5, 2.0, 4.0]),
@@ -120,7 +120,7 @@ def discoloop_440m() -> Recipe:
 
 def two_hop_small() -> Recipe:
     """Two hops over two graphs of 40 entities, on one core: plain loop, DiscoLoop, copies."""
-    return Recipe(name="two_hop_small", stages=_small(SMALL, SMALL_STEPS))
+    return Recipe(name="two_hop_small", stages=_small(SMALL, TWO_HOP_STEPS))
 
 
 def two_hop_strengths() -> Recipe:
@@ -130,7 +130,7 @@ def two_hop_strengths() -> Recipe:
         changes |= {f"{symbol}_{value:g}": {option: value} for value in values}
     stages = []
     for name, change in changes.items():
-        (stage,) = (stage for stage in _small(SMALL, SMALL_STEPS) if stage.name == "discoloop")
+        (stage,) = (stage for stage in _small(SMALL, TWO_HOP_STEPS) if stage.name == "discoloop")
         stage.config.model = replace(stage.config.model, **change)
         stages.append(Stage(name=name, config=stage.config))
     return Recipe(name="two_hop_strengths", stages=stages)
@@ -138,7 +138,7 @@ def two_hop_strengths() -> Recipe:
 
 def three_hop_small() -> Recipe:
     """Two and three hops over graphs of 40 entities with R = 3, on one core."""
-    return Recipe(name="three_hop_small", stages=_small(replace(SMALL, hops=3), SMALL_STEPS))
+    return Recipe(name="three_hop_small", stages=_small(replace(SMALL, hops=3), THREE_HOP_STEPS))
 
 
 def two_hop_short() -> Recipe:
@@ -192,7 +192,8 @@ def _small(task: TwoGraph, training_steps: int) -> list[Stage]:
             task, model, steps, batch=SMALL_BATCH, examples=training_steps * SMALL_BATCH
         )
         warmup, last = config.total_tokens // 35, config.total_tokens
-        config.learning_rate = Schedule.parse(f"0:0 linear {warmup}:3e-3 linear {last}:6e-5")
+        config.learning_rate = Schedule.parse(f"0:0 linear {warmup}:1e-2 linear {last}:1e-4")
+        config.optimizer.name = "muon"
         config.adamw.beta2, config.adamw.weight_decay = 0.98, 0.2
         config.suite = SuiteConfig(interval=500, depths=_depths(steps), questions=500)
         config.suite.tasks = [task.name]
