@@ -19,3 +19,19 @@ def test_two_hops_take_one_layer_two_recurrent_steps(tmp_path: Path):
     assert right["permutation_hops/1_hops/acc,none/static:4"] > 0.9
     assert right["permutation_hops/2_hops/acc,none/static:4"] > 0.5
     assert right["permutation_hops/2_hops/acc,none/static:1"] < 0.2
+
+
+@pytest.mark.effects
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("arm", "least", "most"), [("discoloop", 0.15, 1.0), ("plain", 0.0, 0.1)])
+def test_a_decoded_channel_composes_facts_that_training_never_combined(
+    tmp_path: Path, arm: str, least: float, most: float
+):
+    """A third of two_hop_small; guessing is right in 2.5 % of cases."""
+    words = ["train", "two_hop_small", "--stage", arm, "--dump-folder", str(tmp_path)]
+    seeds = ["--debug.seed", "1", "--dataloader.seed", "1"]
+    tokens = str(1_500 * 256 * 3)
+    assert main([*words, *seeds, "--total-tokens", tokens, "--suite.interval", "1500"]) == 0
+    right = read_jsonl(RunDirectory(tmp_path / arm).evals_jsonl)[-1]["results"]
+    assert right["two_graph/id_2/acc,none/static:2"] > 0.9
+    assert least < right["two_graph/ood_2/acc,none/static:2"] < most

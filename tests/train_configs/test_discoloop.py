@@ -53,7 +53,7 @@ def test_small_arms_share_all_but_the_recurrence(name):
             if option.name not in ("family", "n_layers")
         }
         rates = [config.learning_rate(share * config.total_tokens // 35) for share in (0, 1, 35)]
-        assert rates == pytest.approx([0, 3e-3, 6e-5])
+        assert rates == pytest.approx([0, 1e-2, 1e-4])
         shared.append((model, rates, config.total_tokens, config.adamw, config.dataloader))
     assert shared[0] == shared[1] == shared[2]
     assert shared[0][0]["embedding_dropout"] == shared[0][0]["dropout"] == 0.2
@@ -62,7 +62,9 @@ def test_small_arms_share_all_but_the_recurrence(name):
 def test_strengths_change_one_option_of_discoloop():
     arms = {stage.name: stage.config.model for stage in load_recipe("two_hop_small").stages}
     names = {"alpha": "channel_strength", "tau": "temperature"}
-    for stage in load_recipe("two_hop_strengths").stages:
+    unchanged, *others = load_recipe("two_hop_strengths").stages
+    assert (unchanged.name, unchanged.config.model) == ("both_1", arms["discoloop"])
+    for stage in others:
         symbol, value = stage.name.split("_")
         changed = dataclasses.replace(arms["discoloop"], **{names[symbol]: float(value)})
         assert stage.config.model == changed != arms["discoloop"]
