@@ -199,6 +199,15 @@ MORE_CASES = {
         checkpointing="recurrent-step+full",
         fsdp=FSDPConfig(policy="per_step"),
     ),
+    "disco-selective": Case(
+        family=DiscoLoopOptions,
+        tie_weights=True,
+        options=(("channel_gate", "learned"), ("top_k", 5)),
+        checkpointing="selective",
+    ),
+    "disco-held-offloaded": Case(
+        family=DiscoLoopOptions, tie_weights=True, checkpointing="full-offload", fsdp=HELD
+    ),
     "disco-always-truncated": Case(
         family=DiscoLoopOptions, tie_weights=True, reshard="always", backward_steps=2
     ),
@@ -255,7 +264,7 @@ PAIRS = [
     *(("dp2", case) for case in MORE_CASES),
     *(("tp2", case) for case in ("disco", "disco-learned-full", "ponder-always")),
     *(("tp2-no-sp", case) for case in ("disco-learned-full", "ponder-never")),
-    *(("dp2-tp2", case) for case in ("disco-learned-full", "disco-held-by-step")),
+    *(("dp2-tp2", case) for case in ("disco-selective", "disco-held-by-step")),
     *(("hsdp2x2", case) for case in ("disco-always-truncated", "ponder-held")),
     ("cp2", "disco-learned-full"),
     ("hsdp2x2-cp2", "disco"),
