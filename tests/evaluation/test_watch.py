@@ -192,7 +192,7 @@ def test_bad_input(run: Path, tmp_path: Path):
         Watcher(run, OPTIONS).run(interval_seconds=0)
     with pytest.raises(UserError, match="is not a run directory"):
         Watcher(tmp_path / "nothing", OPTIONS).run(once=True)
-    with pytest.raises(UserError, match="task 'arc_esay' is unknown, did you mean arc_easy"):
+    with pytest.raises(UserError, match="task 'arc_esay' is unknown; nearest: arc_easy"):
         Watcher(run, TaskOptions(tasks=expand_tasks(["arc_esay"])))
     with pytest.raises(UserError, match="limit=0"):
         Watcher(run, TaskOptions(tasks=expand_tasks(["held_out"]), limit=0))
