@@ -63,7 +63,7 @@ def test_the_plan_of_the_language_models_passes(capfd):
 def test_the_short_form_trains_examines_and_analyses(tmp_path: Path, capfd):
     run = tmp_path / "run"
     words = ["train", "adaptive_short", "--dump-folder", str(run), "--stage", "loop3_memory"]
-    assert main([*words, "--loss.ponder-weight", "0.1"]) == 0
+    assert main([*words, "--loss.ponder-weight", "0.1", "--model.n-layers", "2"]) == 0
     run = run / "loop3_memory"
     (evaluation,) = read_jsonl(RunDirectory(run).evals_jsonl)
     assert "mano_capo/knowledge/bits/static:1" in evaluation["results"]
