@@ -14,8 +14,8 @@ feed-forward widths of the wider baselines, which follow from the parameters the
 
 The small one asks for the paper's two findings where a core can see them: loops help arithmetic
 (Mano, % right), memory helps what has to be known by heart (Capo, bits a person). It has one layer,
-since two need no loops for this arithmetic. α starts at 0 and moves at 10 times the rate: from −7
-it would take most of the run. LOG.md has what it shows.
+since two need no loops for this arithmetic, and α starts at 0: from −7 it would take most of the
+run. LOG.md has what it shows.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Appendix A.1 and Table 2.
 """
@@ -62,7 +62,7 @@ SMALL_TASK = ManoCapo(
 )
 SMALL_WINDOW, SMALL_BATCH = 64, 16 * 64
 SMALL_TOKENS = 4_000 * SMALL_BATCH
-LOOPS: dict[str, Any] = {"scale_init": 0.0, "scale_rate": 10.0}
+LOOPS: dict[str, Any] = {"scale_init": 0.0}
 SMALL_ARMS: dict[str, dict[str, Any]] = {
     "plain": {"max_iterations": None},
     "loop3": LOOPS,
