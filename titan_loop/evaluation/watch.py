@@ -62,7 +62,7 @@ class Watcher:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
 
     Raises:
-        UserError: Options that cannot work, or a task that nobody knows.
+        UserError: An option is invalid, or a task is unknown.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
 
 
 def _require_known(options: TaskOptions) -> None:
-    """Raise `UserError` for a task that neither titan_loop nor the harness, if installed, knows."""
+    """Raise `UserError` for unknown tasks; without the harness, only the evaluation can tell."""
     others = {task.name for task in options.tasks} - {HELD_OUT, *OFFLINE_TASKS, *TASKS}
     if others and importlib.util.find_spec("lm_eval") is not None:
         from titan_loop.evaluation.harness_tasks import HarnessTasks
