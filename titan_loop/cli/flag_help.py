@@ -86,14 +86,16 @@ def flags_of(config: Any, prefix: str = "--") -> Iterator[Flag]:
     hints = get_type_hints(type(config), include_extras=True)
     texts = _attribute_texts(type(config))
     for field in fields(config):
-        name, kind, value = prefix + field.name.replace("_", "-"), hints[field.name], None
-        if not field.init or tyro.conf.Suppress in getattr(kind, "__metadata__", ()):
+        name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
+        marks = getattr(kind, "__metadata__", ())
+        if not field.init or tyro.conf.Suppress in marks:
             continue
         if name.startswith(tuple(WITHOUT_EFFECT)):
             continue
         value = getattr(config, field.name)
         if is_dataclass(value) and not isinstance(value, (type, Schedule)):
-            yield from flags_of(value, f"{name}.")
+            nameless = any(getattr(mark, "name", None) == "" for mark in marks)  # to tyro
+            yield from flags_of(value, prefix if nameless else f"{name}.")
         else:
             yield Flag(name, kind, value, HERE.get(name) or texts.get(field.name, ""))
 
