@@ -42,7 +42,7 @@ def test_arms_share_all_but_the_model(name, epochs, examples, steps):
     assert layers["plain"] == layers["discoloop"] == layers["untied"] / steps
 
 
-@pytest.mark.parametrize("name", ["two_hop_small", "three_hop_small", "two_hop_short"])
+@pytest.mark.parametrize("name", ["two_hop_small", "two_hop_short"])
 def test_small_arms_share_all_but_the_recurrence(name):
     shared = []
     for stage in load_recipe(name).stages:
@@ -57,6 +57,25 @@ def test_small_arms_share_all_but_the_recurrence(name):
         shared.append((model, rates, config.total_tokens, config.adamw, config.dataloader))
     assert shared[0] == shared[1] == shared[2]
     assert shared[0][0]["embedding_dropout"] == shared[0][0]["dropout"] == 0.2
+
+
+def test_three_hops_begin_where_two_hops_end():
+    stages = {stage.name: stage for stage in load_recipe("three_hop_small").stages}
+    alone = {stage.name: stage.config for stage in load_recipe("two_hop_small").stages}
+    for arm in ("plain", "discoloop"):
+        first, then = stages[f"{arm}_two_hops"], stages[arm]
+        assert (first.config.model, first.config.dataloader) == (
+            alone[arm].model,
+            alone[arm].dataloader,
+        )
+        assert (first.parent, then.parent) == (None, first.name)
+        assert then.config.model == first.config.model
+        assert [stage.config.recurrence.steps(0) for stage in (first, then)] == [2, 3]
+    copies, loops = stages["untied"], stages["plain"]
+    assert copies.parent is None
+    assert copies.config.dataloader == loops.config.dataloader
+    both = loops.config.total_tokens + stages["plain_two_hops"].config.total_tokens
+    assert copies.config.total_tokens > both
 
 
 def test_strengths_change_one_option_of_discoloop():
