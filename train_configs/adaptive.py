@@ -66,8 +66,8 @@ LOOPS: dict[str, Any] = {"scale_init": 0.0}
 SMALL_ARMS: dict[str, dict[str, Any]] = {
     "plain": {"max_iterations": None},
     "loop3": LOOPS,
-    "loop3_memory": {**LOOPS, "local_slots": 64, "global_slots": 32},
-    "iso_parameter": {"max_iterations": None, "hidden_dim": 419},  # as many as loop3_memory
+    "loop3_memory": {**LOOPS, "local_slots": 512, "global_slots": 256},
+    "iso_parameter": {"max_iterations": None, "hidden_dim": 1_086},  # as many as loop3_memory
     "iso_flop": {"max_iterations": None, "n_layers": 3},
     "loop3_decay": {**LOOPS, "decay_controls": True},
 }
