@@ -44,14 +44,18 @@ SMALL = DagArithmetic(
     nodes=16,
     fewest_nodes=6,
     leaves=4,
+    most_parents=2,
     names=64,
     most_depth=5,
     test_nodes=(8, 16, 24, 32, 48, 64),
 )
+FIRST = replace(SMALL, fewest_nodes=12, most_depth=2)
+"""What all methods learn first: sums of leaves. One parent says nothing about a sum modulo 7, so
+that a model has to find both before anything improves; here most of what it reads are such sums."""
+
 SMALL_WINDOW = 112
-SMALL_WINDOWS = 4
-SMALL_TOKENS = 3_000_000
-"""Read by a model that is supervised at every step, on which it spends about 25 minutes."""
+FIRST_WINDOWS, SMALL_WINDOWS = 8, 4
+FIRST_TOKENS, SMALL_TOKENS = 3_500_000, 800_000
 
 METHODS = {
     "discrete": "discrete",
@@ -170,24 +174,27 @@ def latent_small() -> Recipe:
     """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper."""
     discrete = LatentOptions(size="small", relative_window=16)
     continuous = replace(discrete, state="continuous")
-    plain = OuroOptions(n_layers=4, positions="none", exit_gate=False)
-    thought = DagChainOfThought(**asdict(SMALL), thought="equations")
-    return Recipe(
-        name="latent_small",
-        stages=[
-            Stage(name="discrete", config=_small(discrete)),
-            Stage(name="correction", config=_small(replace(discrete, corruption=0.05))),
-            Stage(name="continuous", config=_small(continuous)),
-            Stage(name="end_to_end", config=_small(continuous, end_to_end=4)),
-            Stage(
-                name="feed_forward", config=_small(replace(continuous, n_layers=8), end_to_end=1)
-            ),
-            Stage(
-                name="chain_of_thought",
-                config=_small(plain, thought, window=thought.longest_example, end_to_end=1),
-            ),
-        ],
-    )
+    plain = OuroOptions(n_layers=4, dim=128, hidden_dim=256, positions="none", exit_gate=False)
+    end_to_end = {"end_to_end": 4, "feed_forward": 1, "chain_of_thought": 1}
+    models: dict[str, ModelOptions] = {
+        "discrete": discrete,
+        "correction": replace(discrete, corruption=0.05),
+        "continuous": continuous,
+        "end_to_end": continuous,
+        "feed_forward": replace(continuous, n_layers=8),
+        "chain_of_thought": plain,
+    }
+    stages = []
+    for name, model in models.items():
+        first = "discrete_first" if name == "correction" else f"{name}_first"
+        for stage, task in ((first, FIRST), (name, SMALL)):
+            if name == "correction" and stage == first:
+                continue
+            if name == "chain_of_thought":
+                task = DagChainOfThought(**asdict(task), thought="equations")
+            config = _small(model, task, end_to_end=end_to_end.get(name))
+            stages.append(Stage(name=stage, config=config, parent=first if stage == name else None))
+    return Recipe(name="latent_small", stages=stages)
 
 
 def _paper(
@@ -208,27 +215,28 @@ def _paper(
 
 
 def _small(
-    model: ModelOptions,
-    task: DagArithmetic = SMALL,
-    *,
-    window: int = SMALL_WINDOW,
-    end_to_end: int | None = None,
+    model: ModelOptions, task: DagArithmetic, *, end_to_end: int | None
 ) -> LoopTrainer.Config:
+    is_first = task.most_depth == FIRST.most_depth
+    window = task.longest_example if isinstance(task, DagChainOfThought) else SMALL_WINDOW
     config = _run(model, task, window=window, end_to_end=end_to_end)
-    # A model that is not trained at every step of every graph reads more in the same time.
-    tokens = SMALL_TOKENS if end_to_end is None else SMALL_TOKENS * SMALL.most_steps // 4
-    batch = SMALL_WINDOWS * window if end_to_end is None else 4 * SMALL_WINDOWS * window
-    config.total_tokens = tokens
-    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(batch))
+    windows, tokens = (FIRST_WINDOWS, FIRST_TOKENS) if is_first else (SMALL_WINDOWS, SMALL_TOKENS)
+    config.total_tokens = tokens * window // SMALL_WINDOW
+    config.batch = BatchConfig(global_batch_tokens=Schedule.constant(windows * window))
     config.learning_rate = Schedule.warmup_cosine(
-        4e-3, start=4e-4, warmup_tokens=100_000, total_tokens=tokens, final=2e-4
+        1e-2,
+        start=1e-3,
+        warmup_tokens=config.total_tokens // 50,
+        total_tokens=config.total_tokens,
+        final=1e-3,
     )
+    config.optimizer.name = "muon"
     config.adamw = AdamWConfig(beta2=0.98, weight_decay=0.01)
-    config.training.local_batch_size = batch // window
+    config.training.local_batch_size = windows
     config.checkpoint.interval = 1000
     config.metrics.log_freq = 100
     config.suite = SuiteConfig(
-        interval=1000, tasks=[task.name], depths=[end_to_end or 8], questions=64
+        interval=0 if is_first else 1000, tasks=[task.name], depths=[end_to_end or 8], questions=64
     )
     return config
 

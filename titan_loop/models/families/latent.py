@@ -58,7 +58,7 @@ State = Literal["discrete", "continuous"]
 
 SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 192, vocab_size=9),
-    "small": ModelSize(64, 2, 4, 192, vocab_size=9),
+    "small": ModelSize(128, 2, 4, 256, vocab_size=9),
     "l2_h16_d256": ModelSize(256, 2, 16, 704, vocab_size=25),
     "l4_h16_d384": ModelSize(384, 4, 16, 1024, vocab_size=25),
     "l8_h16_d256": ModelSize(256, 8, 16, 704, vocab_size=25),
