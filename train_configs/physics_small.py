@@ -5,9 +5,9 @@
 
 | stages | what is compared |
 |---|---|
-| `mano_KxL` | arithmetic by K layers visited L times, with the optimiser that wins `depth_pays` |
+| `mano_KxL` | arithmetic by K layers visited L times, with Muon, which wins `depth_pays` |
 | `capo_lL` | bits of 3,000 biographies that a layer visited L times knows |
-| `hops_rL_P` | questions of three hops after P % of the questions, two layers visited L times |
+| `hops_rL_P` | three hops after P % of the questions, by two layers visited L times, with Muon |
 | `scaling_dD_rR` | widths and R of the quick start's layer, for a scaling law |
 | `prior_P` | that layer with a uniform and with geometric priors, losses in one form |
 
@@ -163,7 +163,8 @@ def _capo(loops: int) -> Stage:
 def _hops(loops: int, share: int) -> Stage:
     questions = HOPS_QUESTIONS * share // 100
     task = LayeredQA(people=20, relations=8, trained_questions=questions)
-    config = _generated(task, 2, loops, rate=3e-3, tokens=8_000_000)
+    config = _generated(task, 2, loops, rate=1e-2, tokens=4_000_000)
+    config.optimizer.name = "muon"
     return Stage(name=f"hops_r{loops}_{share}", config=config)
 
 
