@@ -54,7 +54,7 @@ FIRST = replace(SMALL, fewest_nodes=12, most_depth=2)
 that a model has to find both before anything improves; here most of what it reads are such sums."""
 
 SMALL_WINDOW = 112
-FIRST_WINDOWS, SMALL_WINDOWS = 8, 4
+FIRST_WINDOWS, SMALL_WINDOWS = 32, 4
 FIRST_TOKENS, SMALL_TOKENS = 3_500_000, 800_000
 
 METHODS = {
