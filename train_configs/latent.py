@@ -7,8 +7,9 @@
     feed_forward     one step of more layers
     chain_of_thought a plain causal model that writes the solution node by node
 
-`latent` has the sizes of the paper's best models, `latent_small` one for two cores. LOG.md has what
-the small one shows.
+`latent` has the sizes of the paper's best models, `latent_small` one for two cores: modulo 7, at
+most two parents, and before every method a stage that learns sums of leaves. LOG.md has what the
+small one shows.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (003), sections 3.2 and 4, Appendices A and B; batches, rates and graphs as in the
@@ -171,7 +172,10 @@ def latent() -> Recipe:
 
 
 def latent_small() -> Recipe:
-    """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper."""
+    """Arithmetic on graphs of up to 16 nodes, solved with 64, by all methods of the paper.
+
+    A method's `NAME_first` learns sums of leaves before it; `correction` shares discrete_first.
+    """
     discrete = LatentOptions(size="small", relative_window=16)
     continuous = replace(discrete, state="continuous")
     plain = OuroOptions(n_layers=4, dim=128, hidden_dim=256, positions="none", exit_gate=False)
@@ -186,14 +190,14 @@ def latent_small() -> Recipe:
     }
     stages = []
     for name, model in models.items():
-        first = "discrete_first" if name == "correction" else f"{name}_first"
-        for stage, task in ((first, FIRST), (name, SMALL)):
-            if name == "correction" and stage == first:
-                continue
-            if name == "chain_of_thought":
-                task = DagChainOfThought(**asdict(task), thought="equations")
-            config = _small(model, task, end_to_end=end_to_end.get(name))
-            stages.append(Stage(name=stage, config=config, parent=first if stage == name else None))
+        tasks = (FIRST, SMALL)
+        if name == "chain_of_thought":
+            tasks = [DagChainOfThought(**asdict(task), thought="equations") for task in tasks]
+        sums, graphs = (_small(model, task, end_to_end=end_to_end.get(name)) for task in tasks)
+        parent = "discrete_first" if name == "correction" else f"{name}_first"
+        if name != "correction":
+            stages.append(Stage(name=parent, config=sums))
+        stages.append(Stage(name=name, config=graphs, parent=parent))
     return Recipe(name="latent_small", stages=stages)
 
 
