@@ -56,7 +56,7 @@ that a model has to find both before anything improves; here most of what it rea
 
 SMALL_WINDOW = 112
 FIRST_WINDOWS, SMALL_WINDOWS = 32, 4
-FIRST_TOKENS, SMALL_TOKENS = 3_500_000, 800_000
+FIRST_TOKENS, SMALL_TOKENS = 7_000_000, 800_000
 
 METHODS = {
     "discrete": "discrete",
