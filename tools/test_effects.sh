@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Short training runs that must show what looping is for; tests/effects.
 #
-#   bash tools/test_effects.sh [PYTEST ARGUMENTS]     ten minutes on one core
+#   bash tools/test_effects.sh [PYTEST ARGUMENTS]     twelve minutes on one core
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
