@@ -143,17 +143,13 @@ def three_hop_small() -> Recipe:
     With R = 3 from the start, facts of B are found in two steps, since nothing asks for them
     sooner, and then a third hop does not fit; LOG.md has what was tried.
     """
+    *loops, _ = _small(_THREE_HOPS, THREE_HOP_STEPS)
+    *_, copies = _small(_THREE_HOPS, COPIES_STEPS)  # as many as hops, so they begin anew
     stages = []
-    for first, then in zip(
-        _small(SMALL, TWO_HOP_STEPS), _small(_THREE_HOPS, THREE_HOP_STEPS), strict=True
-    ):
-        if then.name == "untied":  # its copies are as many as hops, and begin anew
-            (then,) = (s for s in _small(_THREE_HOPS, COPIES_STEPS) if s.name == "untied")
-        else:
-            first.name = then.parent = f"{then.name}_two_hops"
-            stages.append(first)
-        stages.append(then)
-    return Recipe(name="three_hop_small", stages=stages)
+    for first, then in zip(_small(SMALL, TWO_HOP_STEPS), loops, strict=False):
+        first.name = then.parent = f"{then.name}_two_hops"
+        stages += [first, then]
+    return Recipe(name="three_hop_small", stages=[*stages, copies])
 
 
 def two_hop_short() -> Recipe:
