@@ -237,8 +237,9 @@ class RunResult:
         """
         found = []
         for path in sorted(folder.glob("*-seed*.json")):
+            record = read_json_object(path, fix="write it anew: results add RUN")
             try:
-                result = cls(**read_json_object(path, fix="write it anew: results add RUN"))
+                result = cls(**record)
                 for value in (*result.results.values(), result.flops or 0.0):
                     number(value)
                 for texts in result.units.values():
