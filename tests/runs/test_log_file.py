@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.runs.log_file import kept_log
+from titan_loop.runs.log_file import _LogFile, kept_log
 
 
 def test_starts_are_appended_with_the_error_that_ends_them(tmp_path: Path):
@@ -24,9 +24,21 @@ def test_starts_are_appended_with_the_error_that_ends_them(tmp_path: Path):
     assert lines == ["WARNING start 0", ended, "WARNING start 1", ended]
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(capfd: pytest.CaptureFixture[str]):
-    handlers = [*logging.getLogger().handlers]
+def test_a_full_disk_ends_the_log_and_nothing_else(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])  # some may write to a stream of an earlier test
     with kept_log(Path("/dev/full")):
         logging.getLogger("titan_loop.test").warning("lost")
-        assert logging.getLogger().handlers == handlers
+        assert root.handlers == []
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_thread_that_outlives_the_run_does_not_open_the_file_again(tmp_path: Path):
+    path = tmp_path / "log.txt"
+    with kept_log(path):
+        (file,) = [one for one in logging.getLogger().handlers if isinstance(one, _LogFile)]
+    path.unlink()
+    file.handle(logging.makeLogRecord({"msg": "too late", "levelno": logging.ERROR}))
+    assert not path.exists()

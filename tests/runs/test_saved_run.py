@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from titan_loop.checkpoint.manager import LoopCheckpointManager
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
@@ -110,9 +111,19 @@ def test_without_its_sources_a_run_has_no_known_tokenizer(
     monkeypatch.chdir(tmp_path)  # the sources' paths are relative
     run = SavedRun(old_run)
     assert run.text_format(Tokenizer(models.BPE())) == TextFormat()
-    with pytest.raises(UserError, match="give its tokenizer with --tokenizer"):
+    with pytest.raises(UserError, match="put it back, or give its tokenizer with --tokenizer"):
         run.tokenizer()
     assert run.tokenizer("other.json") == (Path("other.json"), False)
+
+
+def test_a_run_on_a_generated_task_has_no_tokenizer(
+    old_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    run = SavedRun(old_run)
+    monkeypatch.setattr(SavedRun, "generated_task", lambda _: Mano())
+    with pytest.raises(UserError, match=r"trained on examples of mano, not on text.* --tasks mano"):
+        run.tokenizer()
 
 
 def test_the_folder_of_checkpoints_has_one_name(old_run: Path):

@@ -10,6 +10,18 @@ _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
 class _LogFile(logging.FileHandler):
+    is_closed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; one of a thread that outlives the run must not open the file again."""
+        if not self.is_closed:
+            super().emit(record)
+
+    def close(self) -> None:
+        """Close the file for good."""
+        self.is_closed = True
+        super().close()
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Give the file up where it cannot be written: a full disk must not stop a run."""
         logging.getLogger().removeHandler(self)

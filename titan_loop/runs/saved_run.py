@@ -297,10 +297,16 @@ class SavedRun:
             own, sha256 = source / TOKENIZER_NAME, card.tokenizer_sha256
         elif given is not None:
             return RunTokenizer(Path(given), is_known=False)
+        elif (task := self.generated_task()) is not None:
+            raise UserError(
+                f"{self.path} was trained on examples of {task.name}, not on text: it has no "
+                f"tokenizer; ask the task instead, with titan-loop eval {self.path} "
+                f"--tasks {task.name}"
+            )
         else:
             raise UserError(
-                f"the data that {self.path} was trained on is not here; give its tokenizer with "
-                "--tokenizer"
+                f"the data that {self.path} was trained on is not here: put it back, or give its "
+                "tokenizer with --tokenizer where the command has it"
             )
         path = own if given is None else Path(given)
         load_tokenizer(path)

@@ -1,4 +1,5 @@
 import itertools
+import json
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,6 +11,8 @@ from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.registry import TASKS
+from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 
 TASK, L = Backwards(), 16
@@ -114,6 +117,24 @@ def test_the_state_names_task_and_parameters():
     for other in ({"seed": 1}, {"all_targets": True}, {"window": "example"}):
         with pytest.raises(UserError, match="other data"):
             build(**other).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", TASKS.values(), ids=TASKS)
+def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(kind: type[Task]):
+    task = kind()
+    window = "example" if any(not column.per_token for column in task.columns) else "packed"
+
+    def load() -> TaskLoader:
+        return TaskLoader.Config(task=task, window=window).build(
+            dp_world_size=1, dp_rank=0, seq_len=task.longest_example, local_batch_size=1
+        )
+
+    loader = load()
+    loader.read_step(1)
+    resumed = load()
+    resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert resumed.windows_consumed == 1
+    assert resumed.data_hash == loader.data_hash
 
 
 @pytest.mark.parametrize(

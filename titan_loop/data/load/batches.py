@@ -174,9 +174,10 @@ class GlobalBatchLoader(BaseDataLoader):
         self._accept_change = config.accept_change
         self.columns = config.columns()
         self._promotion = config.promotion()
-        self._description = dict(description)
+        shown = dict(description)
         if self.columns:
-            self._description["columns"] = [column.description() for column in self.columns]
+            shown["columns"] = [column.description() for column in self.columns]
+        self._description = json.loads(json.dumps(shown))  # as a checkpoint has it: without tuples
         self._dp_world_size = dp_world_size
         self._dp_rank = dp_rank
         self._local_batch_size = local_batch_size
