@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -228,12 +229,14 @@ def test_a_file_read_short_is_read_again(tmp_path, monkeypatch):
 
 def newest_good_once_it_is_back(folder: Path, suspect: Path, content: bytes) -> int | None:
     """Choose a checkpoint while a file of the newest comes back between two looks."""
-    real = choosing.time
-    choosing.time = SimpleNamespace(sleep=lambda _: suspect.write_bytes(content))  # type: ignore[assignment]
-    try:
+    back = folder / f"back_on_rank_{dist.get_rank()}"
+
+    def come_back(_: float) -> None:  # at once: another rank may be reading it
+        back.write_bytes(content)
+        back.replace(suspect)
+
+    with mock.patch.object(choosing, "time", SimpleNamespace(sleep=come_back)):
         found = newest_good(folder, look_at="hashes", group=dist.group.WORLD)
-    finally:
-        choosing.time = real
     return None if found is None else found[0]
 
 

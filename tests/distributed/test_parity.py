@@ -224,6 +224,7 @@ MORE_CASES = {
             ("positions", "learned"),
             ("learned_positions", SEQ_LEN),
             ("norm_placement", "readout"),
+            ("initial_keys", "queries"),
             ("injection", "diagonal"),
         )
     ),

@@ -68,6 +68,15 @@ def embed(model: LatentDecoder, factors: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+def test_the_embedding_of_a_token_begins_at_unit_scale():
+    torch.manual_seed(0)
+    model = build_decoder(OPTIONS, max_seq_len=LENGTH)
+    tokens, _, _, columns = windows()
+    embedded = embed(model, torch.cat([tokens.unsqueeze(-1), columns["factors"]], dim=-1))
+    assert 0.8 < embedded.square().mean().sqrt() < 1.2
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("state", ["discrete", "continuous"])
 def test_the_forward_pass_is_the_papers_recurrence(state):
     model = model_of(state=state).eval()
@@ -204,7 +213,7 @@ def test_the_head_reads_the_value_for_everybody_else():
     logits = model.lm_head(state)
     factors = model.lm_head(state, factors=True)
     assert [part.shape[-1] for part in factors] == [7, 5, 17, 3]
-    assert torch.equal(logits, factors[0])
+    torch.testing.assert_close(logits, factors[0], rtol=1e-12, atol=1e-12)
     labels = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
     weight = torch.full((1, 2, 6), 0.5, dtype=torch.float64)
     loss, _ = model.lm_head((state,), labels_BL=labels, weight_RBL=weight)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.models.reference import reference_forward
+from titan_loop.errors import UserError
 from titan_loop.models.context import CacheSlot
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.families.ouro import SIZES, OuroOptions
@@ -270,3 +271,56 @@ def test_initialisation_survives_eight_recurrent_steps_of_24_layers():
             if name.endswith("post_norm.weight"):
                 parameter.fill_(1.0)
     assert _initial_gradient_norm(model, 8) / _initial_gradient_norm(model, 1) > 20
+
+
+def test_initializer_range_spreads_every_matrix_but_the_embedding():
+    def spread(initializer_range: float) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        options = OuroOptions(
+            size="debugmodel",
+            initializer_range=initializer_range,
+            positions="deberta",
+            relative_window=16,
+        )
+        model = build_decoder(options, max_seq_len=32)
+        return {name: p.detach() for name, p in model.named_parameters() if p.ndim > 1}
+
+    published, wide = spread(0.02), spread(0.09)
+    kept = {name for name in wide if torch.equal(wide[name], published[name])}
+    assert kept == {"tok_embeddings.weight", "exit_gate.weight"}
+    for name in wide.keys() - kept:
+        torch.testing.assert_close(wide[name], published[name] * 4.5)
+        assert 0.08 < wide[name].std() < 0.1, name
+
+
+@pytest.mark.parametrize("value", [0.0, -0.02, float("inf"), float("nan")])
+def test_an_initializer_range_that_is_no_positive_number_is_refused(value):
+    with pytest.raises(UserError, match=rf"model\.initializer_range={value} must be a number"):
+        build_decoder(OuroOptions(initializer_range=value), max_seq_len=8)
+
+
+def test_keys_may_start_as_queries():
+    def projections(**options: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+        torch.manual_seed(0)
+        model = build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=8)
+        layers = [layer.attention.qkv_linear for layer in model.layers.values()]
+        return [(layer.wq.weight, layer.wk.weight, layer.wv.weight) for layer in layers]
+
+    for own, shared in zip(projections(), projections(initial_keys="queries"), strict=True):
+        assert torch.equal(own[0], shared[0])
+        assert torch.equal(own[2], shared[2])
+        assert not torch.equal(own[0], own[1])
+        assert torch.equal(shared[0], shared[1])
+        assert shared[0].data_ptr() != shared[1].data_ptr()  # and then learn on their own
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_keys": "query"}, r"model\.initial_keys=query is unknown; nearest: queries"),
+        ({"initial_keys": "queries", "n_kv_heads": 2}, r"as many key heads .*n_kv_heads=2"),
+    ],
+)
+def test_keys_that_cannot_start_as_queries_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        build_decoder(OuroOptions(size="debugmodel", **options), max_seq_len=8)

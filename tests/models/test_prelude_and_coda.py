@@ -201,7 +201,9 @@ def test_upcycling_copies_the_looped_layers_alone():
         Upcycling(7).sources(saved)
 
 
-@pytest.mark.parametrize(("scale", "counted"), [("layers", 4), ("visits", 1 + 2 * STEPS + 1)])
+@pytest.mark.parametrize(
+    ("scale", "counted"), [("layers", 4), ("visits", 1 + 2 * STEPS + 1), ("none", 1 / 2)]
+)
 def test_the_initial_gain_of_branches_counts_layers_or_their_visits(scale, counted):
     options = OuroOptions(
         n_layers=4,

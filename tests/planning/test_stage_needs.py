@@ -255,6 +255,17 @@ def test_checkpointing_is_a_flag_and_makes_room(capsys):
     assert "recurrent-step\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("policy", ["full", "recurrent-step"])
+def test_a_star_marks_the_stages_own_checkpointing(capsys, policy):
+    assert main(["plan", "ouro_1_4b", "--nodes", "64", f"activation-checkpoint:{policy}"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    rows = [line for line in table if line.startswith("  activations, ")]
+    assert len(rows) > 2
+    (starred,) = (line for line in rows if "*" in line)
+    assert starred.startswith(f"  activations, {policy} ")
+    assert starred.count("*") == 7
+
+
 @pytest.mark.parametrize("flags", [GRAPHS, ["--recurrence.backward-steps", "2"]])
 def test_a_plan_for_gpus_and_after_a_parent_refuses_neither(flags):
     assert main(["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", *flags]) == 0

@@ -7,7 +7,14 @@ import pytest
 from titan_loop.models.family import build_decoder
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.flop_budget import mean_flops, within_budget
-from train_configs.depth_pays import ARMS, TOTAL_FLOPS, TOTAL_TOKENS, depth_pays
+from train_configs.depth_pays import (
+    ARMS,
+    LATE_FROM,
+    LATE_TURN,
+    TOTAL_FLOPS,
+    TOTAL_TOKENS,
+    depth_pays,
+)
 
 
 def parameters(name: str) -> int:
@@ -40,3 +47,12 @@ def test_growth_ends_at_the_depth_of_the_fixed_arms():
     assert [grown(part * TOTAL_TOKENS // 4) for part in range(4)] == [1, 2, 4, 4]
     assert recipe.stage("last_step").config.recurrence.steps(0) == 4
     assert recipe.stage("not_looped").config.recurrence.steps(TOTAL_TOKENS) == 1
+
+
+@pytest.mark.parametrize(("name", "turns"), [("late_5_6_muon", [4, 5, 6]), ("late_8_muon", [4, 8])])
+def test_late_arms_loop_as_the_fixed_ones_and_then_change_r_by_turns(name, turns):
+    steps = depth_pays().stage(name).config.recurrence.steps
+    assert {steps(tokens) for tokens in range(0, LATE_FROM, LATE_TURN)} == {4}
+    places = range(LATE_FROM, TOTAL_TOKENS, LATE_TURN)
+    assert [steps(tokens) for tokens in places] == (turns * len(places))[: len(places)]
+    assert len(places) >= 12 * len(turns)

@@ -50,4 +50,4 @@ def test_all_methods_first_learn_sums_of_leaves():
         assert task.most_depth == (2 if stage.name.endswith("_first") else 5)
         assert task.most_parents == 2
         windows = stage.config.total_tokens / stage.config.training.seq_len
-        assert windows == pytest.approx((7e6 if task.most_depth == 2 else 8e5) / 112, rel=1e-3)
+        assert windows == pytest.approx((3e6 if task.most_depth == 2 else 1e6) / 112, rel=1e-3)

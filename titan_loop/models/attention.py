@@ -203,9 +203,13 @@ class LoopAttention(GQAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
-        """Heads, projections and kernel, as upstream, and scores by distance if there are any."""
+        """Heads, projections and kernel, as upstream, and scores by distance if there are any.
+
+        With `keys_start_as_queries` the initial key matrix is a copy of the query matrix.
+        """
 
         distance_scores: DistanceScores.Config | None = None
+        keys_start_as_queries: bool = False
 
         @property
         def widths(self) -> tuple[int, int]:
@@ -234,6 +238,13 @@ class LoopAttention(GQAttention):
         super().__init__(config)
         scores = config.distance_scores
         self.distance_scores = None if scores is None else scores.build()
+        self.keys_start_as_queries = config.keys_start_as_queries
+
+    def _init_self_parameters(self) -> None:  # those of the projections are initialised
+        super()._init_self_parameters()
+        if self.keys_start_as_queries:
+            with torch.no_grad():
+                self.qkv_linear.wk.weight.copy_(self.qkv_linear.wq.weight)
 
     def forward(  # type: ignore[override]
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None

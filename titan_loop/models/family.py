@@ -44,6 +44,8 @@ RUNTIME_OPTIONS = frozenset(
         "readout_chunk_tokens",
         "dropout",
         "embedding_dropout",
+        "initializer_range",
+        "initial_keys",
         "residual_scale",
     )
 )

@@ -27,12 +27,14 @@ loss of every step.
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
 then 0.5 a value).
-Deviations: layers, norms and initialisation are Ouro's; readouts have no bias; the coin of the
+Deviations: layers, norms and initialisation are Ouro's, so that the embedding of a token, a sum of
+four, has unit scale as every H^t; readouts have no bias; the coin of the
 corruption is tossed for every graph and step, not for a batch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -48,6 +50,7 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.families import ouro
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize, register
 from titan_loop.models.flops import Flops
+from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.memory_parts import LayerBytes, MemoryPart, Spread
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.positions import PositionKind
@@ -343,7 +346,7 @@ def decoder_config(
     inherited["tok_embeddings"] = FactorEmbedding.Config(
         num_embeddings=sum(sizes),
         embedding_dim=shape.dim,
-        param_init=base.tok_embeddings.param_init,
+        param_init={"weight": partial(normal_matrix, std=len(sizes) ** -0.5)},
         sizes=sizes,
     )
     corruption = Corruption.Config(

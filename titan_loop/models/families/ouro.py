@@ -6,10 +6,14 @@ of the scaling study's other sizes are not published; they are inferred here: wi
 layer counts give exactly the printed 53M, 134M, 374M and 778M (and 1.364B for the shape of `1.4b`).
 
 Initialisation; the paper does not publish its own:
-- Matrices: truncated normal, standard deviation 0.02 (`initializer_range` of the released config).
+- Matrices: truncated normal, standard deviation `initializer_range`, 0.02 as in the released
+  config. Small widths may learn sooner from a wider one, about 1/sqrt(D). Where `initial_keys` are
+  the queries', tokens attend to tokens like themselves from the start: W_Q W_Kᵀ is then close to a
+  multiple of the identity, as in trained models ("Mimetic Initialization of Self-Attention
+  Layers", Trockman and Kolter 2023, arXiv 2305.09828).
 - Embedding: standard deviation 1, so that h_0 has the unit scale every later h_r gets from the
   final norm; the shared layers then see one scale at every step. A tied embedding is also the head
-  and starts at 0.02. (Quick start after 120K tokens: 2.90 against 3.37 bits per byte of code.)
+  and starts as a matrix. (Quick start after 120K tokens: 2.90 against 3.37 bits per byte of code.)
 - Norms: ones, but 1/sqrt(2·layers) on branch outputs. That is GPT-2's residual scaling (Radford et
   al. 2019, §2.3); it must sit in the gain, because a norm undoes any scaling of the matrix before
   it. Without it the gradient grows 78-fold from R = 1 to R = 8 at 24 layers of width 128.
@@ -19,6 +23,7 @@ Initialisation; the paper does not publish its own:
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released checkpoints.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +69,6 @@ from titan_loop.models.positions import (
 from titan_loop.models.readout import LMHead
 
 NORM_EPS = 1e-6
-_MATRIX = {"weight": partial(normal_matrix, std=0.02)}
 _EMBEDDING = {"weight": partial(normal_matrix, std=1.0)}
 _NORM = {"weight": nn.init.ones_}
 _GATE = {"weight": nn.init.zeros_, "bias": nn.init.zeros_}
@@ -82,7 +86,8 @@ SIZES = {
 }
 
 
-ResidualScale: TypeAlias = Literal["layers", "visits"]
+ResidualScale: TypeAlias = Literal["layers", "visits", "none"]
+InitialKeys: TypeAlias = Literal["random", "queries"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -126,7 +131,14 @@ class OuroOptions(ModelOptions):
 
     residual_scale: ResidualScale = "layers"
     """What n counts in the initial gain of a layer's branches, 1/sqrt(2·n): layers, or their visits
-    at the model's recurrent_steps."""
+    at the model's recurrent_steps; with none the gain is 1."""
+
+    initializer_range: float = 0.02
+    """Standard deviation of the initial weights of linear layers, head and tables of positions."""
+
+    initial_keys: InitialKeys = "random"
+    """What key matrices start as: random, or queries, copies of the query matrices, so that a token
+    attends to tokens like itself."""
 
     dropout: float = 0.0
     """Share of what a layer's attention and feed-forward add to the state that is zeroed in
@@ -137,20 +149,28 @@ class OuroOptions(ModelOptions):
     state."""
 
 
+_CHOICES = {
+    "positions": PositionKind,
+    "injection": InjectionKind,
+    "residual_scale": ResidualScale,
+    "initial_keys": InitialKeys,
+}
 _BY_DISTANCE: dict[str, type[RelativePositions.Config]] = {
     positions.kind: positions
     for positions in (RelativePositions.Config, DebertaPositions.Config, BiasPositions.Config)
 }
 
 
-def _linear(in_features: int, out_features: int) -> Linear.Config:
-    return Linear.Config(in_features=in_features, out_features=out_features, param_init=_MATRIX)
+def _matrix(options: OuroOptions) -> dict[str, Callable]:
+    if not 0 < options.initializer_range < math.inf:
+        raise UserError(
+            f"model.initializer_range={options.initializer_range} must be a number above 0"
+        )
+    return {"weight": partial(normal_matrix, std=options.initializer_range)}
 
 
 def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
     kind = options.positions
-    if kind not in get_args(PositionKind):
-        raise UserError(f"model.positions={kind} is unknown{nearest(kind, get_args(PositionKind))}")
     by_distance = dict.fromkeys(_BY_DISTANCE, "relative_window")
     needs = {"learned": "learned_positions", **by_distance}.get(kind)
     for name in ("learned_positions", "relative_window"):
@@ -164,7 +184,9 @@ def _positions(options: OuroOptions, shape: ModelSize) -> Positions.Config:
     if kind == "learned":
         assert options.learned_positions is not None
         table = PositionTable.Config(
-            num_embeddings=options.learned_positions, embedding_dim=shape.dim, param_init=_MATRIX
+            num_embeddings=options.learned_positions,
+            embedding_dim=shape.dim,
+            param_init=_matrix(options),
         )
         return LearnedPositions.Config(table=table)
     if kind in _BY_DISTANCE:
@@ -187,14 +209,18 @@ def _injection(options: OuroOptions, shape: ModelSize) -> AdditiveInjection.Conf
             return AdditiveInjection.Config()
         case "diagonal":
             return DiagonalInjection.Config(dim=shape.dim, param_init={"weight": nn.init.zeros_})
-    kinds = get_args(InjectionKind)
-    raise UserError(
-        f"model.injection={options.injection} is unknown{nearest(options.injection, kinds)}"
-    )
+
+
+def _check_choices(options: OuroOptions) -> None:
+    for name, kinds in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in get_args(kinds):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
 
 
 def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> LoopDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
+    _check_choices(options)
     outside = options.prelude_layers, options.coda_layers
     if min(outside) < 0 or sum(outside) >= shape.n_layers:
         raise UserError(
@@ -205,15 +231,21 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
     positions = _positions(options, shape)
     positions.check_window(max_seq_len)
     rotation = RotateHalf if isinstance(positions, RotaryPositions.Config) else NoRotation
-    if options.residual_scale not in get_args(ResidualScale):
+    keys_start_as_queries = options.initial_keys == "queries"
+    if keys_start_as_queries and shape.n_kv_heads not in (None, shape.n_heads):
         raise UserError(
-            f"model.residual_scale={options.residual_scale} is unknown"
-            f"{nearest(options.residual_scale, get_args(ResidualScale))}"
+            f"model.initial_keys=queries needs as many key heads as query heads: "
+            f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
         )
     depth = shape.n_layers
     if options.residual_scale == "visits":
         depth += (shape.n_layers - sum(outside)) * (shape.recurrent_steps - 1)
-    branch_gain = {"weight": partial(nn.init.constant_, val=(2 * depth) ** -0.5)}
+    matrix = _matrix(options)
+    gain = 1.0 if options.residual_scale == "none" else (2 * depth) ** -0.5
+    branch_gain = {"weight": partial(nn.init.constant_, val=gain)}
+
+    def linear(in_features: int, out_features: int) -> Linear.Config:
+        return Linear.Config(in_features=in_features, out_features=out_features, param_init=matrix)
 
     def norm(gain: dict[str, Callable] = _NORM) -> RMSNorm.Config:
         return RMSNorm.Config(normalized_shape=shape.dim, eps=NORM_EPS, param_init=gain)
@@ -226,19 +258,20 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             dim=shape.dim,
             qkv_linear=QKVLinear.Config(
                 head_dim=head_dim,
-                wq=_linear(shape.dim, shape.dim),
-                wkv=_linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
+                wq=linear(shape.dim, shape.dim),
+                wkv=linear(shape.dim, (shape.n_kv_heads or shape.n_heads) * head_dim),
             ),
-            wo=_linear(shape.dim, shape.dim),
+            wo=linear(shape.dim, shape.dim),
             inner_attention=_kernel(options),
             rope=rotation.Config(dim=head_dim, max_seq_len=max_seq_len, theta=theta),
+            keys_start_as_queries=keys_start_as_queries,
         )
         if isinstance(positions, DebertaPositions.Config):
             attention.distance_scores = DebertaScores.Config(
                 window=positions.window,
                 head_dim=head_dim,
                 n_heads=shape.n_heads,
-                param_init=_MATRIX,
+                param_init=matrix,
             )
         elif isinstance(positions, BiasPositions.Config):
             attention.distance_scores = BiasScores.Config(
@@ -246,7 +279,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             )
         elif isinstance(positions, RelativePositions.Config):
             attention.distance_scores = DistanceScores.Config(
-                window=positions.window, head_dim=head_dim, param_init=_MATRIX
+                window=positions.window, head_dim=head_dim, param_init=matrix
             )
         return SandwichBlock.Config(
             attention_norm=norm(),
@@ -254,15 +287,15 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
             attention_post_norm=norm(branch_gain),
             ffn_norm=norm(),
             feed_forward=FeedForward.Config(
-                w1=_linear(shape.dim, shape.hidden_dim),
-                w2=_linear(shape.hidden_dim, shape.dim),
-                w3=_linear(shape.dim, shape.hidden_dim),
+                w1=linear(shape.dim, shape.hidden_dim),
+                w2=linear(shape.hidden_dim, shape.dim),
+                w3=linear(shape.dim, shape.hidden_dim),
             ),
             ffn_post_norm=norm(branch_gain),
             dropout=dropout_config(options.dropout),
         )
 
-    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=_MATRIX)
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
     if options.readout_chunk_tokens is not None:
         head.chunk_tokens = options.readout_chunk_tokens
     return LoopDecoder.Config(
@@ -271,7 +304,7 @@ def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> 
         tok_embeddings=Embedding.Config(
             num_embeddings=shape.vocab_size,
             embedding_dim=shape.dim,
-            param_init=_MATRIX if options.tie_weights else _EMBEDDING,
+            param_init=matrix if options.tie_weights else _EMBEDDING,
         ),
         layers=[layer() for _ in range(shape.n_layers)],
         norm_placement=options.norm_placement,
