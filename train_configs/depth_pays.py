@@ -3,9 +3,10 @@
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
 more layers. An arm that is grown runs R = 1, then 2, then 4; one that is drawn runs an R from
-Poisson(4), at most 8, in every training step. All but those named `looped` minimise the loss of the
-last step alone. Arms whose names end in `_flops` get the training FLOPs of `last_step` instead of
-its tokens. `grown_averaged` is read from the average of its weights.
+Poisson(4), at most 8, in every training step, and a `late` one has other R by turns over the last
+fifth of its tokens. All but those named `looped` minimise the loss of the last step alone. Arms
+whose names end in `_flops` get the training FLOPs of `last_step` instead of its tokens.
+`grown_averaged` is read from the average of its weights.
 `depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with five learning rates, with and
 without the residual scale, on a third of the tokens.
 
@@ -44,6 +45,9 @@ GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 4, 2), (TOTAL_TOKENS // 2, STE
 EARLY_GROWTH = Schedule.steps([(0, 1), (TOTAL_TOKENS // 16, 2), (TOTAL_TOKENS // 8, STEPS)])
 """R by tokens: a sixteenth of them at R = 1, another at 2, the rest at 4."""
 
+LATE_FROM, LATE_TURN = TOTAL_TOKENS * 4 // 5, 16 * BATCH_TOKENS
+"""Tokens before R changes by turns, and tokens of a turn."""
+
 OUTSIDE = {"prelude_layers": 1, "coda_layers": 1}
 ARMS: dict[str, dict[str, Any]] = {
     "not_looped": {"steps": 1},
@@ -55,6 +59,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "drawn_muon": {"drawn_from": 1, "optimizer": "muon"},
     "drawn_from_3_muon": {"drawn_from": 3, "optimizer": "muon"},
     "drawn_diagonal_muon": {"drawn_from": 1, "injection": "diagonal", "optimizer": "muon"},
+    "late_5_6_muon": {"late": (STEPS, 5, 6), "optimizer": "muon"},
+    "late_8_muon": {"late": (STEPS, 2 * STEPS), "optimizer": "muon"},
     "grown": {},
     "grown_early": {"growth": EARLY_GROWTH},
     "grown_additive": {"injection": "additive"},
@@ -170,11 +176,12 @@ def _arm(
     rate: float = 1e-2,
     growth: Schedule = GROWTH,
     drawn_from: int | None = None,
+    late: tuple[int, ...] = (),
     tokens: int = TOTAL_TOKENS,
     same_flops: bool = False,
     **model: Any,
 ) -> LoopTrainer.Config:
-    """Return an arm; without `steps` R grows or is drawn."""
+    """Return an arm; without `steps` R grows, is drawn, or is STEPS and then takes turns."""
     most = STEPS if steps is None else steps
     if drawn_from is not None:
         recurrence = RecurrenceConfig(
@@ -183,6 +190,10 @@ def _arm(
             min_steps=drawn_from,
             max_steps=2 * STEPS,
         )
+    elif late:
+        turns = enumerate(range(LATE_FROM, tokens, LATE_TURN))
+        later = [(start, late[turn % len(late)]) for turn, start in turns]
+        recurrence = RecurrenceConfig(steps=Schedule.steps([(0, STEPS), *later]))
     else:
         recurrence = RecurrenceConfig(steps=growth if steps is None else Schedule.constant(steps))
     config = LoopTrainer.Config(
