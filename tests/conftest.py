@@ -2,10 +2,6 @@
 
 `TITAN_LOOP_REQUIRE=multiprocess,slurm` names markers whose tests must run: a skipped test with such
 a marker fails, and so does a session that ran none.
-
-`TITAN_LOOP_TEST_BUDGETS=unit=600,evaluation=240,multiprocess=540` sets budgets in seconds. The time
-of each part is printed beside its budget; with `TITAN_LOOP_ENFORCE_BUDGETS` the session fails if a
-part takes longer.
 """
 
 import os
@@ -44,17 +40,7 @@ MARKERS = (
 )
 REQUIRED = frozenset(filter(None, os.environ.get("TITAN_LOOP_REQUIRE", "").split(",")))
 
-BUDGETS = {
-    part: float(seconds)
-    for part, seconds in (
-        item.split("=") for item in os.environ.get("TITAN_LOOP_TEST_BUDGETS", "").split(",") if item
-    )
-}
-
-EVALUATION = frozenset(("analysis", "evaluation", "inference"))  # folders with their own budget
-
 outcomes: dict[str, Counter[str]] = {}
-seconds: Counter[str] = Counter()
 failures: list[str] = []
 
 
@@ -137,8 +123,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gloo_pool" in getattr(item, "fixturenames", ()):
             item.add_marker("multiprocess")
-    # The pools' processes would compete with unit tests for the cores.
-    items.sort(key=lambda item: item.get_closest_marker("multiprocess") is not None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -150,31 +134,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid}: {reason}, but {', '.join(required)} is required here"
-    seconds[_part(item, names)] += report.duration
-    if report.when == "call" or report.outcome != "passed":
-        for name in names or ["unmarked"]:
-            outcomes.setdefault(name, Counter())[report.outcome] += 1
+    report.markers = names  # travels with the report, also from a worker of pytest-xdist
     return report
 
 
-def _part(item: pytest.Item, markers: list[str]) -> str:
-    """Return whose budget a test counts against."""
-    folders = Path(item.nodeid.partition("::")[0]).parts[1:-1]
-    if EVALUATION.intersection(folders):
-        return "evaluation"
-    return "multiprocess" if "multiprocess" in markers else "unit"
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        # A test whose worker died has a report that was not made above.
+        for name in getattr(report, "markers", None) or ["unmarked"]:
+            outcomes.setdefault(name, Counter())[report.outcome] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.option.collectonly:
-        return
+    if session.config.option.collectonly or hasattr(session.config, "workerinput"):
+        return  # a worker of pytest-xdist sees only its part
     failures.extend(f"{name}: required, but no such test ran" for name in REQUIRED - set(outcomes))
-    if os.environ.get("TITAN_LOOP_ENFORCE_BUDGETS"):
-        failures.extend(
-            f"{part}: {seconds[part]:.0f} s is over the budget of {budget:.0f} s"
-            for part, budget in BUDGETS.items()
-            if seconds[part] > budget
-        )
     if failures and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -184,7 +158,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for name, counts in sorted(outcomes.items()):
         text = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
         terminalreporter.write_line(f"{name:14} {text}")
-    for part, budget in BUDGETS.items():
-        terminalreporter.write_line(f"{part:14} {seconds[part]:.0f} s of {budget:.0f} s")
     for failure in failures:
         terminalreporter.write_line(f"FAILED {failure}", red=True)

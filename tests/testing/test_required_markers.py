@@ -50,25 +50,27 @@ def test_the_known_markers_are_those_of_pyproject():
 
 
 @pytest.mark.parametrize(
-    ("text", "required", "code", "expected"),
+    ("text", "required", "options", "code", "expected"),
     [
-        (SKIPPED, "", 0, "slurm          1 skipped"),
-        (SKIPPED, "slurm", 1, "but slurm is required here"),
-        (PASSED, "slurm", 0, "slurm          1 passed"),
-        (PASSED, "slurm,network", 1, "FAILED network: required, but no such test ran"),
-        (PASSED, "slrum", 4, "TITAN_LOOP_REQUIRE=slrum is no marker"),
+        (SKIPPED, "", "", 0, "slurm          1 skipped"),
+        (SKIPPED, "slurm", "", 1, "but slurm is required here"),
+        (PASSED, "slurm", "", 0, "slurm          1 passed"),
+        (PASSED, "slurm,network", "", 1, "FAILED network: required, but no such test ran"),
+        (PASSED, "slrum", "", 4, "TITAN_LOOP_REQUIRE=slrum is no marker"),
+        (SKIPPED, "slurm", "-n 1", 1, "but slurm is required here"),
+        (PASSED, "slurm", "-n 1", 0, "slurm          1 passed"),
     ],
-    ids=["a skip passes", "a required skip fails", "ran", "none collected", "unknown marker"],
+    ids=[
+        "a skip passes",
+        "a required skip fails",
+        "ran",
+        "none collected",
+        "unknown marker",
+        "a required skip fails in a worker",
+        "ran in a worker",
+    ],
 )
-def test_sessions(tmp_path, text, required, code, expected):
-    got, output = run_session(tmp_path, text, TITAN_LOOP_REQUIRE=required)
+def test_sessions(tmp_path, text, required, options, code, expected):
+    got, output = run_session(tmp_path, text, TITAN_LOOP_REQUIRE=required, PYTEST_ADDOPTS=options)
     assert got == code, output
     assert expected in output
-
-
-@pytest.mark.parametrize(("enforce", "code"), [({}, 0), ({"TITAN_LOOP_ENFORCE_BUDGETS": "1"}, 1)])
-def test_a_part_over_its_budget_fails_when_enforced(tmp_path, enforce, code):
-    got, output = run_session(tmp_path, PASSED, TITAN_LOOP_TEST_BUDGETS="unit=0", **enforce)
-    assert got == code, output
-    assert "0 s of 0 s" in output
-    assert ("FAILED unit" in output) == bool(enforce)
