@@ -41,7 +41,8 @@ _MANO_SHARE = 0.1
 """Share of the math domain: the model sees the task's format without it taking over."""
 _QUESTIONS_PER_DOCUMENT = 50
 _STANDARD_LIBRARY = "python"
-_OURSELVES = "titan-loop"
+_SKIPPED_PACKAGES = frozenset({"titan-loop", "pytest-xdist", "execnet"})
+"""Ourselves, and tools that came after the corpus of LOG.md, which they would change."""
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests"})
 
 
@@ -291,11 +292,11 @@ def _package_files(
 
 
 def installed_distributions() -> dict[str, importlib.metadata.Distribution]:
-    """Return the installed packages by normalised name, in order; ourselves left out."""
+    """Return the installed packages by normalised name, in order, less those skipped."""
     found: dict[str, importlib.metadata.Distribution] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"]
-        if name and (normal := name.lower().replace("_", "-")) != _OURSELVES:
+        if name and (normal := name.lower().replace("_", "-")) not in _SKIPPED_PACKAGES:
             found.setdefault(normal, distribution)  # the first on the path is the one imported
     return dict(sorted(found.items()))
 
