@@ -122,7 +122,7 @@ def test_an_example_and_what_makes_it_the_same():
         ("values", "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = 3 ,"),
         (
             "equations",
-            "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 3 ,",
+            "3 = x5 , 6 = x0 , x0 - x5 = x9 <cot> x5 = 3 , x0 = 6 , x9 = x0 - x5 = 6 - 3 = 3 ,",
         ),
     ],
 )

@@ -257,7 +257,8 @@ class DagArithmetic(Task):
 class DagChainOfThought(DagArithmetic):
     """The same graphs as plain text; the answer solves one node after another, and is all of it.
 
-    Written as `x5 = 4 ,` (values) or `x5 = x3 + x0 = 4 ,` (equations), in the order of the graph.
+    Written as `x5 = 4 ,` (values) or `x5 = x3 + x0 = 1 + 3 = 4 ,` (equations), in the order of the
+    graph.
     Token ids: values, variables, operations, then = , <cot>.
     """
 
@@ -266,7 +267,7 @@ class DagChainOfThought(DagArithmetic):
     knows_depth: ClassVar[bool] = False
 
     thought: Literal["values", "equations"] = "values"
-    """What is written of a node: its value, or its equation and then its value."""
+    """What is written of a node: its value; or its equation, the same with values, and its value."""
 
     def __post_init__(self) -> None:
         super(DagChainOfThought, self).__post_init__()
@@ -292,7 +293,7 @@ class DagChainOfThought(DagArithmetic):
         question = super(DagChainOfThought, self).positions(nodes)
         if self.thought == "values":
             return question + 4 * nodes
-        return question + 4 * self.leaves + (nodes - self.leaves) * (2 * self.most_parents + 4)
+        return question + 4 * self.leaves + (nodes - self.leaves) * (4 * self.most_parents + 4)
 
     def encode(self, question: Graph) -> Example:
         """Return equations, `<cot>` in place of the last separator, and the solution."""
@@ -301,14 +302,19 @@ class DagChainOfThought(DagArithmetic):
         solution: list[int] = []
         for node in question:
             variable = self.modulus + node.name
-            terms: list[int] = []
+            names: list[int] = []
+            values: list[int] = []
             for number, parent in enumerate(node.parents):
                 if number:
                     operation = self.operations.index(node.operations[number - 1])
-                    terms.append(self.modulus + self.names + operation)
-                terms.append(self.modulus + question[parent].name)
-            prompt += [*(terms or [node.value]), equals, variable, separator]
-            recalled = [*terms, equals] if terms and self.thought == "equations" else []
+                    names.append(self.modulus + self.names + operation)
+                    values.append(names[-1])
+                names.append(self.modulus + question[parent].name)
+                values.append(question[parent].value)
+            prompt += [*(names or [node.value]), equals, variable, separator]
+            recalled = []
+            if names and self.thought == "equations":
+                recalled = [*names, equals, *values, equals]
             solution += [variable, equals, *recalled, node.value, separator]
         prompt[-1] = thought
         return Example.of_sequence(prompt, solution)
