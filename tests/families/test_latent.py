@@ -76,13 +76,25 @@ def test_the_embedding_of_a_token_begins_at_unit_scale():
     assert 0.8 < embedded.square().mean().sqrt() < 1.2
 
 
+LEARNED = {"positions": "learned", "learned_positions": LENGTH, "relative_window": None}
+
+
+def vectors(model: LatentDecoder, positions: Tensor) -> Tensor:
+    """Return what a model with learned positions adds to every embedding."""
+    (table,) = model.positions.tables()
+    assert isinstance(table, torch.nn.Embedding)
+    return table.weight[positions]
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("places", [{}, LEARNED], ids=["by distance", "learned"])
 @pytest.mark.parametrize("state", ["discrete", "continuous"])
-def test_the_forward_pass_is_the_papers_recurrence(state):
-    model = model_of(state=state).eval()
+def test_the_forward_pass_is_the_papers_recurrence(state, places):
+    model = model_of(state=state, **places).eval()
     tokens, positions, _, columns = windows()
     found = model(tokens, positions, recurrent_steps=STEPS, columns=columns).hidden_RBLD
-    embedded = embed(model, torch.cat([tokens[..., None], columns["factors"]], -1))
+    added = vectors(model, positions) if places else 0.0
+    embedded = embed(model, torch.cat([tokens[..., None], columns["factors"]], -1)) + added
     changed = 0
     for hidden in found:
         wanted = block(model, embedded, positions)
@@ -92,7 +104,7 @@ def test_the_forward_pass_is_the_papers_recurrence(state):
             readouts = model.lm_head.weight.split(model.config.sizes)
             factors = torch.stack([(wanted @ w.T).argmax(-1) for w in readouts], -1)
             changed += int((factors[..., 0] != tokens).sum())
-            embedded = embed(model, factors)
+            embedded = embed(model, factors) + added
     assert state == "continuous" or changed
 
 
@@ -134,10 +146,11 @@ def told(columns: Columns, step: int) -> Tensor:
     return torch.tensor(values).view(columns["depth"].shape)
 
 
-def test_folded_steps_equal_the_loop_in_loss_and_gradients():
+@pytest.mark.parametrize("places", [{}, LEARNED], ids=["by distance", "learned"])
+def test_folded_steps_equal_the_loop_in_loss_and_gradients(places):
     """One pass over T·B rows is T passes, each told what the step before should have said."""
     tokens, positions, labels, columns = windows()
-    model = model_of().train()
+    model = model_of(**places).train()
     loss = supervision(model)
     output = model(tokens, positions, recurrent_steps=STEPS, columns=columns)
     assert len(output.hidden_RBLD) == STEPS
@@ -151,6 +164,7 @@ def test_folded_steps_equal_the_loop_in_loss_and_gradients():
     for step in range(1, STEPS + 1):
         before = told(columns, step - 1)
         embedded = embed(model, torch.cat([before[..., None], columns["factors"]], -1))
+        embedded = embedded + (vectors(model, positions) if places else 0.0)
         hidden = block(model, embedded, positions)
         torch.testing.assert_close(output.hidden_RBLD[step - 1], hidden, atol=EXACT, rtol=0)
         targets = [told({**columns, "solved": labels}, step), *columns["factors"].unbind(-1)]
@@ -247,9 +261,11 @@ def test_what_is_computed_stands_in_the_record():
     ("changed", "message"),
     [
         ({"state": "fuzzy"}, "model.state=fuzzy is unknown"),
-        ({"exit_gate": True}, "model.family=latent has no exit gate"),
-        ({"scale_embeddings": True}, "no tied weights, no scaled embeddings"),
-        ({"embedding_dropout": 0.1}, "no embedding dropout"),
+        ({"exit_gate": True}, "model.exit_gate=True does not work with model.family=latent"),
+        ({"scale_embeddings": True}, "model.scale_embeddings=True does not work"),
+        ({"embedding_dropout": 0.1}, "model.embedding_dropout=0.1 does not work .* at 0.0"),
+        ({"injection": "diagonal"}, "model.injection=diagonal does not work .* at none"),
+        ({"prelude_layers": 1}, "model.prelude_layers=1 does not work .* at 0"),
         ({"corruption": 1.5}, "model.corruption=1.5 must be from 0 to 1"),
         ({"corruption": 0.1, "state": "continuous"}, "needs the discrete values of model.state="),
     ],
@@ -290,6 +306,10 @@ def run(**changed) -> LoopTrainer.Config:
                 "recurrence__max_steps": 3,
             },
             "recurrence.max_steps=3 is less than the 4 steps that the deepest examples need",
+        ),
+        (
+            {"recurrence__steps": Schedule.constant(3)},
+            "recurrence.steps='3' is less than the 4 steps of the deepest examples",
         ),
     ],
 )

@@ -30,7 +30,7 @@ class PonderDecoder(LoopDecoder):
     def start(self, tokens: Tensor, context: LoopContext) -> Pondered:
         return Pondered(self.tok_embeddings(tokens), torch.zeros_like(tokens))
 
-    def input(self, carry: Pondered) -> Tensor:
+    def input(self, carry: Pondered, context: LoopContext) -> Tensor:
         return carry.sum_BLD / (1 + carry.steps_BL.unsqueeze(-1) / 20)
 
     def advance(self, carry, hidden_BLD, step, context) -> Pondered:

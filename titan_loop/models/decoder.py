@@ -272,7 +272,7 @@ class LoopDecoder(Decoder):
         """Return embeddings of tokens as they enter the state."""
         return embedding_BLD * math.sqrt(self.config.dim) if self.scales else embedding_BLD
 
-    def input(self, carry: Carry) -> Tensor:
+    def input(self, carry: Carry, context: LoopContext) -> Tensor:
         """Return what the first layer of a step sees, (B, L, D); recomputed with the step."""
         return carry if self.injection is None else self.injection(*carry)
 
@@ -302,7 +302,7 @@ class LoopDecoder(Decoder):
             context: From `make_context`.
         """
         looped = self.config.looped
-        hidden_BLD = self._visit(looped, self.input(carry), context, step, -looped.start)
+        hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
         return self.norm(hidden_BLD) if self.norm_placement == "every_step" else hidden_BLD
 
     def read(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:

@@ -145,6 +145,15 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "examples need",
             f"use {needed}, or shallower examples",
         )
+    fewest = fewest_recurrent_steps(config.recurrence)
+    told = "depth" in config.loss.columns and not config.recurrence.from_data
+    if told and needed is not None and fewest < needed:
+        yield Refusal(
+            "recurrence.steps",
+            f"recurrence.steps={str(config.recurrence.steps)!r} is less than the {needed} steps of "
+            "the deepest examples, whose last values would never be told",
+            f"use {needed}, recurrence.from_data=True, or shallower examples",
+        )
     untrained = _untrained_embedding(config)
     if untrained and not (_starts_trained(config) if starts_trained is None else starts_trained):
         yield Refusal(

@@ -59,6 +59,16 @@ from titan_loop.models.recurrence import Carry
 
 State = Literal["discrete", "continuous"]
 
+_ABSENT = (
+    "exit_gate",
+    "tie_weights",
+    "scale_embeddings",
+    "embedding_dropout",
+    "injection",
+    "prelude_layers",
+)
+"""Options of Ouro's that the recurrence above has no place for."""
+
 SIZES = {
     "debugmodel": ModelSize(64, 2, 4, 192, vocab_size=9),
     "small": ModelSize(128, 2, 4, 256, vocab_size=9),
@@ -251,11 +261,14 @@ class LatentDecoder(LoopDecoder):
         """Return z^0 of a discrete model, else E^0."""
         assert context.columns is not None
         factors_BLF = torch.cat((tokens.unsqueeze(-1), context.columns["factors"]), dim=-1)
-        return factors_BLF if self.discrete else self.tok_embeddings(factors_BLF)
+        return factors_BLF if self.discrete else self._embedded(factors_BLF, context)
 
-    def input(self, carry: Carry) -> Tensor:
+    def input(self, carry: Carry, context: LoopContext) -> Tensor:
         """Return E^{t-1}, (B, L, D)."""
-        return self.tok_embeddings(carry) if self.discrete else carry
+        return self._embedded(carry, context) if self.discrete else carry
+
+    def _embedded(self, factors_BLF: Tensor, context: LoopContext) -> Tensor:
+        return self.positions.embedded(self.tok_embeddings(factors_BLF), context.positions_BL)
 
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
@@ -317,13 +330,13 @@ def decoder_config(
         raise UserError(
             f"model.state={options.state} is unknown{nearest(options.state, get_args(State))}"
         )
-    absent = options.exit_gate or options.tie_weights or options.scale_embeddings
-    if absent or options.embedding_dropout or options.injection != "none":
-        raise UserError(
-            "model.family=latent has no exit gate, no tied weights, no scaled embeddings, no "
-            "embedding dropout and no injection; leave model.exit_gate, model.tie_weights, "
-            "model.scale_embeddings, model.embedding_dropout and model.injection as they are"
-        )
+    defaults = LatentOptions()
+    for name in _ABSENT:
+        value, absent = getattr(options, name), getattr(defaults, name)
+        if value != absent:
+            raise UserError(
+                f"model.{name}={value} does not work with model.family=latent; leave it at {absent}"
+            )
     for name in ("corruption", "corrupted_share"):
         if not 0 <= getattr(options, name) <= 1:
             raise UserError(f"model.{name}={getattr(options, name)} must be from 0 to 1")
