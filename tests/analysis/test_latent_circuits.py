@@ -9,11 +9,11 @@ import torch
 
 from titan_loop.analysis import latent_circuits
 from titan_loop.analysis.latent_circuits import (
-    FREQUENCIES,
     Circuits,
     classify_errors,
     find_circuits,
     frequency_groups,
+    frequency_patterns,
     look,
     norm_amplification,
     probe_of,
@@ -63,9 +63,26 @@ def test_a_wave_stands_in_the_group_of_its_frequencies(pattern, frequencies):
     values = np.stack(np.meshgrid(*[np.arange(m)] * 3, indexing="ij"), axis=-1)
     phase = 2 * np.pi * (values @ np.array(frequencies)) / m
     norms = frequency_groups(np.stack([np.cos(phase), 3 * np.sin(phase)], axis=-1))
-    assert set(norms) == set(FREQUENCIES)
+    assert list(norms) == frequency_patterns(3)
     assert max(norms, key=lambda name: norms[name]) == pattern
     assert sum(value > 1e-12 for value in norms.values()) <= 2  # −f may be of another pattern
+
+
+def test_patterns_of_two_and_three_frequencies():
+    assert frequency_patterns(2) == ["0 0", "j 0", "j j", "j k"]
+    three = ["0 0 0", "j 0 0", "j j 0", "j k 0", "j j j", "j j k", "j k l"]
+    assert frequency_patterns(3) == three
+
+
+def test_a_probe_tells_what_is_worked_out_before_its_step():
+    (graph,) = TASK.held_out_questions(1, Size(8, None), seed=3)
+    depths = [node.depth for node in graph]
+    first = depths.index(2)
+    told = probe_of(TASK, graph, (0, first), 15, at_its_step=True)
+    values = [int(told.factors[at, 0]) for at in told.sources]
+    assert max(depths) > 2
+    assert values == [n.value if n.depth <= 2 else TASK.empty for n in graph]
+    assert int(told.factors[told.result, 0]) == TASK.empty
 
 
 def test_a_probe_points_at_its_names():
@@ -99,27 +116,69 @@ def test_a_look_shows_the_step_and_its_attention():
     normed = block.attention_norm(built.tok_embeddings(states))
     values = block.attention.qkv_linear(normed)[2]
     mixed = torch.einsum("mns,msnh->mnh", seen.attention[0], values)
-    torch.testing.assert_close(mixed, seen.heads[0])
+    of_heads = block.attention.wo.weight.split(16, dim=1)
+    added = torch.stack([mixed[:, h] @ part.T for h, part in enumerate(of_heads)], dim=1)
+    torch.testing.assert_close(added, seen.heads[0])
+    torch.testing.assert_close(added.sum(1), block.attention.wo(mixed.flatten(1)))
 
 
-def test_heads_without_differences_form_no_group(tmp_path: Path):
-    built = model()
+@pytest.mark.parametrize("operands", [2, 3])
+def test_heads_without_differences_form_no_group(tmp_path: Path, operands: int):
+    built, task = model(), replace(TASK, most_parents=operands)
     with torch.no_grad():  # the second layer's attention sees nothing of the values
         built.layers["1"].attention.qkv_linear.wv.weight.zero_()
         built.layers["1"].attention.qkv_linear.wv.weight[:16] = 0.1
-    found = find_circuits(built, TASK, nodes=8, samples=6)
-    assert np.array(found.name_variance).shape == np.array(found.value_variance).shape == (3, 4)
+    found = find_circuits(built, task, nodes=8, samples=6)
+    assert np.array(found.value_variance).shape == (operands, 4)
+    assert np.array(found.name_variance).shape == (operands + 1, 4)
     grouped = [head for group in found.value_groups for head in group]
     assert set(grouped) <= {0}
-    assert len(found.frequencies["logits"]) == 7
+    assert [*found.frequencies["logits"]] == frequency_patterns(operands)
     assert 0 <= found.right <= 1
+    graphs = task.held_out_questions(6, NODES)
+    counts = classify_errors(built, task, found, graphs)
+    wide = sum(len(node.parents) == operands for graph in graphs for node in graph)
+    assert sum(counts.values()) == wide > 0
     for plot in (draw_variance, draw_frequencies):
         assert plot(found, tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@torch.no_grad()
+def test_a_planted_head_is_the_group_of_its_name():
+    """One head looks at the first operand by its place and passes its variable on."""
+    built = model()
+    for factor, table in enumerate(built.tok_embeddings.weight.split(built.config.sizes)):
+        table.mul_(1 if factor == 2 else 0.1)
+    attention = built.layers["0"].attention
+    width = attention.head_dim
+    distance = 2 * 3  # of the first of three operands from the result
+    attend = attention.inner_attention.forward
+
+    def looks(q, k, v, **named):
+        out = attend(q, k, v, **named)
+        out[:, distance:, 1] = v[:, :-distance, 1]
+        return out
+
+    attention.inner_attention.forward = looks
+    found = find_circuits(built, TASK, nodes=8, samples=20)
+    assert found.name_variance[0][1] > 0.3
+    assert 1 in found.name_groups[0]
+    assert all(row[1] == pytest.approx(0, abs=1e-6) for row in found.name_variance[1:])
+    # The head's OV matrix, by hand.
+    gain = (
+        attention.wo.weight[:, width : 2 * width]
+        @ attention.qkv_linear.wv.weight[width : 2 * width]
+    )
+    gain = gain * built.layers["0"].attention_norm.weight
+    names = built.tok_embeddings.weight.split(built.config.sizes)[2]
+    wanted = float(((names @ gain.T).norm(dim=1) / names.norm(dim=1)).mean())
+    alone = latent_circuits._amplification(built, 0, [1])
+    assert alone["variable"] == pytest.approx(wanted, rel=1e-5)
+
+
 def test_errors_are_of_the_first_part_that_failed(monkeypatch):
     built = model()
-    graphs = TASK.held_out_questions(6, NODES)
+    graphs = TASK.held_out_questions(40, NODES)
     wide = sum(len(node.parents) == 3 for graph in graphs for node in graph)
     none: list[list[int]] = [[], [], []]
     shared = {"name_variance": [], "value_variance": [], "amplification": {}}
@@ -133,7 +192,18 @@ def test_errors_are_of_the_first_part_that_failed(monkeypatch):
     assert classify_errors(built, TASK, attending, graphs)["first attention"] == wrong
     monkeypatch.setattr(latent_circuits, "_ATTENDED", 0.0)
     monkeypatch.setattr(latent_circuits, "_COPIED", 2.0)
-    assert classify_errors(built, TASK, attending, graphs)["copy"] == wrong
+    # Only equations whose first value stands in one that comes out right can be told from it.
+    values: dict[bool, list[int]] = {True: [], False: []}
+    for graph in graphs:
+        for index, node in enumerate(graph):
+            if len(node.parents) == 3:
+                equation = (node.parents, node.name, node.operations)
+                probe = probe_of(TASK, graph[:index], *equation, at_its_step=True)
+                said = int(look(built, probe.factors[None], [probe.result]).values)
+                values[said == node.value].append(graph[node.parents[0]].value)
+    assert len(values[False]) == wrong < wide
+    copied = sum(value in values[True] for value in values[False])
+    assert classify_errors(built, TASK, attending, graphs)["copy"] == copied > 0
     assert asdict(circuits)["right"] == 0.0
 
 

@@ -85,6 +85,11 @@ def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd
         "head-groups.png",
         "frequencies.png",
     }
+    assert main(["report", run]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    for part in ("Head groups", "norm amplification", "first attention", "mlp_post"):
+        assert part in page
+    capfd.readouterr()
     for words, message in (
         (["generate", run, "--prompt", "x"], "family=latent does not have generate"),
         (["convert", "export", run, "--output", f"{run}-hf"], "does not have export"),

@@ -6,17 +6,23 @@
     all m³ values ─► MLP before and behind its gate, its output, logits ─► 3-D DFT, by frequencies
     equations of test graphs at the step that should solve them ─► which of the three went wrong
 
-The values before the step are told, so that one step is looked at.
+The values before the step are told, so that one step is looked at; those of the probe's graph all,
+those of a test graph as far as they are worked out by then. A task with fewer parents a node has
+probes of as many operands, and a DFT of as many dimensions.
 
 Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
-above `_MOVED`; amplification includes the gain of the norm before the attention.
+above `_MOVED`; amplification includes the gain of the norm before the attention; what a copy should
+be is the mean over the equations that come out right, not an embedding behind the OV matrix, which
+here also holds what the first layer added.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +31,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from titan_loop.analysis.latent_tables import places
 from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, Graph, Node, Size, combined
 from titan_loop.models.families.latent import LatentDecoder
 
 Floats = NDArray[np.float64]
 
-OPERANDS = 3
+MOST_OPERANDS = 3
 FACTORS = ("value", "syntax", "variable", "operation")
 SITES = ("mlp_pre", "mlp_post", "mlp_out", "logits")
 _MOVED = 0.3
@@ -53,47 +60,41 @@ def norm_amplification(matrix: Tensor, vectors_MD: Tensor) -> float:
 
 
 def frequency_groups(outputs: Floats) -> dict[str, float]:
-    """Return the mean norm of the 3-D DFT of outputs (m, m, m, D), by pattern of the frequencies.
+    """Return the mean norm of the DFT of outputs (m, …, m, D), by pattern of the frequencies.
 
-    Seven patterns: all three 0; one, two or three of them not 0, and in the latter two cases equal
-    or not; where two of three are equal and not 0, the third may be anything else.
+    A pattern says which frequencies are 0 and which of the others are equal, in any order. Three
+    dimensions have seven: `0 0 0`, `j 0 0`, `j j 0`, `j k 0`, `j j j`, `j j k` and `j k l`.
     """
-    modulus = outputs.shape[0]
-    norms = np.linalg.norm(np.fft.fftn(outputs, axes=(0, 1, 2)), axis=-1) / modulus**3
-    sums: dict[str, list[float]] = {name: [] for name in FREQUENCIES}
+    modulus, operands = outputs.shape[0], outputs.ndim - 1
+    norms = np.linalg.norm(np.fft.fftn(outputs, axes=range(operands)), axis=-1) / modulus**operands
+    sums: dict[str, list[float]] = {name: [] for name in frequency_patterns(operands)}
     for place in np.ndindex(*norms.shape):
-        sums[_pattern(*place)].append(float(norms[place]))
+        sums[_pattern(place)].append(float(norms[place]))
     return {name: float(np.mean(values)) if values else 0.0 for name, values in sums.items()}
 
 
-FREQUENCIES = ("0 0 0", "j 0 0", "j j 0", "j k 0", "j j j", "j j k", "j k l")
+def frequency_patterns(operands: int) -> list[str]:
+    """Return the patterns of so many frequencies, those with more that are not 0 later."""
+    names = {_pattern(place) for place in product(range(operands + 1), repeat=operands)}
+    return sorted(names, key=lambda name: (-name.count("0"), len(set(name))))
 
 
-def _pattern(*frequencies: int) -> str:
-    others = [frequency for frequency in frequencies if frequency]
-    different = len(set(others))
-    match len(others), different:
-        case 0, _:
-            return "0 0 0"
-        case 1, _:
-            return "j 0 0"
-        case 2, 1:
-            return "j j 0"
-        case 2, _:
-            return "j k 0"
-        case _, 1:
-            return "j j j"
-        case _, 2:
-            return "j j k"
-    return "j k l"
+def _pattern(frequencies: Sequence[int]) -> str:
+    counts = Counter(frequency for frequency in frequencies if frequency)
+    letters = [
+        letter
+        for letter, (_, count) in zip("jkl", counts.most_common(), strict=False)
+        for _ in range(count)
+    ]
+    return " ".join([*letters, *"0" * (len(frequencies) - len(letters))])
 
 
 class Probe(NamedTuple):
     """A graph whose last equation is looked at.
 
     Attributes:
-        factors: (L, 4) of the graph; the values of all but the last node are told.
-        operands: Positions of the three names in the last equation.
+        factors: (L, 4) of the graph before the step.
+        operands: Positions of the names on the left of the last equation.
         solved_at: Positions behind the equals signs of the nodes they name.
         result: Position of the last name.
         sources: Positions behind the equals signs of all nodes but the last.
@@ -112,14 +113,28 @@ def probe_of(
     parents: Sequence[int],
     name: int,
     operations: tuple[str, ...] = (),
+    *,
+    at_its_step: bool = False,
 ) -> Probe:
-    """Append an equation to a graph; without operations, of the task's first one."""
+    """Append an equation to a graph.
+
+    Args:
+        task: Of the graph.
+        graph: What stands before the equation.
+        parents: Nodes on its left.
+        name: Of the node that it defines.
+        operations: Between the parents; none for the task's first one.
+        at_its_step: Leave values EMPTY that are not worked out before the step that solves the
+            equation; otherwise all but the last are told.
+    """
     operations = operations or (task.operations[0],) * (len(parents) - 1)
     value = combined(operations, [graph[p].value for p in parents], task.modulus)
     depth = 1 + max(graph[parent].depth for parent in parents)
     example = task.encode((*graph, Node(name, (*parents,), operations, value, depth)))
-    results = np.flatnonzero(example.columns["depth"]).tolist()
-    told = np.where(np.arange(len(example.tokens)) < results[-1], example.labels, example.tokens)
+    depths = example.columns["depth"]
+    results = np.flatnonzero(depths).tolist()
+    told = depths < depth if at_its_step else np.arange(len(depths)) < results[-1]
+    told = np.where(told, example.labels, example.tokens)
     factors = np.concatenate([told[:, None], example.columns["factors"]], axis=1)
     end = results[-1] - 1  # the equals sign
     return Probe(
@@ -136,7 +151,7 @@ class Seen:
     """What one step of a model showed at the result of every probe.
 
     Attributes:
-        heads: Layer → (M, N, H) outputs of its heads.
+        heads: Layer → (M, N, D) what its heads add, each through its part of W_O.
         attention: Layer → (M, N, L) weights.
         sites: Site → (M, …).
         values: (M,) values that the step says.
@@ -156,9 +171,9 @@ def look(model: LatentDecoder, factors_MLF: Tensor, results: Sequence[int]) -> S
     attention: dict[int, Tensor] = {}
     sites: dict[str, Tensor] = {}
 
-    def keep_heads(layer: int) -> Callable[..., None]:
+    def keep_heads(layer: int, out_DNH: Tensor) -> Callable[..., None]:
         def hook(module: nn.Module, given: Any, named: Any, out: Tensor) -> None:
-            heads[layer] = out[rows, at].clone()
+            heads[layer] = torch.einsum("mnh,dnh->mnd", out[rows, at], out_DNH)
             attention[layer] = _weights(*given[:2], **named)[rows, :, at]
 
         return hook
@@ -172,8 +187,9 @@ def look(model: LatentDecoder, factors_MLF: Tensor, results: Sequence[int]) -> S
     layers: list[Any] = list(model.layers.values())
     with _hooked() as hooks:
         for number, layer in enumerate(layers):
-            inner = layer.attention.inner_attention
-            hooks.append(inner.register_forward_hook(keep_heads(number), with_kwargs=True))
+            inner, out_DX = layer.attention.inner_attention, layer.attention.wo.weight
+            hook = keep_heads(number, out_DX.unflatten(1, (layer.attention.n_heads, -1)))
+            hooks.append(inner.register_forward_hook(hook, with_kwargs=True))
         last = layers[-1].feed_forward
         hooks.append(last.w1.register_forward_hook(keep("mlp_pre", 1)))
         hooks.append(last.w2.register_forward_hook(keep("mlp_post", 0)))
@@ -218,10 +234,10 @@ class Circuits:
     """What was found; JSON through `asdict`.
 
     Attributes:
-        name_variance: Relative variance of every head of the first layer, where the first, second
-            or third name changes: (3, heads).
-        value_variance: The same of the last layer, where the first, second or third value changes.
-        name_groups: Heads of the first layer that belong to each name.
+        name_variance: Relative variance of every head of the first layer, where one name of the
+            equation changes: (operands + 1, heads), the name that it defines last.
+        value_variance: The same of the last layer, where one value changes: (operands, heads).
+        name_groups: Heads of the first layer that belong to each name, the defined one's last.
         value_groups: Heads of the last layer that belong to each value.
         amplification: Group → factor → norm amplification of its OV matrix.
         frequencies: Site → pattern → mean norm of the DFT.
@@ -245,41 +261,48 @@ def find_circuits(
     Args:
         model: In evaluation mode, whole.
         task: What it was trained on.
-        nodes: Nodes of the graph, more than three.
+        nodes: Nodes of the graph, more than operands.
         samples: Number of names, and of values, that a probe is changed to.
         seed: Chooses the graph and the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
     generator = random.Random(seed)
-    unused = next(n for n in range(task.names) if all(n != node.name for node in graph))
-    parents = generator.sample(range(nodes), OPERANDS)
+    used = {node.name for node in graph}
+    unused = [name for name in range(task.names) if name not in used]
+    operands = min(MOST_OPERANDS, task.most_parents)
+    parents = generator.sample(range(nodes), operands)
     last = len(model.layers) - 1
+
+    def variance_of(probes: Sequence[Probe]) -> list[float]:
+        states = torch.stack([probe.factors for probe in probes])
+        seen = look(model, states, [probe.result for probe in probes])
+        return [relative_variance(o) for o in seen.heads[0].unbind(dim=1)]
+
+    probe = probe_of(task, graph, parents, unused[0])
     names, values = [], []
-    for operand in range(OPERANDS):
+    for operand in range(operands):
         changed = [[*parents] for _ in range(samples)]
         free = [p for p in range(nodes) if p not in parents or p == parents[operand]]
         for choice in changed:
             choice[operand] = generator.choice(free)
-        probes = [probe_of(task, graph, choice, unused) for choice in changed]
-        states = torch.stack([probe.factors for probe in probes])
-        seen = look(model, states, [probe.result for probe in probes])
-        names.append([relative_variance(o) for o in seen.heads[0].unbind(dim=1)])
-        probe = probe_of(task, graph, parents, unused)
+        names.append(variance_of([probe_of(task, graph, c, unused[0]) for c in changed]))
         states = probe.factors.repeat(task.modulus, 1, 1)
         states[:, probe.solved_at[operand], 0] = torch.arange(task.modulus)
         seen = look(model, states, [probe.result] * task.modulus)
         values.append([relative_variance(o) for o in seen.heads[last].unbind(dim=1)])
+    defined = [generator.choice(unused) for _ in range(samples)]
+    names.append(variance_of([probe_of(task, graph, parents, name) for name in defined]))
     name_groups, value_groups = _groups(names), _groups(values)
-    frequencies, right = _frequencies(model, task, probe_of(task, graph, parents, unused))
+    frequencies, right = _frequencies(model, task, probe)
     return Circuits(
         name_variance=names,
         value_variance=values,
         name_groups=name_groups,
         value_groups=value_groups,
         amplification={
-            f"layer {layer + 1}, operand {operand + 1}": _amplification(model, layer, group)
+            f"layer {layer + 1}, {place}": _amplification(model, layer, group)
             for layer, groups in ((0, name_groups), (last, value_groups))
-            for operand, group in enumerate(groups)
+            for place, group in zip(places(operands), groups, strict=False)
             if group
         },
         frequencies=frequencies,
@@ -317,9 +340,9 @@ def _amplification(model: LatentDecoder, layer: int, group: Sequence[int]) -> di
 def _frequencies(
     model: LatentDecoder, task: DagArithmetic, probe: Probe
 ) -> tuple[dict[str, dict[str, float]], float]:
-    """Return site → pattern → norm over all m³ values of a probe, and the share that is right."""
-    m = task.modulus
-    grid = torch.cartesian_prod(*[torch.arange(m)] * OPERANDS)
+    """Return site → pattern → norm over all values of a probe, and the share that is right."""
+    m, operands = task.modulus, len(probe.operands)
+    grid = torch.cartesian_prod(*[torch.arange(m)] * operands).view(-1, operands)
     parts: dict[str, list[Tensor]] = {site: [] for site in SITES}
     right = 0
     for values in grid.split(256):
@@ -329,12 +352,13 @@ def _frequencies(
         seen = look(model, states, [probe.result] * len(values))
         for site in SITES:
             parts[site].append(seen.sites[site])
-        wanted = [combined((task.operations[0],) * 2, row, m) for row in values.tolist()]
+        operations = (task.operations[0],) * (operands - 1)
+        wanted = [combined(operations, row, m) for row in values.tolist()]
         right += int((seen.values == torch.tensor(wanted)).sum())
     return {
-        site: frequency_groups(torch.cat(tensors).double().view(m, m, m, -1).numpy())
+        site: frequency_groups(torch.cat(tensors).double().view(*[m] * operands, -1).numpy())
         for site, tensors in parts.items()
-    }, right / m**OPERANDS
+    }, right / m**operands
 
 
 def classify_errors(
@@ -343,8 +367,9 @@ def classify_errors(
     """Count the equations of graphs that the step which should solve them solves, and who erred.
 
     An error is of the first layer if a group attends to its name less than `_ATTENDED`; else of the
-    copy if the last layer's group returns another vector than it usually does for that value; else
-    of the feed-forward layer. Only equations of three operands are looked at, as groups are theirs.
+    copy if the last layer's group returns another vector than it does for that value where the
+    equation comes out right; else of the feed-forward layer. Only equations of as many operands as
+    the probe has are looked at, as groups are theirs.
 
     Args:
         model: In evaluation mode, whole.
@@ -356,8 +381,9 @@ def classify_errors(
     looked: list[_Solving] = []
     for graph in graphs:
         for index, node in enumerate(graph):
-            if len(node.parents) == OPERANDS:
-                probe = probe_of(task, graph[:index], node.parents, node.name, node.operations)
+            if len(node.parents) == len(circuits.value_groups):
+                before, equation = graph[:index], (node.parents, node.name, node.operations)
+                probe = probe_of(task, before, *equation, at_its_step=True)
                 seen = look(model, probe.factors.unsqueeze(0), [probe.result])
                 values = [graph[parent].value for parent in node.parents]
                 looked.append(_Solving(seen, probe, node.value, values))
@@ -375,21 +401,29 @@ class _Solving(NamedTuple):
     value: int
     operands: list[int]
 
+    @property
+    def is_right(self) -> bool:
+        """Whether the step says the value."""
+        return int(self.seen.values[0]) == self.value
+
     def copied(self, layer: int, group: Sequence[int]) -> Tensor:
         """Return what a group of heads of a layer returns."""
         return self.seen.heads[layer][0, group].flatten()
 
 
 def _class(solving: _Solving, looked: Sequence[_Solving], circuits: Circuits, last: int) -> str:
-    if int(solving.seen.values[0]) == solving.value:
+    if solving.is_right:
         return "right"
-    for operand, group in enumerate(circuits.name_groups):
-        at = solving.probe.operands[operand]
+    for at, group in zip(solving.probe.operands, circuits.name_groups, strict=False):
         if group and solving.seen.attention[0][0, group, at].mean() < _ATTENDED:
             return "first attention"
     for operand, group in enumerate(circuits.value_groups):
         value = solving.operands[operand]
-        same = [s.copied(last, group) for s in looked if s.operands[operand] == value and group]
+        same = [
+            other.copied(last, group)
+            for other in looked
+            if group and other.is_right and other.operands[operand] == value
+        ]
         if same:
             usual = torch.stack(same).mean(dim=0)
             if torch.cosine_similarity(solving.copied(last, group), usual, dim=0) < _COPIED:

@@ -7,6 +7,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import draw_axes, draw_panels
 from titan_loop.analysis.latent_circuits import Circuits
+from titan_loop.analysis.latent_tables import places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ def draw_variance(circuits: Circuits, path: Path) -> Path:
         table = np.array(tables[name])
         axes.grid(visible=False)
         image = axes.imshow(table, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-        axes.set_yticks(range(len(table)), [f"operand {row + 1}" for row in range(len(table))])
+        axes.set_yticks(range(len(table)), places(len(circuits.value_groups))[: len(table)])
         axes.set_xticks(range(table.shape[1]))
         axes.set_xlabel("head")
         axes.figure.colorbar(image, ax=axes)
@@ -42,9 +43,9 @@ def draw_frequencies(circuits: Circuits, path: Path) -> Path:
             places = np.arange(len(patterns)) + 0.2 * (number - (len(sites) - 1) / 2)
             axes.bar(places, norms / norms.max(), width=0.18, label=site)
         axes.set_xticks(range(len(patterns)), patterns)
-        axes.set_xlabel("frequencies of the three values; equal letters, equal frequencies")
+        axes.set_xlabel("frequencies of the values; equal letters, equal frequencies")
         axes.set_ylabel("mean norm over the largest of its site")
-        axes.set_title("DFT of activations over all values of three operands")
+        axes.set_title("DFT of activations over all values of the operands")
         axes.figure.legend(loc="outside right upper", frameon=False)
 
     return draw_axes(draw, path)

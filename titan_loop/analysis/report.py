@@ -12,6 +12,7 @@ from typing import Any
 
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
+from titan_loop.analysis.latent_tables import circuit_tables
 from titan_loop.analysis.layer_plots import has_layers, plot_layers
 from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
@@ -32,7 +33,7 @@ from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import Ancestor, SavedRun
-from titan_loop.storage.json_files import write_text
+from titan_loop.storage.json_files import read_json_object, write_text
 
 REPORT_NAME = "report.html"
 
@@ -209,7 +210,7 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
 
 
 def _analyses(run_directory: RunDirectory) -> list[Section]:
-    """Return the plots that `titan-loop analyse` left."""
+    """Return the plots that `titan-loop analyse` left, and tables of what has some."""
     known = {
         "agreement.png": ("Agreement of steps", "Items that two steps answer alike, as a share."),
         "probes.png": (
@@ -246,8 +247,8 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
         ),
         "frequencies.png": (
             "Sums in the frequency domain",
-            "Mean norm of the DFT over all values of three operands, by pattern of frequencies; "
-            "j j j is a function of the sum.",
+            "Mean norm of the DFT over all values of the operands, by pattern of frequencies; "
+            "where all are equal (j j, j j j), it is a function of the sum.",
         ),
         "intervention.png": (
             "States replaced by embeddings",
@@ -259,11 +260,19 @@ def _analyses(run_directory: RunDirectory) -> list[Section]:
             "Change of the answer's logit margin when one state is replaced by another question's.",
         ),
     }
-    return [
+    sections = [
         Section(title, text, run_directory.plots / name)
         for name, (title, text) in known.items()
         if (run_directory.plots / name).is_file()
     ]
+    found = run_directory.evaluations.glob("circuits-step-*.json")
+    records = [read_json_object(path, fix="analyse the run again") for path in found]
+    if records:
+        newest = max(records, key=lambda record: record["step"])
+        text = f"At step {newest['step']:,}, graphs of {newest['nodes']} nodes."
+        tables = circuit_tables(newest)
+        sections += [Section(title, text, rows=rows) for title, rows in tables.items()]
+    return sections
 
 
 def _has_depths(report: TaskReport) -> bool:

@@ -17,7 +17,7 @@ def circuits(
     """Show which heads copy names and values, how sums are computed, and what goes wrong.
 
     Head groups by relative variance, norm amplification of their OV matrices, the DFT of the last
-    layer's feed-forward activations over all values of three operands, and errors by their source.
+    layer's feed-forward activations over all values of the operands, and errors by their source.
     Writes evals/circuits-step-N.json and plots.
 
     Args:
@@ -29,6 +29,7 @@ def circuits(
     """
     from titan_loop.analysis.latent_circuits import classify_errors, find_circuits
     from titan_loop.analysis.latent_plots import draw_frequencies, draw_variance
+    from titan_loop.analysis.latent_tables import circuit_tables
     from titan_loop.data.tasks.dag_arithmetic import Size
     from titan_loop.evaluation.analysed_run import save_analysis
     from titan_loop.tables import columns
@@ -40,21 +41,10 @@ def circuits(
     found = find_circuits(loaded.model, task, nodes=nodes, samples=samples, seed=seed)  # type: ignore[arg-type]
     drawn = task.held_out_questions(graphs, Size(nodes, None), seed=seed + 1)
     errors = classify_errors(loaded.model, task, found, drawn)  # type: ignore[arg-type]
-    rows = [["heads that belong to", "operand 1", "operand 2", "operand 3"]]
-    for name, groups in (("names", found.name_groups), ("values", found.value_groups)):
-        rows.append([name, *(" ".join(map(str, group)) or "-" for group in groups)])
-    print("\n".join(columns(rows)))
-    rows = [["norm amplification", *next(iter(found.amplification.values()), {})]]
-    for group, factors in found.amplification.items():
-        rows.append([group, *(f"{value:.2f}" for value in factors.values())])
-    print("\n" + "\n".join(columns(rows)))
-    rows = [["mean norm of the DFT", *next(iter(found.frequencies.values()))]]
-    for site, patterns in found.frequencies.items():
-        rows.append([site, *(f"{value:.3g}" for value in patterns.values())])
-    print("\n" + "\n".join(columns(rows)))
-    print(f"\nof all values of the probe {100 * found.right:.1f} % are right")
-    print(", ".join(f"{name}: {count}" for name, count in errors.items()))
     record = {"nodes": nodes, "seed": seed, **asdict(found), "errors": dict(errors)}
+    for rows in circuit_tables(record).values():
+        print("\n".join(columns(rows)) + "\n")
+    print(f"of all values of the probe {100 * found.right:.1f} % are right")
     print(save_analysis(loaded, "circuits", record))
     plots = loaded.run.directory.plots
     print(draw_variance(found, plots / "head-groups.png"))

@@ -267,7 +267,7 @@ class DagChainOfThought(DagArithmetic):
     knows_depth: ClassVar[bool] = False
 
     thought: Literal["values", "equations"] = "values"
-    """What is written of a node: its value; or its equation, the same with values, and its value."""
+    """What is written of a node: its value; or its equation, that with values, and its value."""
 
     def __post_init__(self) -> None:
         super(DagChainOfThought, self).__post_init__()
