@@ -94,8 +94,14 @@ class Exam:
         self._task = task
         self.windows: dict[str, HeldOutWindows] = {}
         self.steps: dict[str, list[int]] = {}
-        for stratum, examples in task.exam(count, strata=strata).items():
-            name = task.name if alone else f"{task.name}/{stratum}"
+        exams = {
+            task.name if alone else f"{task.name}/{stratum}": examples
+            for stratum, examples in task.exam(count, strata=strata).items()
+        }
+        if not leave_out:  # say at once what the longest of all needs
+            longest = max(exams, key=lambda name: _positions(exams[name]))
+            _require_room(longest, _positions(exams[longest]), room)
+        for name, examples in exams.items():
             try:
                 self.windows[name] = example_windows(
                     name, examples, task.columns, room=room, multiple=multiple
@@ -226,6 +232,20 @@ def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forwar
     return at_readings(model, readings, value=lambda scores: scores.right_PT)
 
 
+def _positions(examples: Sequence[Example]) -> int:
+    """Return the positions of the longest example up to its last answer."""
+    return max(int(np.flatnonzero(e.answer_labels() != IGNORED)[-1]) + 1 for e in examples)
+
+
+def _require_room(name: str, positions: int, room: int) -> None:
+    if positions > room:
+        raise UserError(
+            f"{name}: an exam of {positions} positions does not fit into a window of {room}: "
+            "lengthen the window (training.seq_len, eval --max-length) or choose shorter questions "
+            "(analyse --strata)"
+        )
+
+
 def example_windows(
     name: str,
     examples: Sequence[Example],
@@ -247,13 +267,9 @@ def example_windows(
         UserError: An example does not fit into the room.
     """
     answers = [example.answer_labels() for example in examples]
-    ends = [int(np.flatnonzero(labels != IGNORED)[-1]) + 1 for labels in answers]
-    if max(ends) > room:
-        raise UserError(
-            f"{name}: an exam of {max(ends)} positions does not fit into a window of {room}: "
-            "lengthen the window (training.seq_len, --max-length)"
-        )
-    length = min(room, -(-max(ends) // multiple) * multiple)
+    longest = _positions(examples)
+    _require_room(name, longest, room)
+    length = min(room, -(-longest // multiple) * multiple)
     wanted = [column for column in declared if column.reader != "loss"]
     (inputs, labels), rows = empty_batch(len(examples), length, wanted)
     for example, answer, window in zip(examples, answers, rows, strict=True):
