@@ -3,7 +3,7 @@
 import pytest
 
 from titan_loop.data.tasks.dag_arithmetic import DagArithmetic
-from titan_loop.models.families.latent import LatentOptions
+from titan_loop.models.families.latent import SIZES, LatentOptions
 from titan_loop.training.preflight import refusals
 from train_configs.latent import METHODS, TABLES, latent, latent_small
 
@@ -21,6 +21,17 @@ def test_every_stage_can_start_and_is_reported(recipe):
         assert where["task"] == task.name
         assert {column["stratum"] for column in solved.columns.values()} == set(task.strata)
         assert solved.paper[row].keys() <= solved.columns.keys()
+
+
+def test_the_papers_models_have_its_shapes():
+    models = {stage.name: stage.config.model for stage in latent().stages}
+    shapes = {name: SIZES[model.size][:3] for name, model in models.items() if model.size in SIZES}
+    assert shapes.pop("discrete") == (256, 2, 16)  # width, layers, heads
+    assert shapes.pop("correction") == (384, 4, 16)
+    assert shapes.pop("feed_forward") == (256, 8, 16)
+    assert set(shapes.values()) == {(256, 2, 16)}
+    plain = models["chain_of_thought"]
+    assert (plain.dim, plain.n_layers, plain.n_heads, plain.positions) == (512, 8, 16, "none")
 
 
 def test_methods_differ_as_the_paper_says():
