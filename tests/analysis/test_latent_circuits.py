@@ -20,6 +20,7 @@ from titan_loop.analysis.latent_circuits import (
     relative_variance,
 )
 from titan_loop.analysis.latent_plots import draw_frequencies, draw_variance
+from titan_loop.analysis.latent_tables import circuit_tables
 from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, Size
 from titan_loop.evaluation.repair import share_repaired
 from titan_loop.models.families.latent import LatentDecoder, LatentOptions
@@ -164,6 +165,16 @@ def test_a_planted_head_is_the_group_of_its_name():
     assert found.name_variance[0][1] > 0.3
     assert 1 in found.name_groups[0]
     assert all(row[1] == pytest.approx(0, abs=1e-6) for row in found.name_variance[1:])
+    tables = circuit_tables(asdict(found) | {"errors": {"right": 2, "copy": 1}})
+    assert tables["Heads by what moves them"][0][1:] == [
+        "operand 1",
+        "operand 2",
+        "operand 3",
+        "result",
+    ]
+    assert "1" in tables["Heads by what moves them"][1][1].split()
+    assert tables["What heads of a group pass on"][0][1:] == [*latent_circuits.FACTORS]
+    assert tables["What went wrong"] == [["equations", "right", "copy"], ["count", "2", "1"]]
     # The head's OV matrix, by hand.
     gain = (
         attention.wo.weight[:, width : 2 * width]

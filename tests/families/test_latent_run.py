@@ -80,14 +80,14 @@ def test_a_run_is_examined_analysed_and_not_generated_from(tmp_path: Path, capfd
     assert main(["analyse", "repair", run, "--questions", "8"]) == 0
     assert "5_nodes" in capfd.readouterr().out
     assert main(["analyse", "circuits", run, "--samples", "4", "--graphs", "2"]) == 0
-    assert "norm amplification" in capfd.readouterr().out
+    assert "mean norm of the DFT" in capfd.readouterr().out
     assert {path.name for path in (tmp_path / "run" / "plots").iterdir()} == {
         "head-groups.png",
         "frequencies.png",
     }
     assert main(["report", run]) == 0
     page = (tmp_path / "run" / "report.html").read_text()
-    for part in ("Head groups", "norm amplification", "first attention", "mlp_post"):
+    for part in ("Head groups", "Heads by what moves them", "first attention", "mlp_post"):
         assert part in page
     capfd.readouterr()
     for words, message in (

@@ -10,7 +10,7 @@ def places(operands: int) -> list[str]:
 
 
 def circuit_tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """Return title → rows, the header first.
+    """Return title → rows, the header first; a table without rows is left out.
 
     Args:
         record: Fields of `Circuits` and `errors`, as `evals/circuits-step-N.json` has them.
@@ -27,9 +27,10 @@ def circuit_tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     for site, patterns in record["frequencies"].items():
         norms.append([site, *(f"{value:.3g}" for value in patterns.values())])
     errors = [["equations", *record["errors"]], ["count", *map(str, record["errors"].values())]]
-    return {
+    tables = {
         "Heads by what moves them": heads,
         "What heads of a group pass on": gains,
         "Frequencies of the last layer": norms,
         "What went wrong": errors,
     }
+    return {title: rows for title, rows in tables.items() if len(rows) > 1}
