@@ -28,7 +28,11 @@ for seed in $seeds; do
         stage "$arm, seed $seed"
         folder=runs/$recipe-seed$seed
         titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed"
-        titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8
+        depths=(1 2 4 8)
+        if [ $recipe = depth_pays_rates ]; then
+            depths=("${arm:1:1}") # its table has the trained R alone
+        fi
+        titan_loop eval "$folder/$arm" --windows 128 --depths "${depths[@]}"
         if [ "$arm" = grown_averaged ]; then
             titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8 --ema
         fi
