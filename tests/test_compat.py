@@ -8,7 +8,6 @@ import pickle
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,20 +108,13 @@ block = torch.ones(128 * 2**20)  # 512 MiB, touched
 grown = peak() - before
 del block
 device.reset_peak_memory_stats()
-print(grown, peak() - before)
+after_reset = peak() - before
+try:  # containers may forbid it, or take it and do nothing
+    open("/proc/self/clear_refs", "w").write("5")
+except OSError:
+    pass
+print(grown, after_reset, peak() - before)
 """
-
-
-def _kernel_resets_peaks() -> bool:
-    """Return whether writing `clear_refs` really starts a new peak; containers may forbid it."""
-    block = bytearray(os.urandom(1)) * (64 * 2**20)
-    del block
-    before = compat.peak_resident_bytes()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return compat.peak_resident_bytes() < before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures host memory")
@@ -131,9 +123,9 @@ def test_peak_memory_is_real_and_reset_where_the_kernel_allows_it():
     program = subprocess.run(
         [sys.executable, "-c", _GROWTH], capture_output=True, text=True, check=True
     )
-    grown, after_reset = (int(figure) / 2**20 for figure in program.stdout.split())
+    grown, after_reset, by_hand = (int(figure) / 2**20 for figure in program.stdout.split())
     assert 400 < grown < 700
-    if _kernel_resets_peaks():
+    if by_hand < 200:
         assert after_reset < 200
     else:
         assert abs(after_reset - grown) < 8  # the kernel counts pages per core, in batches
