@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xdist import is_xdist_worker
 
 # The same tests on every machine, on its CPU; TITAN_LOOP_REQUIRE=gpu shows them a GPU. It has to be
 # said before torch looks.
@@ -146,8 +147,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.option.collectonly or hasattr(session.config, "workerinput"):
-        return  # a worker of pytest-xdist sees only its part
+    if session.config.option.collectonly or is_xdist_worker(session):
+        return  # a worker sees only its part
     failures.extend(f"{name}: required, but no such test ran" for name in REQUIRED - set(outcomes))
     if failures and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
