@@ -8,7 +8,7 @@
 
 The values before the step are told, so that one step is looked at; those of the probe's graph all,
 those of a test graph as far as they are worked out by then. A task with fewer parents a node has
-probes of as many operands, and a DFT of as many dimensions.
+probes with as many operands, and a DFT of as many dimensions.
 
 Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
@@ -119,13 +119,13 @@ def probe_of(
     """Append an equation to a graph.
 
     Args:
-        task: Of the graph.
-        graph: What stands before the equation.
-        parents: Nodes on its left.
-        name: Of the node that it defines.
-        operations: Between the parents; none for the task's first one.
-        at_its_step: Leave values EMPTY that are not worked out before the step that solves the
-            equation; otherwise all but the last are told.
+        task: The task that the graph is of.
+        graph: Nodes before the equation.
+        parents: Indices of the nodes on its left.
+        name: Name of the node that it defines.
+        operations: Operations between the parents; by default the task's first one everywhere.
+        at_its_step: Whether to leave values EMPTY that are not worked out before the step that
+            solves the equation; otherwise all values but the last are told.
     """
     operations = operations or (task.operations[0],) * (len(parents) - 1)
     value = combined(operations, [graph[p].value for p in parents], task.modulus)

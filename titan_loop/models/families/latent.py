@@ -28,8 +28,8 @@ Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recurs
 Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
 then 0.5 a value).
 Deviations: layers, norms and initialisation are Ouro's, so that the embedding of a token, a sum of
-four, has unit scale as every H^t; readouts have no bias; the coin of the
-corruption is tossed for every graph and step, not for a batch.
+four, has unit scale as every H^t; readouts have no bias; the coin of the corruption is tossed for
+every graph and step, not for a batch.
 """
 
 from collections.abc import Mapping
