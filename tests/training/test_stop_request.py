@@ -51,8 +51,11 @@ class SignalAt:
 def wait_until_heard(listener: StopListener) -> None:
     """The listening thread needs a moment; a test must not depend on which."""
     waiting = threading.Event()
-    while listener.requested_by is None:
+    for _ in range(6000):
+        if listener.requested_by is not None:
+            return
         waiting.wait(0.01)
+    raise AssertionError(f"not heard within a minute by {threading.enumerate()}")
 
 
 def losses(run: Path) -> list[float]:
