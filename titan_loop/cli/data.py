@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from titan_loop.cli.arguments import group, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
@@ -29,7 +29,7 @@ class Documents:
         text_key: Field that holds a document's text.
     """
 
-    inputs: Positional[tuple[str, ...]]
+    inputs: Annotated[Positional[tuple[str, ...]], arg(help_behavior_hint="(one or more)")]
     format: Literal["auto", "jsonl", "parquet", "text", "huggingface"] = "auto"
     pattern: tuple[str, ...] = ()
     text_key: str = "text"
