@@ -4,6 +4,7 @@
 a marker fails, and so does a session that ran none.
 """
 
+import gc
 import os
 import socket
 from collections import Counter
@@ -80,6 +81,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.enable()  # torchtitan turns it off, and trainers with all their open files stay
     os.environ.clear()
     os.environ.update(saved)
 

@@ -1,5 +1,6 @@
 """A signal ends a run at a step boundary with everything saved; what is stuck ends all the same."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
+from titan_loop.data.open_files import open_file_limit
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, StoppedError, UserError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe
@@ -226,6 +228,18 @@ def test_a_request_that_comes_twice_at_once_is_one():
     assert listener.requested_by == "SIGTERM"
 
 
+def test_a_process_with_many_open_files_hears_a_signal():
+    if open_file_limit() <= 1100:
+        pytest.skip("this process may not open that many")
+    with contextlib.ExitStack() as opened:
+        number = 0
+        while number < 1024:
+            number = opened.enter_context(open(os.devnull)).fileno()
+        with StopListener() as listener:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until_heard(listener)
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
 def test_a_grace_time_that_is_none_is_refused(text):
     with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):
@@ -246,6 +260,7 @@ def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path)
 INTERRUPTED = """
 import os, signal, sys
 from titan_loop.cli.main import main
+from titan_loop.data.open_files import open_file_limit
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.stop_request import StopListener
 

@@ -165,10 +165,12 @@ class StopListener:
             os.write(self._writer, bytes([signal.SIGCONT]))
 
     def _listen(self) -> None:
+        poller = select.poll()  # `select` refuses descriptors above 1,023
+        poller.register(self._reader, select.POLLIN)
         while True:
             deadline, reason = self._deadline()
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            if not poller.poll(left):
                 # A step may have ended since the wait began.
                 if (self._deadline()[0] or float("inf")) <= time.monotonic():
                     self._give_up(reason)
