@@ -7,7 +7,7 @@ Poisson(4), at most 8, in every training step, and a `late` one has other R by t
 fifth of its tokens. All but those named `looped` minimise the loss of the last step alone. Arms
 whose names end in `_flops` get the training FLOPs of `last_step` instead of its tokens.
 `grown_averaged` is read from the average of its weights.
-`depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with five learning rates, with and
+`depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with six learning rates, with and
 without the residual scale, on a third of the tokens.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
@@ -85,7 +85,14 @@ ARMS: dict[str, dict[str, Any]] = {
 """Name → options; `dense` has as many layers as the looped arms have visits."""
 
 RATE_TOKENS = TOTAL_TOKENS // 3
-RATES = {"5e-3": 5e-3, "7e-3": 7e-3, "1e-2": 1e-2, "14e-3": 1.4e-2, "2e-2": 2e-2}
+RATES = {
+    "5e-3": 5e-3,
+    "7e-3": 7e-3,
+    "1e-2": 1e-2,
+    "14e-3": 1.4e-2,
+    "2e-2": 2e-2,
+    "28e-3": 2.8e-2,
+}
 """Name → largest learning rate; neighbours are √2 apart."""
 
 
