@@ -158,6 +158,18 @@ def test_what_a_parent_trained_is_what_its_run_says(source, tmp_path):
         run_recipe(chain(source, tmp_path), only="1b")
 
 
+def test_a_parent_s_optimiser_is_what_its_run_says(source, tmp_path):
+    for only in ("1a", "1b"):
+        recipe = chain(source, tmp_path)
+        recipe.stage(only).config.optimizer.name = "muon"  # --stage ONLY --optimizer.name muon
+        run_recipe(recipe, only=only)
+    assert losses(tmp_path, "1b")
+    recipe = chain(source, tmp_path)
+    recipe.stage("fork").config.checkpoint.carry.optimizer = True
+    with pytest.raises(UserError, match=r"1a has moments for optimizer\.name=muon and this stage"):
+        run_recipe(recipe, only="fork")
+
+
 def test_moments_of_another_optimiser_are_refused(source, tmp_path):
     recipe = chain(source, tmp_path)
     recipe.stages[1].config.optimizer.name = "muon"

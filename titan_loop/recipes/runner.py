@@ -8,6 +8,7 @@ meshes and optimiser state of a stage are freed before the next one is built.
 
 import gc
 from pathlib import Path
+from typing import cast
 
 import titan_loop.compat as compat  # before any torchtitan module
 from torchtitan.tools.logging import logger
@@ -28,6 +29,7 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
+from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.preflight import folder_refusals, remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import (
@@ -162,12 +164,14 @@ def is_complete(config: LoopTrainer.Config) -> bool:
 
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:
-    """Give a run that this start does not train the length and weights of its own start."""
+    """Give a run that this start does not train the length, weights and optimiser of its own."""
     if RunDirectory(config.dump_folder).config_json.exists():
         recorded = SavedRun(config.dump_folder)
         config.total_tokens = recorded.total_tokens
         if recorded.trainable is not None:
             config.trainable = recorded.trainable
+        if recorded.optimizer:
+            config.optimizer.name = cast(OptimizerName, recorded.optimizer)
 
 
 def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:

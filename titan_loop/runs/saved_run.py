@@ -192,6 +192,11 @@ class SavedRun:
         return self._config.get("trainable")
 
     @property
+    def optimizer(self) -> str:
+        """The option `optimizer.name`; empty for a run of a version without it."""
+        return self._option("optimizer.name", str, "")
+
+    @property
     def keep_every(self) -> int:
         """The option `checkpoint.keep_every`; 0 for a run of a version without it."""
         return self._option("checkpoint.keep_every", int, 0)
