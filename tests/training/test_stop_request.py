@@ -240,6 +240,13 @@ def test_a_process_with_many_open_files_hears_a_signal():
             wait_until_heard(listener)
 
 
+def test_a_watchdog_of_years_hears_a_signal():
+    with StopListener() as listener:
+        listener.watch(1e9, lambda: None)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        wait_until_heard(listener)
+
+
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
 def test_a_grace_time_that_is_none_is_refused(text):
     with pytest.raises(UserError, match=f"{GRACE_VARIABLE}={text}"):

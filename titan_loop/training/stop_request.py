@@ -43,6 +43,9 @@ LEAVE_SECONDS = 15.0
 """Time that a rank has to close its files after an error of its own. Closing may wait in a
 collective for ranks that wait in another for this one; the launcher ends those once it is gone."""
 
+_POLL_SECONDS = 3600.0
+"""The longest wait for a signal at a time; `poll` takes 24 days at most."""
+
 _DUMP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 _CLOSE = 0
@@ -169,8 +172,8 @@ class StopListener:
         poller.register(self._reader, select.POLLIN)
         while True:
             deadline, reason = self._deadline()
-            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-            if not poller.poll(left):
+            left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
+            if not poller.poll(1000 * min(max(left, 0.0), _POLL_SECONDS)):
                 # A step may have ended since the wait began.
                 if (self._deadline()[0] or float("inf")) <= time.monotonic():
                     self._give_up(reason)
