@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from xdist import is_xdist_worker
 
 # The same tests on every machine, on its CPU; TITAN_LOOP_REQUIRE=gpu shows them a GPU. It has to be
@@ -27,6 +28,10 @@ import titan_loop.compat as compat  # before any torchtitan module
 from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
 from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
+
+# How long an example takes is the machine's affair.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 MARKERS = (
     "effects",

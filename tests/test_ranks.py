@@ -61,7 +61,7 @@ def answers() -> list[str]:
 
 @pytest.mark.multiprocess
 def test_ranks_agree(gloo_pool):
-    first, second = gloo_pool(2).run(answers, timeout=60)
+    first, second = gloo_pool(2).run(answers)
     assert first == [
         "0",
         "'kept'",
@@ -94,9 +94,9 @@ def claim(folder: Path) -> tuple[bool, bool]:
 
 @pytest.mark.multiprocess
 def test_rank_zero_holds_the_lock_of_a_run_for_all(gloo_pool, tmp_path):
-    assert gloo_pool(2).run(claim, tmp_path, timeout=60) == [(True, True), (False, True)]
+    assert gloo_pool(2).run(claim, tmp_path) == [(True, True), (False, True)]
     (tmp_path / "run").write_text("a file")
-    for message in gloo_pool(2).run(refusal_to_claim, tmp_path / "run", timeout=60):
+    for message in gloo_pool(2).run(refusal_to_claim, tmp_path / "run"):
         assert "cannot be written" in message
 
 
@@ -139,6 +139,55 @@ dist.destroy_process_group()
 """
 
 
+PER_NODE = """
+import os
+from pathlib import Path
+import titan_loop.ranks as ranks
+from titan_loop.errors import UserError
+
+ranks._LONGEST_LOOK, ranks._LOOK_SECONDS = ranks.timedelta(seconds=0.5), 0.01
+folder, rank = Path(os.environ["FOLDER"]), os.environ["RANK"]
+
+def work():
+    if rank == "2":  # as long as it takes until the node of rank 0 is done
+        while not (folder / "0").exists():
+            pass
+        ranks.time.sleep(1.0)  # longer than any wait for rank 0's decision
+    (folder / rank).touch()
+
+ranks.once_per_node(work)
+found = sorted(path.name for path in folder.iterdir())
+try:
+    ranks.once_per_node(lambda: (_ for _ in ()).throw(UserError("x=1 is wrong")))
+except UserError as error:
+    found.append(str(error))
+print(found)
+ranks.once_per_node(lambda: None)  # nobody leaves before all have heard
+"""
+
+
+@pytest.mark.multiprocess
+def test_one_rank_of_every_node_works_and_all_wait_without_a_limit(tmp_path):
+    """Two nodes of two ranks; the second node takes longer than a wait for a decision may."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PER_NODE],
+            env={
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": str(tmp_path),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert answers == ["['0', '2', 'x=1 is wrong']\n"] * 4
+
+
 @pytest.mark.multiprocess
 def test_before_they_have_a_group_ranks_take_rank_zeros_view():
     """With a stale listing of its own, one would leave while the others wait for it."""
@@ -157,5 +206,5 @@ def test_before_they_have_a_group_ranks_take_rank_zeros_view():
         )
         for rank, view in enumerate(("old", "new"))
     ]  # fmt: skip
-    answers = [rank.communicate(timeout=120)[0] for rank in ranks]
+    answers = [rank.communicate()[0] for rank in ranks]
     assert answers == ["['old', 'x=1 is wrong', 'old']\n"] * 2

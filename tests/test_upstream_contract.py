@@ -262,8 +262,8 @@ def test_cpu_shims_are_in_place_before_torchtitan_copies_them():
 
 
 def test_unused_parts_of_torchtitan_are_imported_on_demand():
-    """`datasets` with pandas and, without a GPU, the compiler: half of the time to import."""
-    unused = ["datasets", "pandas"]
+    """`datasets` with pandas, TensorBoard with S3's client and, without a GPU, the compiler."""
+    unused = ["datasets", "pandas", "tensorboard", "boto3", "wandb"]
     if not torch.cuda.is_available():
         unused.append("torch._inductor.compile_fx")
     code = (
@@ -288,6 +288,16 @@ def test_what_is_imported_on_demand_works(tmp_path):
     assert isinstance(loaded, text_datasets.Dataset)
     assert not isinstance([], text_datasets.Dataset)
     assert text_datasets.split_dataset_by_node(loaded, 1, 2)["text"][0] == "b"
+
+
+def test_tensorboard_imported_on_demand_works(tmp_path):
+    metrics = importlib.import_module("torchtitan.components.metrics")
+    imported = re.findall(r"^from torch.utils.tens.*", inspect.getsource(metrics), re.MULTILINE)
+    assert imported == ["from torch.utils.tensorboard import SummaryWriter"]
+    logger = metrics.TensorBoardLogger(str(tmp_path / "tb"))
+    logger.log({"loss": 1.0}, 1)
+    logger.close()
+    assert list((tmp_path / "tb").glob("events.out.*"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="functions are compiled at once beside a GPU")

@@ -9,6 +9,7 @@ SLURM's variables, and gives ranks that share cores one thread each.
 """
 
 import importlib
+import json
 import logging
 import os
 import resource
@@ -176,27 +177,42 @@ def _datasets_on_demand() -> Iterator[None]:
     torchtitan's trainer imports its validator, that its Hugging Face loaders, and those `datasets`
     with pandas: 0.9 s at every start, for classes nobody builds here.
     """
-    if "datasets" in sys.modules:
-        yield
-        return
 
     class DatasetType(type):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, importlib.import_module("datasets").Dataset)
 
-    def on_demand(module: str, name: str) -> Callable[..., Any]:
-        return lambda *args, **options: getattr(importlib.import_module(module), name)(
-            *args, **options
-        )
-
     package, distributed = ModuleType("datasets"), ModuleType("datasets.distributed")
     vars(package).update(
-        Dataset=DatasetType("Dataset", (), {}), load_dataset=on_demand("datasets", "load_dataset")
+        Dataset=DatasetType("Dataset", (), {}), load_dataset=_on_demand("datasets", "load_dataset")
     )
     vars(distributed).update(
-        split_dataset_by_node=on_demand("datasets.distributed", "split_dataset_by_node")
+        split_dataset_by_node=_on_demand("datasets.distributed", "split_dataset_by_node")
     )
-    stand_ins = {"datasets": package, "datasets.distributed": distributed}
+    with _standing_in({"datasets": package, "datasets.distributed": distributed}):
+        yield
+
+
+@contextmanager
+def _tensorboard_on_demand() -> Iterator[None]:
+    """Let a module import TensorBoard's writer, which is loaded when one is made: 350 files."""
+    name = "torch.utils.tensorboard"
+    stand_in = ModuleType(name)
+    vars(stand_in)["SummaryWriter"] = _on_demand(name, "SummaryWriter")
+    with _standing_in({name: stand_in}):
+        yield
+
+
+def _on_demand(module: str, name: str) -> Callable[..., Any]:
+    return lambda *args, **options: getattr(importlib.import_module(module), name)(*args, **options)
+
+
+@contextmanager
+def _standing_in(stand_ins: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Let imports find other modules, unless the real ones are there already."""
+    if stand_ins.keys() & sys.modules.keys():
+        yield
+        return
     sys.modules.update(stand_ins)
     try:
         yield
@@ -253,6 +269,7 @@ class _LighterImports(MetaPathFinder):
 
 
 _LIGHTER: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "torchtitan.components.metrics": _tensorboard_on_demand,
     "torchtitan.hf_datasets.text_datasets": _datasets_on_demand,
 }
 
@@ -363,6 +380,24 @@ def _check_launch(environment: Mapping[str, str]) -> None:
         raise UserError(
             f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}; use torchrun"
         )
+
+
+def oldest_collective() -> str:
+    """Return the oldest collective operation of this process that has not ended, as a phrase.
+
+    Empty if there is none, or torch's flight recorder is off (`comm.trace_buf_size`). Delete when
+    torch has a public name for it.
+    """
+    name = "_dump_nccl_trace_json" if dist.is_nccl_available() else "_dump_fr_trace_json"
+    dump = vars(importlib.import_module("torch._C._distributed_c10d"))[name]
+    entries = json.loads(dump(includeCollectives=True, onlyActive=True)).get("entries", [])
+    active = [entry for entry in entries if not entry["retired"]]  # gloo's stay among them
+    if not active:
+        return ""
+    oldest = min(active, key=lambda entry: entry["record_id"])
+    group = oldest["process_group"][-1]
+    number = oldest["collective_seq_id"]
+    return f"{oldest['profiling_name']} {number} of {group} ({oldest['state']})"
 
 
 def dump_flight_recorder(path: Path) -> None:

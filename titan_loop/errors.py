@@ -1,4 +1,4 @@
-"""What a user did wrong, in one line, and the exit codes every command uses.
+"""A user's mistake in one line, and the exit codes of all commands.
 
 A `UserError` names the field, its value and the fix. The command line prints it without a traceback
 and ends with `EXIT_USER_ERROR`; the other errors of this file have codes of their own. Everything

@@ -1,4 +1,12 @@
-"""Modules of the user that add families or tasks, named in the environment.
+"""The one door through which families and their parts come in, ours and those of a user.
+
+    titan_loop/families/NAME/__init__.py ─┐
+    TITAN_LOOP_PLUGINS=my_package.mine ───┼─► register(Plugin(…)) ─► find("families", "mine")
+    import of a module by a recipe ───────┘
+
+A package says what it adds in a `Plugin`: names, each with the place of the thing it names, which
+is imported when somebody asks for it. Commands that only list names thus import no torch, and the
+core imports no family: deleting a family is deleting its folder.
 
     TITAN_LOOP_PLUGINS=my_package.my_family,my_package.my_task titan-loop eval runs/mine
 
@@ -8,14 +16,113 @@ module: what is imported is for the user to say, not for a downloaded run.
 
 import importlib
 import os
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from titan_loop.errors import UserError
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
+FAMILIES = "titan_loop.families"
+_CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks")
+"""Packages of the core that register names for every family."""
+
+
+class Verb(NamedTuple):
+    """The place of a function that is a verb of the command line, and a line about it."""
+
+    place: str
+    summary: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """Names that a package adds, each with the thing itself or its place, "module:attribute".
+
+    Attributes:
+        families: `Family` records (`titan_loop/models/family.py`).
+        tasks: Classes of generated tasks (`titan_loop/data/tasks/task.py`).
+        objectives: Loss classes, by class name (`titan_loop/objectives/streamed_loss.py`).
+        exit_policies: Exit policies of one number, by the name before the colon
+            (`titan_loop/inference/exit_policy.py`).
+        analyses: Verbs of `titan-loop analyse` (`titan_loop/analysis/steps/`), each a `Verb`.
+        charts: Plots of `metrics.jsonl` (`titan_loop/analysis/charts.py`).
+    """
+
+    families: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[str, Any] = field(default_factory=dict)
+    objectives: Mapping[str, Any] = field(default_factory=dict)
+    exit_policies: Mapping[str, Any] = field(default_factory=dict)
+    analyses: Mapping[str, Verb] = field(default_factory=dict)
+    charts: Mapping[str, Any] = field(default_factory=dict)
+
+
+_known: dict[str, dict[str, Any]] = {kind.name: {} for kind in fields(Plugin)}
+
+
+def register(plugin: Plugin) -> Plugin:
+    """Make the names of a package known, and return its record."""
+    for kind, known in _known.items():
+        for name, place in getattr(plugin, kind).items():
+            assert known.setdefault(name, place) is place or known[name] == place, (
+                f"two of {kind} are called {name}"
+            )
+    return plugin
+
+
+def find(kind: str, name: str) -> Any:
+    """Return the thing that a name stands for; None if nobody registers the name.
+
+    Args:
+        kind: Attribute of `Plugin`.
+        name: Name in it. Those of `TITAN_LOOP_PLUGINS` are looked up last.
+
+    Raises:
+        UserError: `TITAN_LOOP_PLUGINS` names a module that is not there.
+    """
+    known = _known[kind]
+    for more in (_import_own, import_plugins):
+        if name in known:
+            break
+        more()
+    place = known.get(name)
+    if isinstance(place, Verb):
+        place = place.place
+    if not isinstance(place, str):
+        return place
+    module, _, attribute = place.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def names(kind: str) -> list[str]:
+    """Return every name of a kind, those of `TITAN_LOOP_PLUGINS` among them.
+
+    Raises:
+        UserError: As `find`.
+    """
+    _import_own()
+    import_plugins()
+    return sorted(_known[kind])
+
+
+def place_of(kind: str, name: str) -> Any:
+    """Return the registered place of a name, or the thing itself."""
+    return _known[kind][name]
+
+
+def summary(kind: str, name: str) -> str:
+    """Return the line about a registered verb."""
+    return _known[kind][name].summary
+
+
+def _import_own() -> None:
+    families = pkgutil.iter_modules(importlib.import_module(FAMILIES).__path__)
+    for package in (*_CORE, *(f"{FAMILIES}.{family.name}" for family in families)):
+        importlib.import_module(package)
 
 
 def import_plugins() -> None:
@@ -24,8 +131,8 @@ def import_plugins() -> None:
     Raises:
         UserError: There is no such module.
     """
-    names = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
-    for name in filter(None, names):
+    listed = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
+    for name in filter(None, listed):
         import_user_module(
             name,
             lambda missing, name=name: (

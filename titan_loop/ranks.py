@@ -5,21 +5,24 @@ collective over a group, whose ranks all call it, and every rank leaves it in th
 answer, or with the exception of the rank that failed. A group of None is this process alone.
 """
 
+import logging
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
-
-import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from titan_loop.errors import RunFailedError, UserError, first_line
+
+if TYPE_CHECKING:
+    import torch.distributed as dist  # seconds that a command without ranks does not spend
 
 T = TypeVar("T")
 
 _LONGEST_LOOK = timedelta(hours=2)  # rank 0 may have to fetch a checkpoint
+_LOOK_SECONDS = 1.0
 _store: Any = None
 _decisions = 0
 
@@ -43,6 +46,8 @@ def meeting() -> Iterator[None]:
         RunFailedError: The port is taken, or a rank or the network is missing: starting again may
             do.
     """
+    import torch.distributed as dist
+
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -53,12 +58,30 @@ def meeting() -> Iterator[None]:
         ) from error
 
 
-def all_ranks() -> dist.ProcessGroup | None:
+def warn_together(logger: logging.Logger, message: str, *values: object) -> None:
+    """Log a warning that every rank comes to alike, on rank 0 alone."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(message, *values, stacklevel=2)
+
+
+def all_ranks() -> "dist.ProcessGroup | None":
     """Return the group of all ranks; None if this process has not joined one."""
+    import torch.distributed as dist
+
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def from_rank_zero(group: dist.ProcessGroup | None, look: Callable[[], T]) -> T:
+def place_in(group: "dist.ProcessGroup | None") -> tuple[int, int]:
+    """Return this process's rank in a group and the number of its ranks."""
+    if group is None:
+        return 0, 1
+
+    import torch.distributed as dist
+
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> T:
     """Let rank 0 look; every rank returns what it saw, or raises what it raised.
 
     Args:
@@ -67,6 +90,9 @@ def from_rank_zero(group: dist.ProcessGroup | None, look: Callable[[], T]) -> T:
     """
     if group is None:
         return look()
+
+    import torch.distributed as dist
+
     found: list[Any] = [None, None]
     own: Exception | None = None
     if dist.get_rank(group) == 0:
@@ -86,29 +112,62 @@ def decided_by_rank_zero(look: Callable[[], T]) -> T:
     Then the launcher's store carries the answer: ranks that each looked for themselves might decide
     differently, and some would leave while the others wait for them.
     """
-    global _store, _decisions
+    import torch.distributed as dist
+
+    global _decisions
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return from_rank_zero(all_ranks(), look)
-    if _store is None:  # kept: it may be this process that serves it
-        _store = next(iter(rendezvous("env://")))[0]
-        _store.set_timeout(_LONGEST_LOOK)
+    store = _launchers_store()
     _decisions += 1
     key = f"titan_loop/decision-{_decisions}"
     if int(os.environ["RANK"]) != 0:
-        found, error = pickle.loads(_store.get(key))  # from this run's own rank 0
+        found, error = pickle.loads(store.get(key))  # from this run's own rank 0
         if error is not None:
             raise error
         return found
     try:
         found = look()
     except Exception as error:
-        _store.set(key, pickle.dumps((None, _portable(error, 0))))
+        store.set(key, pickle.dumps((None, _portable(error, 0))))
         raise
-    _store.set(key, pickle.dumps((found, None)))
+    store.set(key, pickle.dumps((found, None)))
     return found
 
 
-def on_rank_zero(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T | None:
+def once_per_node(work: Callable[[], object]) -> None:
+    """Let one rank of every node work, however long it takes; the others wait for all of them.
+
+    Call it before the ranks have a group, whose collectives end after a time.
+
+    Raises:
+        Exception: That of a rank that failed, on every rank.
+    """
+    import torch.distributed as dist
+
+    global _decisions
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or dist.is_initialized():
+        if first:
+            work()
+        return
+    store = _launchers_store()
+    _decisions += 1
+    done, failed = f"titan_loop/done-{_decisions}", f"titan_loop/failed-{_decisions}"
+    if first:
+        try:
+            work()
+        except Exception as error:
+            store.set(failed, pickle.dumps(_portable(error, int(os.environ["RANK"]))))
+            raise
+    store.add(done, 1)
+    while store.add(done, 0) < world_size:
+        if store.check([failed]):
+            raise pickle.loads(store.get(failed))
+        time.sleep(_LOOK_SECONDS)
+
+
+def on_rank_zero(group: "dist.ProcessGroup | None", act: Callable[[], T]) -> T | None:
     """Let rank 0 act; its result, such as a lock, stays there, and other ranks return None.
 
     If it raises, every rank raises the same.
@@ -118,8 +177,28 @@ def on_rank_zero(group: dist.ProcessGroup | None, act: Callable[[], T]) -> T | N
     return results[0] if results else None
 
 
+def require_equal(group: "dist.ProcessGroup | None", value: str, called: str) -> None:
+    """Raise the same on all ranks if they hold different values.
+
+    Args:
+        group: The ranks.
+        value: Value of this rank.
+        called: Name of the value in the message.
+
+    Raises:
+        RunFailedError: Some ranks differ from rank 0: their view of a disk may be stale.
+    """
+    values = from_all_ranks(group, lambda: value)
+    others = [str(rank) for rank, each in enumerate(values) if each != values[0]]
+    if others:
+        raise RunFailedError(
+            f"{called} of rank {', '.join(others)} differs from that of rank 0; compare the files "
+            "and the code that their nodes see, and start again"
+        )
+
+
 def try_on_all(
-    group: dist.ProcessGroup | None, work: Callable[[], T]
+    group: "dist.ProcessGroup | None", work: Callable[[], T]
 ) -> tuple[list[T], Failure | None]:
     """Let every rank work; return all results in the order of ranks, or the first failure.
 
@@ -130,7 +209,7 @@ def try_on_all(
     Returns:
         The results and None, or an empty list and the failure of the lowest rank that failed.
     """
-    rank = 0 if group is None else dist.get_rank(group)
+    rank, world_size = place_in(group)
     mine: tuple[Any, Failure | None]
     try:
         mine = work(), None
@@ -138,9 +217,11 @@ def try_on_all(
         mine = None, Failure(rank, error)
     gathered = [mine]
     if group is not None:
+        import torch.distributed as dist
+
         result, failed = mine
         portable = (result, failed and Failure(rank, _portable(failed.error, rank)))
-        gathered = [portable] * dist.get_world_size(group)
+        gathered = [portable] * world_size
         dist.all_gather_object(gathered, portable, group=group)
         gathered[rank] = mine
     failure = next((failure for _, failure in gathered if failure is not None), None)
@@ -148,7 +229,7 @@ def try_on_all(
     return results, failure
 
 
-def from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T]) -> list[T]:
+def from_all_ranks(group: "dist.ProcessGroup | None", work: Callable[[], T]) -> list[T]:
     """Let every rank work; return all results in the order of ranks, or raise the first failure."""
     if group is None:
         return [work()]
@@ -156,6 +237,16 @@ def from_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], T]) -> li
     if failure is not None:
         raise failure.error
     return results
+
+
+def _launchers_store() -> Any:
+    from torch.distributed.rendezvous import rendezvous
+
+    global _store
+    if _store is None:  # kept: it may be this process that serves it
+        _store = next(iter(rendezvous("env://")))[0]
+        _store.set_timeout(_LONGEST_LOOK)
+    return _store
 
 
 def _portable(error: Exception, rank: int) -> Exception:

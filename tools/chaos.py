@@ -13,6 +13,7 @@ that were repeated after a kill.
 
 import argparse
 import ctypes
+import errno
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -33,12 +35,13 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
 from titan_loop.checkpoint.retention import committed_steps, step_folder, unfinished_steps
-from titan_loop.errors import exit_code
+from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl, write_json
 from titan_loop.storage.remote_folder import RemoteFolder
+from titan_loop.testing.failing_disk import FailingDisk
 from titan_loop.testing.tiny import tiny_config, tiny_source
 from titan_loop.training.stop_request import StopListener
 
@@ -60,7 +63,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, int | str]]] = {
     "dp2-tp2": (4, {"tp": 2}),
 }
 MODES = ("disabled", "async", "async_with_pinned_mem")
-KINDS = ("rank", "all", "agent", "term", "stop")
+KINDS = ("rank", "all", "agent", "term", "stop", "EIO", "ENOSPC")
+PASSING = ("stop", "EIO", "ENOSPC")
+"""Faults that a start survives, or ends by itself."""
+DISK_SIGNALS = {"EIO": signal.SIGUSR2, "ENOSPC": signal.SIGRTMIN}
+"""Signals that make the run's disk fail for a rank."""
+DISK_SECONDS = (0.2, 1.5)
+"""Shortest and longest time in which it fails. Attempts to save and to copy take 3 s."""
 MOMENTS = ("start", "step", "step", "save", "save", "upload")
 """An upload is a moment of every second life, whose checkpoints are copied to a remote folder."""
 COPY_SECONDS = 0.05
@@ -84,6 +93,7 @@ class Start:
     agent: int = 0
     ranks: list[int] = field(default_factory=list)
     ended: dict[int, int] = field(default_factory=dict)
+    disk_failed: bool = False
 
     def launch(self, source: Path, log: Path) -> None:
         """Fork the agent and wait until it has forked the ranks."""
@@ -189,6 +199,8 @@ def _be_a_rank(start: Start, source: Path, changes: dict[str, Any]) -> int:
         config.checkpoint.remote = f"file://{start.remote.parent}"  # and the stage's name
         _copy_slowly()
     config.hang_seconds = 120.0
+    config.checkpoint.retry_seconds = 1.0
+    _fail_when_told(start.run)
     compat.skip_final_pause()
     try:
         with StopListener(grace=60.0) as listener:
@@ -200,6 +212,21 @@ def _be_a_rank(start: Start, source: Path, changes: dict[str, Any]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+def _fail_when_told(run: Path) -> None:
+    disk = FailingDisk(run)
+
+    faults = {DISK_SIGNALS["EIO"]: errno.EIO, DISK_SIGNALS["ENOSPC"]: errno.ENOSPC}
+
+    def fail(number: int, frame: object) -> None:
+        disk.fault = faults[signal.Signals(number)]
+        timer = threading.Timer(random.uniform(*DISK_SECONDS), lambda: setattr(disk, "fault", 0))
+        timer.daemon = True
+        timer.start()
+
+    for number in faults:
+        signal.signal(number, fail)
 
 
 def _copy_slowly() -> None:
@@ -276,10 +303,13 @@ class Chaos:
             if not start.wait_until(self._moment(start, moment)):
                 break
             self._strike(start, kind, moment)
-            if kind != "stop":
+            if kind not in PASSING:
                 return True
         start.wait_for_the_end()
-        if start.ended[start.agent] != 0:
+        code = start.ended[start.agent]
+        if code != 0 and start.disk_failed and code != EXIT_USER_ERROR:
+            return True
+        if code != 0:
             raise RuntimeError(f"{start.run}: a start ended with {start.ended} by itself")
         return False
 
@@ -317,13 +347,16 @@ class Chaos:
             start.send(signal.SIGSTOP, victim)
             time.sleep(self.random.uniform(0.2, 2))
             start.send(signal.SIGCONT, victim)
+        elif kind in DISK_SIGNALS:
+            start.disk_failed = True
+            start.send(DISK_SIGNALS[kind], start.ranks)
         elif kind == "term":
             start.send(signal.SIGTERM, start.ranks)
         elif kind == "agent":
             start.send(signal.SIGKILL, [start.agent])
         else:
             start.send(signal.SIGKILL, victim if kind == "rank" else [start.agent, *start.ranks])
-        seconds = 0.0 if kind == "stop" else start.wait_for_the_end()
+        seconds = 0.0 if kind in PASSING else start.wait_for_the_end()
         saved = max(committed_steps(directory.checkpoints), default=0)
         kill = {
             "life": self.lives, "layout": start.layout, "mode": start.mode, "kind": kind,
@@ -377,6 +410,7 @@ class Chaos:
         names = {
             "rank": "SIGKILL of one rank", "all": "SIGKILL of all", "agent": "SIGKILL of the agent",
             "term": "SIGTERM", "stop": "SIGSTOP of one rank for 0.2 to 2 s",
+            "EIO": "EIO for 0.2 to 1.5 s", "ENOSPC": "ENOSPC for 0.2 to 1.5 s",
         }  # fmt: skip
         lines = [
             "| fault | times | in a save | in a copy | steps repeated, mean | longest end of all |",
@@ -389,7 +423,7 @@ class Chaos:
                 lines.append(
                     f"| {names[kind]} | {len(part)} | {sum(k['in_save'] for k in part)} "
                     f"| {sum(k['in_upload'] for k in part)} "
-                    f"| {'-' if kind == 'stop' else f'{lost:.1f}'} "
+                    f"| {'-' if kind in PASSING else f'{lost:.1f}'} "
                     f"| {max(k['end_seconds'] for k in part):.1f} s |"
                 )
         layouts = Counter(kill["layout"] for kill in self.kills)

@@ -6,11 +6,12 @@
 #   bash tools/test.sh [PYTEST ARGUMENTS]
 #
 # Two files run at a time; -n 0 runs them one after another in this process, as --pdb needs.
-# A test that takes five minutes hangs: every thread's stack is printed, and the session ends.
+# A test that takes twenty minutes hangs: every thread's stack is printed, and the session ends.
 # TITAN_LOOP_REQUIRE=multiprocess,… forbids to skip tests so marked.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up_tests
 "$VENV/bin/python" -m pytest -n 2 --dist loadfile --max-worker-restart 0 \
-    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true \
+    -o faulthandler_timeout=1200 -o faulthandler_exit_on_timeout=true \
     -m "not slurm and not hostile and not effects" "$@"

@@ -5,4 +5,5 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-"$VENV/bin/python" -m pytest -q -n 2 --dist worksteal -m effects tests/effects "$@"
+set_up_tests
+"$VENV/bin/python" -m pytest -q -n 2 --dist worksteal -m effects tests/effects tests/families "$@"

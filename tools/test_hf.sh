@@ -9,18 +9,17 @@
 # changes; delete $TITAN_LOOP_VENV/hf5 to look for a newer transformers 5.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up_tests
 
 # What pip finds in the main environment it cannot replace: that lies outside of the environment it
 # installs into. The constraint keeps it from laying another torch on top.
 install_transformers() { # install_transformers MARKER FOLDER: pyproject's group of that name
-    local group
-    group=$("$VENV/bin/python" -c '
-import sys, tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"][sys.argv[1]])' "$1")
+    local -a group
+    mapfile -t group < <(requirements "$1")
     layered_environment "$2"
     echo "torch==$(usable_torch "$VENV/bin/python")" >"$2/constraints.txt"
-    # shellcheck disable=SC2086  # a group's requirements are words
-    "$VENV/bin/python" -m pip --python "$2/bin/python" install --no-compile --upgrade -c "$2/constraints.txt" $group
+    "$2/bin/python" -m pip install --only-binary=:all: --progress-bar off --no-compile --upgrade \
+        -c "$2/constraints.txt" "${group[@]}"
 }
 
 status=0
@@ -34,6 +33,6 @@ for marker in hf4 hf5; do
     echo "== $marker: transformers $("$folder/bin/python" -c 'import importlib.metadata as m; print(m.version("transformers"))')"
     OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TITAN_LOOP_REQUIRE=$marker \
         HF_HUB_OFFLINE=1 HF_HOME=$folder/hf-home \
-        "$folder/bin/python" -m pytest -m $marker tests/checkpoint/hugging_face "$@" || status=1
+        "$folder/bin/python" -m pytest -m $marker tests/families/ouro/hugging_face "$@" || status=1
 done
 exit $status

@@ -8,6 +8,7 @@
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up_tests
 export OMP_NUM_THREADS=1
 "$VENV/bin/python" -m pytest -q -m hostile tests/hostile
 "$VENV/bin/python" -m tests.hostile "$@"

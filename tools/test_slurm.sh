@@ -7,6 +7,7 @@
 # succeeds, unless TITAN_LOOP_REQUIRE=slurm.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up_tests
 
 folder=$(mktemp -d "${TMPDIR:-/tmp}/titan-loop-slurm.XXXXXX")
 trap 'bash tools/slurm_host.sh stop "$folder"; rm -rf "$folder"' EXIT

@@ -8,6 +8,7 @@
 # unless TITAN_LOOP_TORCH_INDEX names an index of CPU builds. It is kept until pyproject changes.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+set_up_tests
 
 backends=(partial_dtensor spmd_types)
 case "${1:-}" in
@@ -21,8 +22,8 @@ folder=$VENV/torch215
 wanted="$(cat "$VENV/titan-loop-stamp") $(cksum <tools/test_torch215.sh)"
 if [ ! -f "$folder/stamp" ] || [ "$(cat "$folder/stamp")" != "$wanted" ]; then
     layered_environment "$folder"
-    setup_stage "environment torch 2.15" "$VENV/bin/python" -m pip --python "$folder/bin/python" \
-        install --no-compile --upgrade \
+    setup_stage "environment torch 2.15" "$folder/bin/python" -m pip install \
+        --only-binary=:all: --progress-bar off --no-compile --upgrade \
         ${TITAN_LOOP_TORCH_INDEX:+--index-url "$TITAN_LOOP_TORCH_INDEX"} torch==2.15.0
     echo "$wanted" >"$folder/stamp"
 fi

@@ -30,9 +30,9 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.data.tasks.mano_capo import ManoCapo
-from titan_loop.models.families.adaptive import AdaptiveOptions
-from titan_loop.objectives.ponder_cost import PonderCostLoss
+from titan_loop.families.adaptive.model import AdaptiveOptions
+from titan_loop.families.adaptive.objective import PonderCostLoss
+from titan_loop.families.adaptive.task import ManoCapo
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig

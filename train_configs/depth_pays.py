@@ -1,4 +1,4 @@
-"""Which recipe makes looping worth its compute: one model trained in several ways on the same text.
+"""A search for a recipe that makes looping pay: one model, several ways, the same text.
 
 All arms are one layer of the quick start's shape and read the same windows of its corpus, so they
 differ in R over training and in one option each; `grown_outside`, `two_layers` and `dense` have
@@ -22,7 +22,7 @@ from typing import Any
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import HeldOutConfig

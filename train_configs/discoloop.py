@@ -34,10 +34,11 @@ from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.two_graph import Form, TwoGraph
-from titan_loop.models.families.discoloop import ChannelGate, DiscoLoopOptions
-from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.families.ponder import PonderOptions
+from titan_loop.families.discoloop.model import ChannelGate, DiscoLoopOptions
+from titan_loop.families.discoloop.ponder import PonderOptions
+from titan_loop.families.discoloop.task import Form, TwoGraph
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig
@@ -163,7 +164,7 @@ def two_hop_short() -> Recipe:
 
 def _models(
     steps: int, size: dict[str, Any], channel_gate: ChannelGate
-) -> dict[str, tuple[OuroOptions, int]]:
+) -> dict[str, tuple[LoopOptions, int]]:
     """Return model and R of every arm; the copies have a layer for each visit of the loops.
 
     Args:
@@ -222,7 +223,7 @@ def _depths(steps: int) -> list[int]:
 
 
 def _two_graph(
-    task: TwoGraph, model: OuroOptions, steps: int, *, batch: int, examples: int
+    task: TwoGraph, model: LoopOptions, steps: int, *, batch: int, examples: int
 ) -> LoopTrainer.Config:
     """Return a run on `examples` questions, each in a window of its own, `batch` at a time."""
     window = task.longest_example - 1
@@ -239,7 +240,7 @@ def _two_graph(
     return config
 
 
-def _language(model: OuroOptions) -> LoopTrainer.Config:
+def _language(model: LoopOptions) -> LoopTrainer.Config:
     warmup = 1_000 * BATCH_440M
     config = LoopTrainer.Config(
         total_tokens=TOKENS_440M,

@@ -22,12 +22,12 @@ from typing import Any
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, DagChainOfThought
-from titan_loop.models.families.latent import LatentOptions
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.latent.model import LatentOptions
+from titan_loop.families.latent.objective import LatentSupervision
+from titan_loop.families.latent.task import DagArithmetic, DagChainOfThought
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.latent_supervision import LatentSupervision
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig

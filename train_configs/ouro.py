@@ -37,7 +37,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import CARD_NAME, SourceCard
-from titan_loop.models.families.ouro import SIZES, OuroOptions
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage

@@ -1,4 +1,4 @@
-"""What loops add: Ouro's section 6 as published; `physics_small.py` has it in miniature.
+"""The gain of loops: Ouro's section 6 as published; `physics_small.py` has it in miniature.
 
     ouro_capo         biographies by heart: bits a parameter with 1 and 4 loops
     ouro_mano         arithmetic: k layers visited l times, at three lengths of expressions
@@ -23,7 +23,7 @@ from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig

@@ -1,4 +1,4 @@
-"""What loops add, in miniature: Ouro's section 6 and its two studies of text, for one core.
+"""The gain of loops in miniature: Ouro's section 6 and its two studies of text, for one core.
 
     physics_small    every stage at most half an hour on one core
     physics_short    a minute of the generated tasks: shows that they run, not that they learn
@@ -26,7 +26,7 @@ from titan_loop.data.tasks.capo import Capo
 from titan_loop.data.tasks.layered_qa import LayeredQA
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.task import Task
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import HeldOutConfig

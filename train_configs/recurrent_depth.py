@@ -18,8 +18,8 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.data.tasks.task import Task
-from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
-from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
+from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
+from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.evaluation_config import SuiteConfig

@@ -3,10 +3,10 @@
 import pytest
 
 from titan_loop.checkpoint.carry import Carry, check_parent
-from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 
 RECORD = decoder_config(OuroOptions(rope_theta=5e4), max_seq_len=8).architecture()

@@ -1,11 +1,16 @@
 """`--best`: the checkpoint with the lowest held-out loss stays, and has a name."""
 
+import errno
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoint.test_choosing import committed
 from tests.checkpoint.test_remote import remote
+from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best, better, named_checkpoint
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import list_checkpoints, why_not_delete
@@ -151,6 +156,37 @@ def test_a_run_keeps_its_best_checkpoint_through_a_restart(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_does_not_wait_for_the_save_of_the_best_checkpoint(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+):
+    """The save of step 2 ends after the evaluation of step 3, which is worse than that of 2."""
+    script = {1: 5.0, 2: 3.0, 3: 4.0, 4: 4.5, 5: 4.5, 6: 7.0}
+    run, real, released = RunDirectory(tmp_path / "run"), saving.save, threading.Event()
+
+    def slow(*arguments: Any, checkpoint_id: str, **keywords: Any) -> Any:
+        if Path(checkpoint_id).name == "step-2":
+            assert released.wait(60)
+            if fails:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments, checkpoint_id=checkpoint_id, **keywords)
+
+    def value(self: HeldOutLoss, report: TaskReport, depth: int) -> float:
+        if report.step == 4:  # step 3, which is better than step 1, is over
+            released.set()
+        return script[report.step]
+
+    monkeypatch.setattr(saving, "save", slow)
+    monkeypatch.setattr(HeldOutLoss, "value", value)
+    config = config_of(source, run.path)
+    config.checkpoint.interval, config.checkpoint.async_mode = 100, "async"
+    config.checkpoint.keep_latest_k, config.checkpoint.save_attempts = 0, 1
+    run_training(config, evaluations=evaluations)
+    assert committed_steps(run.checkpoints) == ([1, 6] if fails else [1, 2, 6])
+    assert read_manifest(run.checkpoint(6))["best"]["step"] == (1 if fails else 2)
+
+
+@pytest.mark.usefixtures("alone")
 def test_the_loss_is_that_at_the_trained_depth(source: Path, tmp_path: Path):
     run = RunDirectory(tmp_path / "run")
     run_training(config_of(source, run.path, limit=4), evaluations=evaluations)
@@ -171,12 +207,9 @@ def test_a_depth_that_is_drawn_is_measured_at_its_mean():
 
     class Trainer:
         tokens = 100
-        halved = False
 
     loss = HeldOutLoss(recurrence, {}, "")
     assert loss.depth(Trainer()) == 5  # pyright: ignore[reportArgumentType]
-    Trainer.halved = True
-    assert loss.depth(Trainer()) == 2  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def fail_on_rank_one(folder: Path, mode: str) -> tuple[list[bool], int]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_one_rank_failing_costs_that_checkpoint_only(gloo_pool, tmp_path, mode):
-    for threads, steps in gloo_pool(2).run(fail_on_rank_one, tmp_path, mode, timeout=60):
+    for threads, steps in gloo_pool(2).run(fail_on_rank_one, tmp_path, mode):
         assert steps == [1, 3]
         assert threads == [mode == "disabled"] * 5  # once, three attempts, once
     assert not (tmp_path / "checkpoints" / "step-2").exists()
@@ -125,7 +125,7 @@ def save_the_best(folder: Path, mode: str) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_all_ranks_save_what_is_better_and_keep_it(gloo_pool, tmp_path, mode):
-    results = gloo_pool(2).run(save_the_best, tmp_path, mode, timeout=60)
+    results = gloo_pool(2).run(save_the_best, tmp_path, mode)
     assert results == [[5, 10, 5]] * 2
 
 
@@ -151,7 +151,7 @@ def fail_to_stage_on_rank_one(folder: Path, mode: str) -> list[int]:
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_one_rank_that_cannot_copy_its_state_costs_that_checkpoint_only(gloo_pool, tmp_path, mode):
-    results = gloo_pool(2).run(fail_to_stage_on_rank_one, tmp_path, mode, timeout=60)
+    results = gloo_pool(2).run(fail_to_stage_on_rank_one, tmp_path, mode)
     assert results == [[1, 3], [1, 3]]
 
 
@@ -176,7 +176,7 @@ def resume(folder: Path, damage: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("damage", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_all_ranks_fall_back_to_the_same_checkpoint(gloo_pool, tmp_path, damage):
-    for result in gloo_pool(2).run(resume, tmp_path, damage, timeout=60):
+    for result in gloo_pool(2).run(resume, tmp_path, damage):
         assert result == (True, 2, 2.0)
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert names == {"step-1", "step-2", "damaged-step-3"}
@@ -199,6 +199,6 @@ def refuse_everywhere(folder: Path) -> str:
 
 
 def test_if_none_is_whole_every_rank_says_so(gloo_pool, tmp_path):
-    for message in gloo_pool(2).run(refuse_everywhere, tmp_path, timeout=60):
+    for message in gloo_pool(2).run(refuse_everywhere, tmp_path):
         assert "is usable" in message
         assert "__0_0.distcp is missing" in message

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.checkpoint.hugging_face.conftest import random_model, write_run
+from tests.families.ouro.hugging_face.conftest import random_model, write_run
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
@@ -25,7 +25,7 @@ from titan_loop.cli.main import main
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.depth_report import DepthReport
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory

@@ -4,6 +4,8 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_n
 from titan_loop.checkpoint.retention import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.remote_folder import RemoteFolder
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.run import run_training
+from titan_loop.training.run import fetch_checkpoints, run_training
 
 
 @pytest.fixture
@@ -154,6 +157,70 @@ def test_a_new_run_directory_goes_on_with_a_remote_run_only_if_told_to(memory, t
     remote(tmp_path / "two")
     remote(tmp_path / "two", adopt=False)  # it is its own from now on
     remote(tmp_path / "one", adopt=False)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"[" * 100_000, b"\xff"])
+def test_a_record_of_the_store_that_is_no_object_is_refused_in_one_line(memory, tmp_path, content):
+    remote(tmp_path / "one")
+    memory.pipe_file("/bucket/runs/base/owner.json", content)
+    with pytest.raises(
+        UserError, match=r"owner\.json is damaged: it is not a JSON object"
+    ) as refusal:
+        remote(tmp_path / "one")
+    assert "\n" not in str(refusal.value)
+
+
+def test_of_two_first_starts_at_a_time_one_claims_the_store(memory, tmp_path, monkeypatch):
+    """The other comes in after the first has seen that there is no owner."""
+    read, raced = RemoteFolder.read, []
+
+    def late(self, name):
+        try:
+            return read(self, name)
+        except FileNotFoundError:
+            if not raced:
+                raced.append(name)
+                remote(tmp_path / "two", adopt=False)
+            raise
+
+    monkeypatch.setattr(RemoteFolder, "read", late)
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        remote(tmp_path / "one", adopt=False)
+    assert not (tmp_path / "one" / "remote.json").exists()
+    remote(tmp_path / "two", adopt=False)
+
+
+def test_a_store_without_create_if_absent_is_claimed_too(memory, tmp_path, monkeypatch):
+    pipe = type(memory).pipe_file
+
+    def plain(self, path, value, **keywords):
+        if keywords:
+            raise NotImplementedError("no such header")
+        pipe(self, path, value)
+
+    monkeypatch.setattr(type(memory), "pipe_file", plain)
+    remote(tmp_path / "one", adopt=False)
+    with pytest.raises(UserError, match="holds the checkpoints of another run"):
+        remote(tmp_path / "two", adopt=False)
+
+
+def test_nothing_is_fetched_into_a_run_that_another_process_trains(memory, source, tmp_path):
+    upload_all(tmp_path / "one", [2])
+    config = tiny_config(source, tmp_path / "run")
+    config.checkpoint.remote, config.checkpoint.adopt_remote = "memory://bucket/runs", True
+    config.stage = "base"
+    holder = (
+        "import sys; from titan_loop.runs.run_directory import RunDirectory; "
+        "lock = RunDirectory(sys.argv[1]).lock(); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, config.dump_folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        fetch_checkpoints(config)
+        assert not (tmp_path / "run" / "checkpoints").exists()
+    fetch_checkpoints(config)
+    assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
 def test_tagged_checkpoints_stay_there_whenever_they_were_tagged(memory, tmp_path):

@@ -222,7 +222,7 @@ def test_files_outside_the_checkpoint_are_refused(checkpoint, where):
         next(iter(metadata.storage_data.values())).relative_path = where
 
     rewrite(checkpoint, point_outside)
-    with pytest.raises(UserError, match="outside the checkpoint") as caught:
+    with pytest.raises(UserError, match="may lie outside of its folder") as caught:
         read_metadata(checkpoint)
     assert_one_line(caught.value)
 

@@ -27,7 +27,7 @@ from titan_loop.checkpoint.manifest import (
 from titan_loop.checkpoint.model import load_model
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import RunFailedError, UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.storage import transient
 

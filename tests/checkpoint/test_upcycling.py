@@ -20,8 +20,8 @@ from titan_loop.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.checkpoint.upcycling import Mode, Moments, Upcycling, upcycle_checkpoint
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.exit_distribution import exit_pmf
 

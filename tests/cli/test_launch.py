@@ -33,7 +33,6 @@ def _torchrun(folder: Path, ranks: int, *arguments: str) -> subprocess.Completed
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
         check=False,
     )
 

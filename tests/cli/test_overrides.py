@@ -6,8 +6,6 @@ import pytest
 
 from titan_loop.cli.flag_help import FIRST, HERE, flags_of
 from titan_loop.cli.overrides import apply_overrides
-from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mano_capo import ManoCapo
 from titan_loop.errors import UserError
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -155,14 +153,3 @@ def test_lists_are_separated_by_spaces_or_commas(words):
     equals = [f"--suite.depths={','.join(words)}", f"--suite.tasks={','.join(tasks)}"]
     again = apply_overrides(LoopTrainer.Config(), equals, "titan-loop train sample")
     assert (again.suite.depths, again.suite.tasks) == ([3, 5], ["mano", "held_out"])
-
-
-def test_the_flags_that_help_lists_are_those_that_are_read():
-    """A task's fields stand among the loader's, those of a task within it under its own name."""
-    config = LoopTrainer.Config(dataloader=TaskLoader.Config(task=ManoCapo()))
-    numbers = {flag.name: flag.value for flag in flags_of(config) if flag.kind in (int, float)}
-    assert {"--dataloader.mano-share", "--dataloader.capo.people"} <= {*numbers}
-    arguments = [f"{name}={value}" for name, value in numbers.items()]
-    assert apply_overrides(config, arguments, "titan-loop train sample") == config
-    few = apply_overrides(config, ["--dataloader.capo.people=7"], "titan-loop train sample")
-    assert few.dataloader.task.capo.people == 7

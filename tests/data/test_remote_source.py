@@ -1,7 +1,11 @@
 """Sources in an object store: copied once, whole, and read like local ones."""
 
+import errno
+import fcntl
+import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage.remote_folder import RemoteFolder
 from titan_loop.testing.tiny import tiny_source
 
 ADDRESS = "memory://bucket/corpora/tiny"
@@ -66,9 +71,63 @@ def test_what_is_read_is_what_a_local_source_gives(memory, source, scheme):
         ((there, expected),) = local.read_step(4)
         assert here["input"].equal(there["input"])
         assert labels.equal(expected)
-    for file in source.rglob("*"):
-        copy = cached / file.relative_to(source)
-        assert not file.is_file() or copy.read_bytes() == file.read_bytes()
+    for file in (CARD_NAME, *SourceCard.read(source).files()):
+        assert (cached / file).read_bytes() == (source / file).read_bytes()
+
+
+ESCAPING = ("../../../x", "train/../../../../x", "..\\x", "train/x\nx")
+
+
+@pytest.mark.parametrize("key", ESCAPING)
+def test_an_object_whose_key_leads_out_of_the_cache_is_not_copied(memory, tmp_path, key):
+    memory.store[f"/bucket/corpora/tiny/{key}"] = next(iter(memory.store.values()))
+    assert key in RemoteFolder(ADDRESS, "field").files()
+    SourceCard.read(cached())
+    assert_nothing_outside(tmp_path, cached())
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/x", "a/b", "", "..", "a\0", "C:x", "nul.ds"])
+@pytest.mark.parametrize("what", ["shard", "split"])
+def test_a_card_that_names_a_file_outside_of_its_folder_is_refused(
+    memory, source, tmp_path, name, what
+):
+    card = json.loads((source / CARD_NAME).read_text())
+    if what == "shard":
+        card["splits"]["train"]["shards"][0]["file"] = name
+    else:
+        card["splits"][name] = card["splits"]["train"]
+    card.pop("card_sha256")
+    memory.pipe_file(f"/bucket/corpora/tiny/{CARD_NAME}", json.dumps(card).encode())
+    memory.store[f"/bucket/corpora/tiny/train/{name}"] = next(iter(memory.store.values()))
+    for folder in (cached(), shutil.copytree(source, tmp_path / "local")):
+        (folder / CARD_NAME).parent.mkdir(parents=True, exist_ok=True)
+        if folder != cached():
+            (folder / CARD_NAME).write_text(json.dumps(card))
+        with pytest.raises(UserError, match=r"source.json names the file .* do not use it"):
+            SourceCard.read(folder)
+    shutil.rmtree(tmp_path / "local")
+    assert_nothing_outside(tmp_path, cached())
+
+
+def test_a_cache_with_a_link_out_of_it_is_not_written_through(memory, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    cached().mkdir(parents=True)
+    (cached() / "train").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"train/\S+ is a link out of .*/tiny; delete the link"):
+        SourceCard.read(cached())
+    assert not any((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("address", ["memory://bucket/..", "memory://bucket/."])
+def test_an_address_that_ends_in_no_name_is_refused(address):
+    with pytest.raises(UserError, match=r"dataloader.mixture names the file"):
+        parse_mixture([address])
+
+
+def assert_nothing_outside(root: Path, folder: Path) -> None:
+    """Every file below `root` lies in `folder`, but for the lock beside it."""
+    files = {path for path in root.rglob("*") if path.is_file()}
+    assert {path for path in files if folder not in path.parents} <= {folder.parent / "lock"}
 
 
 def test_an_interrupted_copy_is_completed_and_nothing_is_copied_twice(memory, monkeypatch):
@@ -86,11 +145,30 @@ def test_an_interrupted_copy_is_completed_and_nothing_is_copied_twice(memory, mo
     assert not (cached() / CARD_NAME).exists()
     fails = False
     SourceCard.read(cached())
-    assert len(copied) == len(set(copied)) > 3
-    SourceCard.read(cached())
+    files = [f"/bucket/corpora/tiny/{name}" for name in SourceCard.read(cached()).files()]
+    assert sorted(copied) == sorted(files)
     monkeypatch.setattr(remote_source, "_complete", set())  # as in another process
     SourceCard.read(cached())
-    assert len(copied) == len(set(copied))
+    assert sorted(copied) == sorted(files)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.ENOTSUP])
+def test_a_cache_without_locks_is_filled_with_a_warning(memory, monkeypatch, caplog, fault):
+    def flock(*_: object) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING):
+        loader(ADDRESS)
+    assert "lock cannot be locked" in caplog.text
+    assert "others may copy, too" in caplog.text
+
+
+def test_a_copy_says_how_far_it_is(memory, monkeypatch, caplog):
+    monkeypatch.setattr(remote_source, "PROGRESS_SECONDS", 0.0)
+    with caplog.at_level(logging.INFO, logger="titan_loop"):
+        loader(ADDRESS)
+    assert caplog.text.count("Copied 0.0 of 0.0 GiB of memory://bucket/corpora/tiny") == 3
 
 
 def test_a_file_that_arrives_short_is_copied_again(memory, monkeypatch, caplog):
@@ -126,10 +204,13 @@ def test_another_source_at_the_same_address_is_refused(memory, monkeypatch):
 def test_over_the_protocol_of_s3(s3, source, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="titan_loop")
     fsspec.filesystem("s3").put(str(source), f"{s3}/corpora/tiny", recursive=True)
+    for key in ("../../../x", "train/../../../../x"):
+        fsspec.filesystem("s3").pipe_file(f"{s3}/corpora/tiny/{key}", b"x")
     monkeypatch.setenv(remote_source.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(remote_source, "WAIT_SECONDS", 0.0)
     remote, local = loader(f"{s3}/corpora/tiny"), loader(source)
     assert f"of {s3}/corpora/tiny to {tmp_path}" in caplog.text
+    assert_nothing_outside(tmp_path, Path(parse_mixture([f"{s3}/corpora/tiny"])[0].path))
     ((here, labels),) = remote.read_step(4)
     ((there, expected),) = local.read_step(4)
     assert here["input"].equal(there["input"])

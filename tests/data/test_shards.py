@@ -138,6 +138,10 @@ def test_unreadable_or_newer_card(source: Path) -> None:
     with pytest.raises(UserError, match="is unreadable"):
         TokenShards(source)
     edit_card(source, lambda card: card.pop("surprise"))
+    edit_card(source, lambda card: card["splits"]["train"].update(max_token_id="9"))
+    with pytest.raises(UserError, match=r"is unreadable \(max_token_id='9'\)"):
+        TokenShards(source)
+    edit_card(source, lambda card: card["splits"]["train"].update(max_token_id=9))
     TokenShards(source)
     edit_card(source, lambda card: card.update(splits=[*card["splits"]]))
     with pytest.raises(UserError, match="is unreadable"):

@@ -16,9 +16,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from tests.distributed.parallel_model import parallel_model
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.loop_fsdp import FSDPConfig
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.models.output import Collect
 from titan_loop.objectives.expected_loss import ExpectedExitLoss

@@ -30,8 +30,8 @@ from tests.distributed.sharded_model import (
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 
 
 def compare_policies(changes: dict[str, Any]) -> None:

@@ -26,10 +26,8 @@ from tests.families.toy_family import ToyOptions
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.memory import estimate_memory, unit_sizes
 from titan_loop.distributed.step_shape import OptimizerStates, StepShape
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.adaptive import AdaptiveOptions
-from titan_loop.models.families.ouro import SIZES, OuroOptions
-from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.testing.allocations import AllocationTrace
 from titan_loop.training.optimizer import LoopOptimizers
@@ -121,37 +119,18 @@ MEMORY_CASES = {
         steps=12,
         model=ToyOptions(n_layers=1, exit_gate=False),
     ),
-    "other-blocks": dict(
-        LONG,
-        policy="per_step",
-        checkpointing="none",
-        dtype="float32",
-        steps=4,
-        model=RecurrentDepthOptions(size="small"),
-    ),
-    **{
-        f"adaptive-{name}": dict(
-            LONG,
-            policy=policy,
-            checkpointing=name,
-            dtype=dtype,
-            steps=1,
-            model=AdaptiveOptions(dim=128, n_layers=4, local_slots=64, global_slots=32),
-        )
-        for name, policy, dtype in (
-            ("none", "per_step", "float32"),
-            ("selective", "per_visit", "float32"),
-            ("full", "per_visit", "bfloat16"),
-        )
-    },
     "weights": dict(SHORT, policy="per_step", checkpointing="full", dtype="float32", steps=4),
 }
 
 
 @pytest.mark.parametrize("case", MEMORY_CASES)
 def test_estimated_peak_is_near_the_measured_one(gloo_pool, case):
+    check_peak(gloo_pool, case, MEMORY_CASES[case])
+
+
+def check_peak(gloo_pool, case: str, settings: dict[str, Any]) -> None:
     """With `-rP` the numbers are shown: the table of `titan_loop/distributed/README.md`."""
-    ranks = gloo_pool(2).run(measured_and_estimated, MEMORY_CASES[case])
+    ranks = gloo_pool(2).run(measured_and_estimated, settings)
     peak, estimated, _, _ = ranks[0]
     print(f"{case} | {peak / 2**20:.1f} | {estimated / 2**20:.1f} | {estimated / peak - 1:+.0%}")
     for peak, estimated, _, _ in ranks:

@@ -5,7 +5,7 @@ import torch
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
 from tests.distributed.parallel_model import parallel_model
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 

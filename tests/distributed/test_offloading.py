@@ -13,8 +13,8 @@ from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check
 from titan_loop.distributed.memory import estimate_memory
 from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.testing.tiny import tiny_config

@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 from tests.distributed.sharded_model import LAYERS, build, forward_backward, gradients
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 
 

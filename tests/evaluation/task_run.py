@@ -7,14 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.families.rooms import families
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.permutation_hops import PermutationHops
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.discoloop import DiscoLoopOptions
-from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.families.ponder import PonderOptions
-from titan_loop.models.families.recurrent_depth import RecurrentDepthOptions
 from titan_loop.models.family import ModelOptions, build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
@@ -22,11 +20,8 @@ TASK = PermutationHops(entities=12, relations=6, hops=3, asked_hops=5, trained_q
 WINDOW = TASK.longest_example - 1
 
 MODELS: dict[str, ModelOptions] = {
-    "ouro": OuroOptions(),
     "outside": OuroOptions(n_layers=4, prelude_layers=1, coda_layers=1, norm_placement="readout"),
-    "recurrent_depth": RecurrentDepthOptions(),
-    "discoloop": DiscoLoopOptions(),
-    "ponder": PonderOptions(),
+    **families("analyse", "generate"),
 }
 """What analyses of states are tested on: every family that reads plain tokens, and a model with
 layers outside the loop."""

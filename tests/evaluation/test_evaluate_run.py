@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.hugging_face.conftest import convert
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
+from tests.families.ouro.hugging_face.conftest import convert
 from titan_loop.cli.main import main
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows

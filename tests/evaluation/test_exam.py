@@ -4,7 +4,6 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
@@ -13,7 +12,6 @@ from tests.data.tasks.toy_run import TASK, toy_config
 from tests.evaluation.runs import ask_untrained
 from tests.inference.reference import make_model
 from titan_loop.cli.main import main
-from titan_loop.data.tasks.dag_arithmetic import DagArithmetic
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
@@ -81,27 +79,6 @@ def test_strata_without_room_are_left_out_if_that_is_asked(caplog):
         Exam(TASK, 5, **fitting)
     with pytest.raises(UserError, match="backwards/1_letters: an exam of"):
         Exam(TASK, 5, vocab_size=TASK.vocab_size, room=1, leave_out=True)
-
-
-def test_every_question_is_also_read_at_its_own_depth():
-    task = DagArithmetic(modulus=3, nodes=5, leaves=2, names=6, test_nodes=(5,))
-    exam = Exam(task, 20, vocab_size=task.vocab_size, room=ROOM)
-    (needed,) = exam.steps.values()
-    assert needed == [task.depth(q) for q in task.held_out_questions(20, task.strata["5_nodes"])]
-    assert len({*needed}) > 1
-    right = np.random.default_rng(0).integers(4, 6, (4, 20)).astype(float)  # 5 are all
-
-    def sums(depths):
-        steps = np.array([[5.0 * depth] * 20 for depth in depths])
-        return lambda windows: (right[: len(depths)], steps)
-
-    names = [f"static:{depth}" for depth in (1, 2, 3, 4)]
-    own = exam.grade(names, sums([1, 2, 3, 4]))["dag_arithmetic"]["depth"]
-    wanted = [right[steps - 1, window] == 5 for window, steps in enumerate(needed)]
-    assert own.metrics["acc,none"] == np.mean(wanted)
-    assert own.mean_steps == np.mean(needed)
-    shallow = exam.grade(names[:1], sums([1]))["dag_arithmetic"]
-    assert list(shallow) == ["static:1"]
 
 
 def test_windows_end_with_the_last_label_and_grade_the_answer_alone():

@@ -3,7 +3,7 @@
 E_1 = e,   E_{r+1} = E_r + s · norm_u(h_r),   aux energy = mean of h_R² over the width
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor, nn
@@ -11,16 +11,18 @@ from torchtitan.models.common.decoder_sharding import norm_config
 
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families import ouro
-from titan_loop.models.family import Family, FamilyName, ModelSize, register
+from titan_loop.models.family import Family, FamilyName, ModelSize
 from titan_loop.models.final_norm import FinalNorm
+from titan_loop.models.loop_config import NORM_EPS, loop_config
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.units import Unit
+from titan_loop.plugins import Plugin, register
 
 
 @dataclass(kw_only=True, slots=True)
-class ToyOptions(ouro.OuroOptions):
+class ToyOptions(LoopOptions):
     """Which toy model to train."""
 
     family: FamilyName = field(default="toy", init=False)
@@ -70,23 +72,22 @@ class ToyDecoder(LoopDecoder):
 
 
 def decoder_config(options: ToyOptions, shape: ModelSize, max_seq_len: int) -> ToyDecoder.Config:
-    base = ouro.decoder_config(options, shape, max_seq_len)
     norm = FinalNorm.Config(
         normalized_shape=shape.dim,
-        eps=ouro.NORM_EPS,
+        eps=NORM_EPS,
         param_init={"weight": partial(nn.init.constant_, val=0.5)},
     )
-    inherited = {part.name: getattr(base, part.name) for part in fields(base) if part.init}
-    return ToyDecoder.Config(**inherited, update_norm=norm, update_scale=options.update_scale)
+    own = {"update_norm": norm, "update_scale": options.update_scale}
+    return loop_config(ToyDecoder.Config, options, shape, max_seq_len, **own)
 
 
-TOY = register(
-    Family(
-        name="toy",
-        options=ToyOptions,
-        sizes={"debugmodel": ouro.SIZES["debugmodel"]},
-        decoder_config=decoder_config,
-        uses=frozenset({"generate", "held_out"}),
-        exit_policies=frozenset({"static", "hidden"}),
-    )
+TOY = Family(
+    name="toy",
+    options=ToyOptions,
+    sizes={"debugmodel": ModelSize(64, 2, 4, 192, vocab_size=128, recurrent_steps=3)},
+    decoder_config=decoder_config,
+    uses=frozenset({"generate", "held_out"}),
+    exit_policies=frozenset({"static", "hidden"}),
 )
+
+register(Plugin(families={"toy": TOY}))

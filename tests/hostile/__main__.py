@@ -45,6 +45,7 @@ _MAY_CHANGE = {
     "plot": ("run/plots/",),
     "report": ("run/report.html", "run/plots/"),
     "train": ("run/",),
+    "train from a bucket": ("out/cache/", "out/run/"),
 }
 """Beginnings of the names of files that a command may write beside `out`."""
 
@@ -117,6 +118,10 @@ def _lost(case: Case, folder: Path, path: Path, before: dict[str, str]) -> str:
         elif name.startswith(_MAY_CHANGE.get(case.verb, ("out/",))):
             continue
         return f"lost or changed {name}"
+    allowed = _MAY_CHANGE.get(case.verb, ("out/",))
+    for name in after.keys() - before.keys():
+        if not name.startswith(allowed):
+            return f"wrote {name}"
     return ""
 
 
@@ -240,7 +245,7 @@ def main() -> int:
             whole.build(things)
             return 0
 
-        made = run_forked(build, work / "build.log", most_seconds=120)
+        made = run_forked(build, work / "build.log", most_seconds=600)
         if made.code != 0:
             print(made.output)
             return 1

@@ -81,6 +81,7 @@ VERBS: Mapping[str, Sequence[str]] = {
     "slurm submit": ("slurm", "submit", _RECIPE, "--nodes", "1", "--dry-run"),
     "status": ("status", "run"),
     "train": ("train", _RECIPE, "--dump-folder", "run"),
+    "train from a bucket": ("train", "tests.hostile.whole:bucket_recipe"),
     "train --config": (
         *("train", "--config", "run/config.json", "--dump-folder", "out/again"),
         *("--training.steps", "1"),
@@ -110,6 +111,7 @@ _OF_RUNS = (
     *("analyse", "eval watch", "lm_eval", "results add", "scaling", "slurm submit"),
     "train --config",
 )
+_FROM_BUCKET = "train from a bucket"
 _OF_SOURCES = ("data pack", "data plan", "data show", "data verify", "eval", "train", "train anew")
 
 
@@ -186,6 +188,8 @@ TARGETS = (
         ("plot", "report", "results add"),
     ),
     Target("card of a source", "source/source.json", spoiling.JSON_FILE, _OF_SOURCES),
+    Target("card in a bucket", "source/source.json", spoiling.CARD, (_FROM_BUCKET,)),
+    Target("keys of a bucket", "source/source.json", spoiling.BUCKET, (_FROM_BUCKET,)),
     Target("index of documents", "source/train/*.ds.index", spoiling.INDEX, _OF_SOURCES),
     Target(
         "packed index",

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-MOST_SECONDS = 20.0
+MOST_SECONDS = 100.0
 MOST_BYTES = 1_500_000_000
 """Resident memory of a child beyond its parent's."""
 

@@ -225,6 +225,34 @@ TASK_FILE: dict[str, Spoil] = {
 ITEMS: dict[str, Spoil] = {name: JSON_LINES[name] for name in _CONTENTS} | JSON_TEXTS
 
 
+def _odd_keys(path: Path, rng: random.Random) -> None:
+    """Put objects beside a source in a store; `whole.bucket_recipe` makes the store."""
+    parts = ("..", "..", "..", "", ".", "train", "x", "a\nb", "\\x", "C:x", "nul", "x" * 300)
+    keys = ["/".join(rng.choices(parts, k=rng.randint(1, 6))) for _ in range(50)]
+    (path.parents[1] / "bucket.json").write_text(json.dumps([*keys, "../../../x", "train/x"]))
+
+
+BUCKET: dict[str, Spoil] = {"odd keys": _odd_keys}
+
+
+def _odd_names(path: Path, rng: random.Random) -> None:
+    """Name files outside of the source in its card."""
+    record = json.loads(path.read_text())
+    name = rng.choice(("../../../x", "/tmp/x", "..", "", "a/b", "a\0", "train", 5, None, ["x"]))
+    split = record["splits"]["train"]
+    if rng.random() < 0.3:
+        record["splits"][str(name)] = split
+    else:
+        rng.choice(split["shards"])["file"] = name
+    write_odd_json(path, record)
+
+
+CARD = {
+    "odd names": _odd_names,
+    **{name: JSON_FILE[name] for name in ("another field", "empty", "not UTF-8")},
+}
+
+
 def _many_files(path: Path, _: random.Random) -> None:
     """Name 20,000 files: looking through all names for each takes minutes."""
     files = {f"tensor{n}": f"{n}.safetensors" for n in range(20_000)}

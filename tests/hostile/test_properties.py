@@ -32,7 +32,6 @@ pytestmark = pytest.mark.hostile
 
 EXAMPLES = settings(
     max_examples=60,
-    deadline=None,
     phases=(Phase.explicit, Phase.generate),  # shrinking a file of bytes helps nobody
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,

@@ -43,6 +43,26 @@ def recipe() -> LoopTrainer.Config:
     config.held_out.windows = 2
     config.stability.norms_interval = 2
     config.stability.skip_spikes = True
+    config.checkpoint.keep_latest_k = 0  # a rewind must find one from before the spikes
+    return config
+
+
+def bucket_recipe() -> LoopTrainer.Config:
+    """Return a run on the source in an object store, beside objects that `bucket.json` names."""
+    import fsspec
+
+    from titan_loop.data.remote_source import CACHE_VARIABLE
+
+    os.environ[CACHE_VARIABLE] = "out/cache"
+    bucket = fsspec.filesystem("memory")
+    bucket.put("source", "/bucket/source", recursive=True)
+    if Path("bucket.json").exists():
+        for key in json.loads(Path("bucket.json").read_text()):
+            bucket.store[f"/bucket/source/{key}"] = bucket.store["/bucket/source/source.json"]
+    config = recipe()
+    config.dump_folder = "out/run"
+    config.dataloader.mixture = ["memory://bucket/source=1"]
+    config.training.steps = 1
     return config
 
 
@@ -70,7 +90,8 @@ def build(folder: Path) -> None:
     decisions = Path("run/decisions.jsonl")
     decisions.write_text("".join(json.dumps(decision) + "\n" for decision in DECISIONS))
     times = {"progress": 1e9, "written": 1e9, "seconds": 30.0}
-    write_heartbeat(Path("run"), Heartbeat(rank=0, host="node", pid=1, step=4, **times))
+    where = {"host": "node", "pid": 1, "step": 4, "phase": "update", "collective": ""}
+    write_heartbeat(Path("run"), Heartbeat(rank=0, **where, **times))
     Path("tasks").mkdir()
     Path("tasks/own.yaml").write_text(TASK)
     Path("tasks/items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))

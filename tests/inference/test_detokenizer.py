@@ -45,7 +45,7 @@ def feed(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
     st.text(alphabet="ab\né漢🙂", max_size=20),
     st.lists(st.text(alphabet="ab\né漢🙂", min_size=1, max_size=4), max_size=3),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_text_ends_before_the_first_stop_string(text, stop):
     pieces, stopped = feed(text, tuple(stop))
     # The first to be complete, and among those that complete together the earliest to begin.

@@ -7,7 +7,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from tests.inference.reference import make_model, q_exit_steps
@@ -31,7 +31,6 @@ def survivals(logits: list[float]) -> list[float]:
     return list(itertools.accumulate(going_on, operator.mul))
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=8), st.floats(0, 1))
 @example([30.0] * 4, 1.0)
 def test_q_exit_is_the_literal_minimum(logits: list[float], threshold: float):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.errors import UserError
@@ -31,7 +31,6 @@ def by_definition(logits: list[float], temperature: float, top_k: int | None, to
     st.one_of(st.none(), st.integers(1, 15)),
     st.floats(0.05, 1),
 )
-@settings(deadline=None)
 def test_probabilities_follow_their_definition(logits, temperature, top_k, top_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     got = probabilities(torch.tensor(logits, dtype=torch.float64), sampling)
@@ -52,7 +51,6 @@ def test_half_precision_logits_are_widened_first():
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=8), st.floats(0, 1))
-@settings(deadline=None)
 def test_a_draw_is_the_inverse_of_the_cumulated_weight(weights, uniform):
     if sum(weights) == 0 or uniform == 1.0:
         return

@@ -174,7 +174,7 @@ def _fits(counts: Counter, exact: dict[tuple[int, ...], float]) -> bool:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 4), st.integers(2, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_acceptance_stops_at_the_first_refusal(seed, drafts, vocabulary):
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.rand((2, 3, drafts, vocabulary), generator=generator).softmax(-1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.models.reference import Weights
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 
 

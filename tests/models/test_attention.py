@@ -9,14 +9,14 @@ from torchtitan.models.common.attention import FlexAttention, create_varlen_meta
 from titan_loop import compat
 from titan_loop.distributed.context_parallel import window_share
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models import loop_config as ouro
 from titan_loop.models.attention import (
     DocumentAttention,
     document_block_mask,
     document_mask,
     inner_attention_config,
 )
-from titan_loop.models.families import ouro
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
 LENGTHS = (50, 1, 77)

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from tests.models.ponder import PonderDecoder, ponder_input, ponder_model
 from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 
 SEQ_LEN, STEPS = 16, 4

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 from tests.models.reference import reference_forward
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.context import CacheSlot
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import SIZES, OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.models.output import LoopOutput
 

@@ -4,13 +4,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 import pytest
 
+from titan_loop import plugins
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
-from titan_loop.models import family
-from titan_loop.models.families.ouro import OURO, OuroOptions
+from titan_loop.families.ouro.model import OURO, OuroOptions
+from titan_loop.inference.exit_policy import QExit, require_exit_policy
 from titan_loop.models.family import (
+    RUNTIME_OPTIONS,
     Family,
     FamilyName,
+    build_decoder,
     decoder_config,
     get_family,
     read_options,
@@ -50,17 +53,16 @@ class _DeepOptions(OuroOptions):
 
 
 def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeypatch):
-    monkeypatch.setattr(family, "_registered", {"ouro": OURO})
-    family.register(
-        Family(
-            name="deep",
-            options=_DeepOptions,
-            sizes=OURO.sizes,
-            decoder_config=OURO.decoder_config,
-            uses=frozenset({"held_out"}),
-            exit_policies=frozenset({"static"}),
-        )
+    deep = Family(
+        name="deep",
+        options=_DeepOptions,
+        sizes=OURO.sizes,
+        decoder_config=OURO.decoder_config,
+        uses=frozenset({"held_out"}),
+        exit_policies=frozenset({"static"}),
+        runtime_options=RUNTIME_OPTIONS | {"twist"},
     )
+    monkeypatch.setitem(plugins._known, "families", {"deep": deep, "ouro": OURO})
     config = LoopTrainer.Config(model=_DeepOptions())
     config = apply_overrides(config, ["--model.twist", "2", "--model.size", "quickstart"], "train")
     assert config.model == _DeepOptions(twist=2.0, size="quickstart")
@@ -71,15 +73,16 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
         apply_overrides(config, ["--model.family", "ouro"], "train")
     with pytest.raises(UserError, match=r"model.family=deep does not have export; it has held_out"):
         get_family("deep").require("export")
+    model = build_decoder(_DeepOptions(), max_seq_len=8, device="meta")
     with pytest.raises(UserError, match=r"exit=q is an exit policy that model.family=deep"):
-        get_family("deep").require_exit_policy("q")
+        require_exit_policy(model, QExit(0.5))
 
 
 def test_an_option_that_the_architecture_record_lacks_is_a_defect(monkeypatch):
     deep = Family(
         name="deep", options=_DeepOptions, sizes=OURO.sizes, decoder_config=OURO.decoder_config
     )
-    monkeypatch.setattr(family, "_registered", {"deep": deep})
+    monkeypatch.setitem(plugins._known, "families", {"deep": deep})
     with pytest.raises(AssertionError, match=r"architecture\(\) of deep lacks .*twist"):
         decoder_config(_DeepOptions(), max_seq_len=8)
 
@@ -87,15 +90,17 @@ def test_an_option_that_the_architecture_record_lacks_is_a_defect(monkeypatch):
 def test_a_family_of_ones_own_is_found_through_the_environment(monkeypatch, tmp_path):
     (tmp_path / "family_of_a_user.py").write_text(
         "from dataclasses import dataclass, field\n"
-        "from titan_loop.models.families.ouro import OURO, OuroOptions\n"
-        "from titan_loop.models.family import Family, FamilyName, register\n"
+        "from titan_loop.families.ouro.model import OURO, OuroOptions\n"
+        "from titan_loop.models.family import Family, FamilyName\n"
+        "from titan_loop.plugins import Plugin, register\n"
         "@dataclass(kw_only=True, slots=True)\n"
         "class Options(OuroOptions):\n"
         "    family: FamilyName = field(default='mine', init=False)\n"
-        "register(Family(name='mine', options=Options, sizes={},"
-        " decoder_config=OURO.decoder_config))\n"
+        "MINE = Family(name='mine', options=Options, sizes={},"
+        " decoder_config=OURO.decoder_config)\n"
+        "register(Plugin(families={'mine': 'family_of_a_user:MINE'}))\n"
     )
-    monkeypatch.setattr(family, "_registered", {"ouro": OURO})
+    monkeypatch.setitem(plugins._known, "families", {"ouro": OURO})
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"model.family=mine is unknown.*TITAN_LOOP_PLUGINS"):
         get_family("mine")

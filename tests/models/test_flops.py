@@ -5,7 +5,7 @@ import titan_loop.compat  # noqa: F401 (must come before torchtitan)
 import torch
 from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.models.flops import LayerVisits, training_flops_per_token
 

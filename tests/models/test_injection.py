@@ -8,7 +8,7 @@ from tests.inference.reference import CONTEXT
 from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers

@@ -7,10 +7,10 @@ from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT, prompts
 from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import ExitPolicy, HiddenDifference, QExit, exit_steps
 from titan_loop.inference.rows import Request
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers

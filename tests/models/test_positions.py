@@ -10,7 +10,7 @@ from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
 from tests.models.reference import reference_forward
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder, decoder_config
 
 EXACT = 1e-11  # float64 throughout: without a rotary table nothing is rounded to fp32

@@ -8,15 +8,15 @@ import torch
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT, prompts
 from tests.models.reference import reference_forward
-from titan_loop.checkpoint.hugging_face.ouro_shape import OuroShape
 from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import HiddenDifference, StaticStep, exit_steps
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder, completed_architecture, decoder_config
 
 ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers

@@ -6,8 +6,8 @@ from torch import Tensor
 from torchtitan.config import CompileConfig
 
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.exit_distribution import exit_pmf
 from titan_loop.objectives.expected_loss import ExpectedExitLoss

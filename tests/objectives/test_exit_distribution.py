@@ -32,7 +32,7 @@ logits = st.lists(
     min_size=1,
     max_size=8,
 )
-any_logits = settings(deadline=None, max_examples=200)
+any_logits = settings(max_examples=200)
 
 
 def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -24,9 +24,6 @@ MOST_PLANNED = 0.85  # of the usable memory; the estimate was 13 % off at most
 OURO = Cluster(nodes=64, gpus_per_node=8, gpu=H100, mfu=0.4)
 
 
-GRAPHS = ["--training.no-disable-cuda-graphs"]
-
-
 def needs_of(stage: str, cluster: Cluster = OURO) -> StageNeeds:
     config = load_recipe("ouro_1_4b").stage(stage).config
     return stage_needs(stage, config, cluster)
@@ -133,7 +130,6 @@ def test_layer_bytes_under_per_step_do_not_depend_on_r():
         (H100, {}, "per_step"),
         (replace(H100, memory_bytes=2**30), {}, "per_visit"),
         (H100, {"parallelism.fsdp_reshard_after_forward": "always"}, "per_visit"),
-        (H100, {"training.disable_cuda_graphs": False}, "per_visit"),
         (H100, {"fsdp.policy": "per_visit"}, "per_visit"),
     ],
 )
@@ -212,7 +208,10 @@ def test_the_table_of_ouro_on_64_nodes(capsys):
             ", or --parallelism.context-parallel-degree 4",
         ),
         (["--stage", "1a", "--recurrence.backward-steps", "2"], "1a: recurrence.backward_steps=2"),
-        (["--stage", "1a", "--entropy-weight", "0:0.1 linear 1e9:0.05", *GRAPHS], "1a: training.d"),
+        (
+            ["--stage", "1a", "--training.no-disable-cuda-graphs"],
+            "1a: training.disable_cuda_graphs",
+        ),
         (["--stage", "gate", "--trainable", "all"], "gate: trainable=all with loss=AdaptiveGate"),
         (["--stages.1b.model.n-layers", "36"], "1b: the parent"),
         (["--stages.1b.checkpoint.carry.upcycle", "stacked"], "1b: layers=24 is not a multiple"),
@@ -266,8 +265,8 @@ def test_a_star_marks_the_stages_own_checkpointing(capsys, policy):
     assert starred.count("*") == 7
 
 
-@pytest.mark.parametrize("flags", [GRAPHS, ["--recurrence.backward-steps", "2"]])
-def test_a_plan_for_gpus_and_after_a_parent_refuses_neither(flags):
+def test_a_plan_of_a_stage_after_a_parent_takes_its_weights_to_be_trained():
+    flags = ["--recurrence.backward-steps", "2"]
     assert main(["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", *flags]) == 0
 
 

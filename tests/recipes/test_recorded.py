@@ -16,7 +16,7 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recorded import recorded_recipe

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.hugging_face.conftest import convert, random_model, write_run
+from tests.families.ouro.hugging_face.conftest import convert, random_model, write_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN, TINY_VOCABULARY, tiny_config
 from titan_loop.training.config_changes import parent_changes

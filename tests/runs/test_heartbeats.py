@@ -1,12 +1,14 @@
 """Heartbeats: which ranks are silent or behind."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from titan_loop.runs.heartbeats import (
     Heartbeat,
+    forget_heartbeats,
     heartbeat_file,
     read_heartbeats,
     silent_ranks,
@@ -15,10 +17,29 @@ from titan_loop.runs.heartbeats import (
 from titan_loop.training.stability.heartbeat import Pulse
 
 
-def beat(rank: int, *, step: int = 5, progress: float = 95.0, written: float = 99.0) -> Heartbeat:
+def beat(
+    rank: int,
+    *,
+    step: int = 5,
+    phase: str = "update",
+    progress: float = 95.0,
+    collective: str = "",
+    written: float = 99.0,
+) -> Heartbeat:
     return Heartbeat(
-        rank=rank, host="n1", pid=7, step=step, progress=progress, written=written, seconds=10.0
+        rank=rank,
+        host="n1",
+        pid=7,
+        step=step,
+        phase=phase,
+        progress=progress,
+        collective=collective,
+        written=written,
+        seconds=10.0,
     )
+
+
+GATHER = "nccl:all_gather 812 of fsdp (started)"
 
 
 def test_dead_ranks_and_those_behind_are_named(tmp_path: Path):
@@ -35,7 +56,60 @@ def test_dead_ranks_and_those_behind_are_named(tmp_path: Path):
     assert silent_ranks(read_heartbeats(tmp_path / "elsewhere")) == []
 
 
-@pytest.mark.parametrize("damage", [{"written": "x"}, {"step": "7"}, {"rank": None}, {"more": 1}])
+def test_the_rank_outside_of_the_collective_that_the_others_wait_in_is_named():
+    """Rank 2 hangs in another part of the same step."""
+    beats = [beat(rank, progress=40.0, collective=GATHER) for rank in range(4)]
+    beats[2] = beat(2, phase="reading data", progress=30.0)
+    line = (
+        "rank 2 on n1 (process 7) is in no collective, in reading data of step 5, for 70 s; "
+        f"3 other ranks wait in {GATHER}"
+    )
+    assert silent_ranks(beats, now=100.0) == [line]
+    assert silent_ranks(beats, now=69.0) == []  # not yet: a step may take so long
+    assert len(silent_ranks(beats, now=69.0, hung=True)) == 1
+
+
+def test_the_rank_in_another_collective_than_most_is_named():
+    beats = [beat(rank, progress=40.0, collective=GATHER) for rank in range(4)]
+    beats[1] = beat(1, progress=40.0, collective="nccl:all_reduce 3 of tp (scheduled)")
+    (line,) = silent_ranks(beats, now=100.0)
+    assert line.startswith("rank 1 on n1 (process 7) is in nccl:all_reduce 3 of tp (scheduled),")
+    assert line.endswith(f"3 other ranks wait in {GATHER}")
+    beats[1] = beats[0]
+    assert silent_ranks(beats, now=100.0) == [
+        f"all 4 ranks are in {GATHER}, in update of step 5, for 60 s"
+    ]
+
+
+def test_one_rank_ahead_of_512_costs_ten_lines():
+    beats = [beat(0, step=6), *(beat(rank) for rank in range(1, 512))]
+    lines = silent_ranks(beats, now=100.0)
+    assert len(lines) == 10
+    assert lines[0].startswith("rank 1 on n1 (process 7) is still in step 5 of 6")
+    assert lines[-1] == "502 more ranks, too"
+
+
+def test_heartbeats_of_an_earlier_start_are_deleted(tmp_path: Path):
+    forget_heartbeats(tmp_path)  # nothing there
+    for rank in (0, 300):
+        write_heartbeat(tmp_path, beat(rank))
+    forget_heartbeats(tmp_path)
+    assert not any((tmp_path / "heartbeats").iterdir())
+
+
+def test_a_heartbeat_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("waited for the disk"))
+    write_heartbeat(tmp_path, beat(0))
+    assert read_heartbeats(tmp_path) == [beat(0)]
+
+
+DAMAGES = [
+    *({"written": "x"}, {"step": "7"}, {"rank": None}, {"more": 1}),
+    *({"host": "\x1b[31m"}, {"phase": 5}, {"collective": None}),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_heartbeat_that_cannot_be_read_is_left_out(tmp_path: Path, damage: dict):
     for rank in (0, 1):
         write_heartbeat(tmp_path, beat(rank))

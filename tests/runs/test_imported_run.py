@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.hugging_face.conftest import convert, random_model, write_run
+from tests.families.ouro.hugging_face.conftest import convert, random_model, write_run
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory

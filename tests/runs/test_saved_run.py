@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.slurm.record import newest_checkpoints

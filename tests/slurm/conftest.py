@@ -22,7 +22,7 @@ from titan_loop.slurm.submit import Resources, render_script
 ROOT = Path(__file__).parents[2]
 RECIPES, ENDINGS = "tests.slurm.recipes", "tests.slurm.endings"
 TEST_CLUSTER = "titan-loop-test"
-PATIENCE_SECONDS = 240
+PATIENCE_SECONDS = 1200
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 SAVE_SECONDS = 60
 

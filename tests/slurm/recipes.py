@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.optimizer import AdamWConfig
@@ -20,7 +20,7 @@ from titan_loop.training.trainer import LoopTrainer
 
 STEPS = 12
 BATCH_WINDOWS = 4
-HELD_SECONDS = 180
+HELD_SECONDS = 900
 WINDOW_TOKENS = 32
 
 

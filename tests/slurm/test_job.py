@@ -1,12 +1,15 @@
 """What a job decides from records, variables and reports; needs no SLURM."""
 
 import json
+import math
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from titan_loop.errors import UserError
+from titan_loop.runs.exit_reports import RankExit
 from titan_loop.slurm import job
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.health import bad_nodes
@@ -20,7 +23,7 @@ from titan_loop.slurm.record import (
     write_jobs,
     write_restarts,
 )
-from titan_loop.slurm.requeue import final_code
+from titan_loop.slurm.requeue import final_code, lone_node
 from titan_loop.slurm.site import Site
 
 ALLOCATION = Allocation(
@@ -188,21 +191,79 @@ def test_a_batch_script_must_say_how_many_ranks(tasks):
     ],
 )
 def test_which_exits_have_a_job_started_again(code, exits, final):
-    assert final_code(code, exits) == final
+    reports = [RankExit(rank, f"n{rank}", exit) for rank, exit in enumerate(exits)]
+    assert final_code(code, reports) == final
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "lone"),
+    [
+        ([(3, "n2")], "n2"),
+        ([(2, "n2"), (3, "n2")], "n2"),
+        ([(0, "n1"), (1, "n1")], ""),  # rank 0 says so
+        ([(3, "n2"), (4, "n3")], ""),  # two nodes do
+        ([(3, "")], ""),  # nobody knows where it was
+    ],
+)
+def test_a_mistake_of_one_node_without_rank_zero_is_the_node_s(mistaken, lone):
+    exits = [RankExit(rank, node, 2) for rank, node in mistaken] + [RankExit(9, "n9", 75)]
+    assert lone_node(exits) == lone
+    assert final_code(143, exits) == (None if lone else 2)
+    assert final_code(2, exits) == (None if lone else 2)
+    assert final_code(143, [*exits, RankExit(8, "n8", 3)]) == (3 if lone else 2)
+
+
+class Check:
+    """A process, and the clock of its job: it starts after 500 s and takes 100 s from then on."""
+
+    def __init__(self, starts: bool) -> None:
+        self.now, self.starts, self.killed = 0.0, starts, False
+
+    def __call__(self, *args: object, **options: object) -> "Check":  # as Popen
+        return self
+
+    def __enter__(self) -> "Check":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def there(self) -> bool:
+        return self.starts and self.now >= 500
+
+    def poll(self) -> int | None:
+        return 0 if self.starts and self.now >= 600 else None
+
+    def wait(self, limit: float | None = None) -> int:
+        if self.killed:
+            return -9
+        end = 600.0 if self.starts else math.inf
+        if limit is not None and self.now + limit < end:
+            self.now += limit
+            raise subprocess.TimeoutExpired("check", limit)
+        self.now = end
+        return 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 @pytest.mark.parametrize(("starts", "code"), [(True, 0), (False, 137)])
 def test_the_clock_of_a_check_starts_with_its_last_rank(monkeypatch, tmp_path, starts, code):
     """Importing torch on every node may take longer than the check itself."""
-    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(job, "_START_SECONDS", 30.0 if starts else 0.3)
+    check = Check(starts)
+    monkeypatch.setattr(job, "time", check)
+    monkeypatch.setattr(job.subprocess, "Popen", check)
     monkeypatch.setattr(job.signal, "signal", lambda number, handler: None)  # of this process
     killed: list[str] = []
     monkeypatch.setattr(job, "end_steps", killed.append)
-    slow = f"sleep 0.5; touch {tmp_path}/there; sleep 0.1"
     what = job.Job(train=(), folder=tmp_path, stage=None, save_seconds=1, check=None)
     with job._Steps(what, ALLOCATION) as steps:
-        command = ["sh", "-c", slow if starts else "sleep 60"]
-        there = (tmp_path / "there").exists
-        assert steps.run(command, os.environ, limit=0.4, started=there) == code
+        assert steps.run(["check"], os.environ, limit=400, started=check.there) == code
     assert killed == ([] if starts else ["123"])

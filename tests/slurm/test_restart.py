@@ -14,7 +14,10 @@ import os, subprocess, sys
 flags = [argument for argument in sys.argv if argument.startswith("--ntasks=")]
 command = sys.argv[sys.argv.index(sys.executable):]
 ranks = [
-    subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(rank)}})
+    subprocess.Popen(
+        command,
+        env={{**os.environ, "SLURM_PROCID": str(rank), "SLURMD_NODENAME": f"n{{rank + 1}}"}},
+    )
     for rank in range(int(flags[0].partition("=")[2]))
 ]
 codes = [rank.wait() for rank in ranks]
@@ -26,6 +29,7 @@ case "$1 $2" in
 "show hostnames") echo n1; echo n2 ;;
 "show --oneliner") echo "JobId=7 JobState=RUNNING" ;;
 "requeue 7") echo requeued >> "$REQUEUES" ;;
+"update JobId=7") echo "$3" >> "$REQUEUES.updates" ;;
 esac
 """
 
@@ -47,6 +51,10 @@ class Job:
     def requeues(self) -> int:
         return len(self._requeues.read_text().split()) if self._requeues.exists() else 0
 
+    @property
+    def updates(self) -> list[str]:
+        return Path(f"{self._requeues}.updates").read_text().split()
+
     def start(self, endings: str) -> tuple[int, str]:
         """Start the job once; return its exit code and what it said."""
         environment = {
@@ -67,7 +75,7 @@ class Job:
                 *("tests.slurm.endings:as_told", f"--dump-folder={self.folder}"),
                 "--no-node-check",
             ],
-            env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+            env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
         )  # fmt: skip
         return done.returncode, done.stderr
 
@@ -103,6 +111,13 @@ def test_what_another_start_would_not_change_ends_the_job(job, endings, final):
     code, log = job.start(endings)
     assert (code, job.requeues) == (final, 0)
     assert ("finished" if final == 0 else f"failed with code {final}: not started again") in log
+
+
+def test_a_mistake_that_one_node_alone_reports_is_that_of_the_node(job):
+    code, log = job.start("75 2")
+    assert (code, job.requeues) == (75, 1)
+    assert job.updates == ["ExcNodeList=n2"]
+    assert "bad node n2: its ranks alone ended with code 2, a mistake" in log
 
 
 def test_three_starts_in_a_row_without_a_new_checkpoint_end_the_job(job):

@@ -10,7 +10,7 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import stage_needs
 from titan_loop.recipes.recipe import Recipe

@@ -2,7 +2,7 @@
 
 import torch
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.optimizer import LoopOptimizers

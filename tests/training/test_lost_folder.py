@@ -1,6 +1,8 @@
 """A run that loses its folder saves where the folder is now and stops; nothing is lost or mixed."""
 
 import os
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from titan_loop.checkpoint.choosing import list_checkpoints
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.storage import folder_lock
+from titan_loop.storage.folder_lock import FolderLock, LostFolder
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training import lost_folder
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
@@ -21,9 +25,10 @@ pytestmark = pytest.mark.usefixtures("alone")
 class At:
     """A callback that does something after one step."""
 
-    def __init__(self, step: int, act: Callable[[], object]) -> None:
+    def __init__(self, step: int, act: Callable[[], object], *, heard: bool = True) -> None:
         self.step = step
         self.act = act
+        self.heard = heard
 
     def on_train_start(self, trainer: LoopTrainer) -> None:
         pass
@@ -31,14 +36,17 @@ class At:
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         if trainer.step == self.step:
             self.act()
+            while self.heard and not trainer._asked_to_stop:
+                time.sleep(0.001)
 
     def on_train_end(self, trainer: LoopTrainer) -> None:
-        raise AssertionError("the run should have stopped before its end")
+        assert not self.heard, "the run should have stopped before its end"
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(folder_lock, "_LOOK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.001)
 
 
 def stopped(source: Path, run: Path, act: Callable[[], object], *, steps: int = 6) -> str:
@@ -87,6 +95,27 @@ def test_a_folder_that_another_run_took_is_left_alone(source, tmp_path):
     message = stopped(source, run, replace)
     assert "run.lock was replaced: another process may work there" in message
     assert good_steps(run) == []
+
+
+def test_a_stalled_server_stalls_no_training_step(source, tmp_path, monkeypatch):
+    """Only saves look by themselves; they need the server in any case."""
+    looks, stalled, over, lost = [], threading.Event(), threading.Event(), FolderLock.lost
+
+    def look(lock: FolderLock) -> LostFolder | None:
+        looks.append(threading.current_thread().name)
+        if looks[-1] == "folder-watch":
+            stalled.set()
+            over.wait()
+        return lost(lock)
+
+    monkeypatch.setattr(FolderLock, "lost", look)
+    config = tiny_config(source, tmp_path / "run", steps=6)
+    config.checkpoint.interval = 100
+    config.callbacks = (At(1, lambda: stalled.wait(60), heard=False),)
+    run_training(config)
+    over.set()
+    assert looks.count("folder-watch") == 1
+    assert len(looks) == 2  # of the save at the end
 
 
 def test_a_failing_disk_is_no_loss(tmp_path, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import freeze_all_but_the_exit_gate
-from titan_loop.models.families.ouro import SIZES, OuroOptions
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers
@@ -33,6 +33,26 @@ def test_biases_by_head_and_distance_are_no_matrix():
     model = build_decoder(OuroOptions(positions="bias", relative_window=3), max_seq_len=32)
     name = "layers.1.attention.distance_scores.bias"
     assert model.parameter_group(name, model.get_parameter(name)) == ParameterGroup(decays=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        (OuroOptions(positions="learned", learned_positions=32), "positions.table.weight"),
+        (OuroOptions(positions="relative", relative_window=3), "distance_scores.weight"),
+    ],
+)
+def test_muon_leaves_tables_to_adamw(options, own):
+    model = build_decoder(options, max_seq_len=32)
+    table = ParameterGroup(decays=True, is_hidden_matrix=False)
+    tables = {
+        name
+        for name, parameter in model.named_parameters()
+        if model.parameter_group(name, parameter) == table
+    }
+    expected = {name for name, _ in model.named_parameters() if name.endswith(own)}
+    assert expected
+    assert tables == expected | {"tok_embeddings.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("exit_gate", [True, False])

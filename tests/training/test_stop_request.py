@@ -139,7 +139,7 @@ with StopListener(grace={grace}, echo={echo}) as listener:
     [
         ({"grace": 0.2, "signals": 1}, "0.2 s after SIGUSR1 it has not stopped"),
         ({"hang": 0.2}, r"no progress for 0.2 s (hang_seconds)"),
-        ({"echo": 0.01, "signals": 2}, "a second signal, SIGUSR1"),
+        ({"echo": 0.01, "signals": 100}, "a second signal, SIGUSR1"),
     ],
 )
 def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path):
@@ -149,11 +149,10 @@ def test_a_stuck_process_ends_with_stacks_and_traces(settings, reason, tmp_path)
         env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert ended.returncode == EXIT_STOPPED
-    assert read_exits(tmp_path) == [EXIT_STOPPED]
+    assert [each.code for each in read_exits(tmp_path)] == [EXIT_STOPPED]
     assert f"rank 0: {reason}; ended without a new checkpoint" in ended.stderr
     assert "in stuck_here" in ended.stderr
     assert ended.stdout == "dumped\n"
@@ -185,11 +184,10 @@ def test_a_rank_with_an_error_of_its_own_ends_though_closing_hangs(error, code, 
         env={**os.environ, REPORTS_VARIABLE: str(tmp_path), "SLURM_PROCID": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert ended.returncode == code
-    assert read_exits(tmp_path) == [code]
+    assert [each.code for each in read_exits(tmp_path)] == [code]
     kind, _, message = error.removesuffix("')").partition("('")
     assert ended.stderr.splitlines()[-1].endswith(f"{kind}: {message}")
 
@@ -217,7 +215,7 @@ def test_a_rank_hears_that_torchrun_was_killed():
     assert agent.stdout is not None
     assert agent.stdout.readline() == "listening\n"
     agent.kill()
-    assert agent.communicate(timeout=30)[0] == "SIGTERM\n"
+    assert agent.communicate()[0] == "SIGTERM\n"
 
 
 def test_a_request_that_comes_twice_at_once_is_one():
@@ -296,7 +294,7 @@ def interrupt(source: Path, folder: Path, *, times: int) -> subprocess.Completed
     script = folder.parent / "interrupted.py"
     script.write_text(INTERRUPTED)
     words = [sys.executable, str(script), str(source), str(folder), "2", str(times)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
 def test_ctrl_c_saves_at_the_boundary_and_says_how_to_go_on(source: Path, tmp_path: Path):

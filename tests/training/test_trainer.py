@@ -279,7 +279,8 @@ def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, 
     trainer = built(config)
     warnings: list[tuple] = []
     monkeypatch.setattr(
-        "titan_loop.training.trainer.logger.warning", lambda *arguments: warnings.append(arguments)
+        "titan_loop.training.trainer.logger.warning",
+        lambda *arguments, **_: warnings.append(arguments),
     )
 
     class Gate:

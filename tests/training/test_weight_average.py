@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
@@ -13,7 +14,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.testing.tiny import BATCH_TOKENS, act_as_launched, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig
@@ -97,12 +98,26 @@ def test_an_average_may_begin_and_end_in_the_middle_of_a_run(source, tmp_path):
     assert averaged == [set(), {AVERAGE_PREFIX + name for name in names}, set()]
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("start_steps", [0, 100])
+def test_a_fork_starts_its_own_average(source, tmp_path, start_steps):
+    run_training(config_of(source, tmp_path / "parent", decay=0.9, steps=6))
+    fork = config_of(source, tmp_path / "fork", decay=0.9, steps=1)
+    fork.checkpoint.carry.parent = str(tmp_path / "parent")
+    fork.ema.start_tokens = start_steps * BATCH_TOKENS
+    run_training(fork)
+    entries = saved(tmp_path / "fork", 1)
+    for name in (key for key in entries if not key.startswith("optimizer.")):
+        assert torch.equal(entries[AVERAGE_PREFIX + name], entries[name]), name
+
+
 @pytest.fixture(scope="module")
 def averaged(source, tmp_path_factory) -> tuple[Path, Path]:
     """A run with an average, and a copy of it whose weights are that average."""
     folder = tmp_path_factory.mktemp("averaged")
     act_as_launched(1)
     run_training(config_of(source, folder / "run", decay=0.5, steps=2))
+    dist.destroy_process_group()
     shutil.copytree(folder / "run", folder / "copy")
     step = RunDirectory(folder / "copy").checkpoint(2)
     manifest = read_manifest(step)

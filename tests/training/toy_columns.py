@@ -1,7 +1,8 @@
 """A loader with columns of every kind, and a decoder and an objective that read them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +15,13 @@ from titan_loop.data.columns import Column
 from titan_loop.data.load.batches import DataVocabulary
 from titan_loop.data.load.global_windows import GlobalWindowLoader
 from titan_loop.data.load.windows import Window
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import SIZES, OuroOptions, decoder_config
-from titan_loop.models.family import Family, FamilyName, register
+from titan_loop.models.family import Family, FamilyName
+from titan_loop.models.loop_config import loop_config
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
+from titan_loop.plugins import Plugin, register
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
@@ -94,13 +97,13 @@ class ToyOptions(OuroOptions):
     family: FamilyName = field(default="toy_columns", init=False)
 
 
-def toy_config(*shape: Any) -> ToyDecoder.Config:
-    """Return Ouro's architecture with the toy's forward pass."""
-    ouro = decoder_config(*shape)
-    return ToyDecoder.Config(**{part.name: getattr(ouro, part.name) for part in fields(ouro)})
-
-
-register(Family(name="toy_columns", options=ToyOptions, sizes=SIZES, decoder_config=toy_config))
+TOY = Family(
+    name="toy_columns",
+    options=ToyOptions,
+    sizes=SIZES,
+    decoder_config=partial(loop_config, ToyDecoder.Config),
+)
+register(Plugin(families={"toy_columns": TOY}))
 
 
 class ToyLoss(StreamedLoss):

@@ -1,4 +1,4 @@
-"""What all plots share: one look, one colour scale for depth, one axis of tokens.
+"""The look that all plots share: one style, one colour scale for depth, one axis of tokens.
 
 matplotlib is imported when the first plot is drawn, with the Agg backend, so no display is needed.
 Recurrent steps are ordered, so they share one sequential colour map: light is shallow, dark is

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from titan_loop.analysis.charts import family_charts
 from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.drawing import (
     depth_colors,
@@ -22,7 +23,6 @@ from titan_loop.analysis.drawing import (
     steps_with,
     token_axis,
 )
-from titan_loop.analysis.layer_plots import has_layers, plot_layers
 from titan_loop.data.load.loader import named_sources
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.errors import UserError
@@ -51,8 +51,8 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
     paths = [plot_step_losses(records, folder / "loss_per_step.png")]
     if steps_with(records, "exit/pmf_"):
         paths.append(plot_exit_pmf(records, folder / "exit_pmf.png"))
-    if has_layers({key for record in records for key in record}):
-        paths.append(plot_layers(records, folder / "layers.png"))
+    for name, chart in family_charts(records).items():
+        paths.append(chart.draw(records, folder / f"{name}.png"))
     if held_out := held_out_while_training(run_directory):
         paths.append(plot_held_out(held_out, folder / "held_out.png"))
     if any(run_directory.evaluations.glob("depth-step-*.json")):

@@ -6,14 +6,13 @@ Sections without data are left out, and the page says at its end which, and whic
 them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_loop.analysis.charts import family_charts
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
-from titan_loop.analysis.latent_tables import circuit_tables
-from titan_loop.analysis.layer_plots import has_layers, plot_layers
 from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
 from titan_loop.analysis.plots import (
@@ -52,14 +51,15 @@ def write_report(run_directory: RunDirectory) -> Path:
         )
     lineage = SavedRun(run_directory.path).lineage()
     missing: list[str] = []
-    sections = [
+    training = [
         _summary(run_directory, records),
         *_training(run_directory, records),
         *_decisions(run_directory),
         *_evaluations(run_directory, missing),
-        *_analyses(run_directory),
-        *_lineage(run_directory, lineage),
     ]
+    descent = _lineage(run_directory, lineage)
+    shown = [section.image for section in (*training, *descent) if section.image is not None]
+    sections = [*training, *_analyses(run_directory, shown), *descent]
     html_page = page(run_directory.path.resolve().name, sections, missing)
     path = run_directory.path / REPORT_NAME
     write_text(path, html_page)
@@ -124,13 +124,6 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             lambda: plot_mixture(records, mixture, plots / "mixture.png"),
         ),
         (
-            has_layers(keys),
-            "Loops and memory by layer",
-            "Expected iterations of every layer, the scales of its loop, and the mean gates that "
-            "let memory in; dark is deep.",
-            lambda: plot_layers(records, plots / "layers.png"),
-        ),
-        (
             "tokens_per_second" in keys,
             "Throughput",
             "Tokens per second between two records, and the share of the time that training "
@@ -145,7 +138,11 @@ def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) ->
             lambda: plot_norms(norms, plots / "norms.png"),
         ),
     ]
-    return [Section(title, text, draw()) for there, title, text, draw in candidates if there]
+    sections = [Section(title, text, draw()) for there, title, text, draw in candidates if there]
+    return sections + [
+        Section(chart.title, chart.text, chart.draw(records, plots / f"{name}.png"))
+        for name, chart in family_charts(records).items()
+    ]
 
 
 def _decisions(run_directory: RunDirectory) -> list[Section]:
@@ -209,70 +206,30 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     return sections
 
 
-def _analyses(run_directory: RunDirectory) -> list[Section]:
-    """Return the plots that `titan-loop analyse` left, and tables of what has some."""
-    known = {
-        "agreement.png": ("Agreement of steps", "Items that two steps answer alike, as a share."),
-        "probes.png": (
-            "Answers read off states",
-            "Linear probes on each layer of each step; within the orange band states and answer "
-            "are of the same step. High values before it mean that later steps only rehearse.",
-        ),
-        "pca.png": (
-            "States of the last token",
-            "After every step, on two principal components common to all; one colour an answer.",
-        ),
-        "lens.png": (
-            "Logit lens",
-            "Share of questions whose bridge, or target, the head would say at its position after "
-            "every layer of every recurrent step.",
-        ),
-        "step-accuracy.png": (
-            "The exam after every recurrent step",
-            "Share of right answers; the line is the trained number of steps.",
-        ),
-        "step-margin.png": (
-            "Logit margin over recurrent steps",
-            "Logit of the right answer over that of the strongest other token; a margin that falls "
-            "again is overthinking. The bar is the trained number of steps.",
-        ),
-        "step-halting.png": (
-            "Where exit policies halt",
-            "Mean recurrent steps, and the share of right answers.",
-        ),
-        "head-groups.png": (
-            "Head groups",
-            "Relative variance of each head's output at the result of an equation, where one name "
-            "(first layer) or one value (last layer) changes.",
-        ),
-        "frequencies.png": (
-            "Sums in the frequency domain",
-            "Mean norm of the DFT over all values of the operands, by pattern of frequencies; "
-            "where all are equal (j j, j j j), it is a function of the sum.",
-        ),
-        "intervention.png": (
-            "States replaced by embeddings",
-            "Share of right answers when the state at a waypoint is mixed, between two steps, with "
-            "the embedding of the token that it decodes to.",
-        ),
-        "patching.png": (
-            "Activation patching",
-            "Change of the answer's logit margin when one state is replaced by another question's.",
-        ),
-    }
-    sections = [
-        Section(title, text, run_directory.plots / name)
-        for name, (title, text) in known.items()
-        if (run_directory.plots / name).is_file()
-    ]
-    found = run_directory.evaluations.glob("circuits-step-*.json")
-    records = [read_json_object(path, fix="analyse the run again") for path in found]
-    if records:
-        newest = max(records, key=lambda record: record["step"])
-        text = f"At step {newest['step']:,}, graphs of {newest['nodes']} nodes."
-        tables = circuit_tables(newest)
-        sections += [Section(title, text, rows=rows) for title, rows in tables.items()]
-    return sections
+def _analyses(run_directory: RunDirectory, shown: Collection[Path]) -> list[Section]:
+    """Return the plots and tables that `titan-loop analyse` left, each from its newest record.
+
+    Args:
+        run_directory: The run.
+        shown: Plots of other sections. Plots that belong to none, and to no record either, were
+            left by versions that did not record captions.
+    """
+    newest: dict[str, dict[str, Any]] = {}
+    for path in run_directory.evaluations.glob("*-step-*.json"):
+        record = read_json_object(path, fix="analyse the run again")
+        name = path.name.partition("-step-")[0]
+        if "figures" in record and record["step"] >= newest.get(name, record)["step"]:
+            newest[name] = record
+    sections, plots = [], run_directory.plots
+    for _, record in sorted(newest.items()):
+        for name, (title, text) in record["figures"].items():
+            if (plots / name).is_file():
+                sections.append(Section(title, text, plots / name))
+        text = f"At step {record['step']:,}."
+        sections += [Section(title, text, rows=rows) for title, rows in record["tables"].items()]
+    known = {*shown, *(section.image for section in sections)}
+    older = [path for path in sorted(plots.glob("*.png")) if path not in known]
+    return sections + [Section(path.stem.replace("-", " "), "", path) for path in older]
 
 
 def _has_depths(report: TaskReport) -> bool:

@@ -1,4 +1,4 @@
-"""What a finished run leaves of itself: one small JSON file, and the tables and plots of many.
+"""Results of finished runs: a small JSON file for each, and tables and plots of many.
 
     run ─ results add ─► results/RECIPE/STAGE-seedS.json ─ results show ─► tables beside a paper's
 
@@ -337,7 +337,7 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
         }
         found.append((report.step, depths))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
-    from titan_loop.evaluation.intervention import read_intervention  # torch; recipes need none
+    from titan_loop.analysis.steps.intervention import read_intervention  # torch; recipes need none
 
     found += [read_intervention(path) for path in run.evaluations.glob("intervention-step-*.json")]
     newest = max((step for step, _ in found), default=0)

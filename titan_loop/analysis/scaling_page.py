@@ -1,4 +1,4 @@
-"""What a scaling study leaves: `scaling.json`, and `scaling.html` with the fits and residuals."""
+"""The files of a scaling study: `scaling.json`, and `scaling.html` with fits and residuals."""
 
 from collections.abc import Sequence
 from pathlib import Path

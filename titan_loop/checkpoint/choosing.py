@@ -1,4 +1,4 @@
-"""Which checkpoints are good: the one that a run continues from, and all for whoever looks.
+"""Good checkpoints: the one that a run continues from, and a list of all of them.
 
 `newest_good` chooses, and all ranks agree; `look_at` and `list_checkpoints` describe.
 """
@@ -9,9 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan_loop.checkpoint.best import BEST, newest_best_step
 from titan_loop.checkpoint.manifest import (
@@ -30,9 +28,11 @@ from titan_loop.checkpoint.retention import (
     step_folder,
     unfinished_steps,
 )
-from titan_loop.checkpoint.safe_reading import read_metadata
 from titan_loop.errors import RunFailedError, UserError
-from titan_loop.ranks import from_all_ranks, from_rank_zero
+from titan_loop.ranks import from_all_ranks, from_rank_zero, place_in
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def newest_good(
     folder: Path,
     *,
     look_at: LookAt = "sizes",
-    group: dist.ProcessGroup | None = None,
+    group: "dist.ProcessGroup | None" = None,
     wanted: Callable[[int], bool] = lambda step: True,
 ) -> tuple[int, dict[str, Any]] | None:
     """Return step and manifest of the newest whole checkpoint, None if none was ever committed.
@@ -95,7 +95,7 @@ def newest_good(
 
 
 def inspect(
-    checkpoint: Path, look_at: LookAt, *, group: dist.ProcessGroup | None = None
+    checkpoint: Path, look_at: LookAt, *, group: "dist.ProcessGroup | None" = None
 ) -> tuple[dict[str, Any] | None, str]:
     """Return a checkpoint's manifest if it is whole, else None and the reason.
 
@@ -110,7 +110,7 @@ def inspect(
     )
     if manifest is None or look_at == "manifest":
         return manifest, reason
-    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    rank, world = place_in(group)
     files: dict[str, FileRecord] = manifest["files"]
     share = dict(sorted(files.items())[rank::world])
     parts = from_all_ranks(group, lambda: find_damage(checkpoint, share, hashes=hashes))
@@ -123,7 +123,7 @@ def inspect(
 
 
 def _seen_twice(
-    checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: dist.ProcessGroup
+    checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: "dist.ProcessGroup"
 ) -> dict[str, str]:
     """Look again, a while later: rank 0 decides, and the others must have come to see the same.
 
@@ -151,7 +151,7 @@ def _seen_twice(
                 f"{checkpoint}: rank {rank} finds that {part[min(unconfirmed)]}, rank 0 finds it "
                 "whole: that node's view of the disk is stale or wrong; start again"
             )
-    if not confirmed and dist.get_rank(group) == 0:
+    if not confirmed and place_in(group)[0] == 0:
         logger.warning("%s seemed damaged (%s) and is whole", checkpoint, ", ".join(suspects))
     return confirmed
 
@@ -285,6 +285,8 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
     faults = [wrong_step] if wrong_step else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
     if hashes:
+        from titan_loop.checkpoint.safe_reading import read_metadata  # imports torch
+
         try:
             stored = read_metadata(checkpoint).storage_data
             unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()

@@ -43,8 +43,10 @@ from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
     committed_steps,
     discard,
+    set_aside,
     step_folder,
 )
+from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
 from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
@@ -173,6 +175,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.parent: Reference | None = None
         self.inherited: dict[str, Any] = {}
         self.best: Best | None = None
+        self._best_before: Best | None = None  # of the newest save, should that fail
         # A rank that dies is noticed at once; one that upcycles or writes may take its time.
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=6))
         assert isinstance(group, dist.ProcessGroup)
@@ -208,14 +211,20 @@ class LoopCheckpointManager(BaseCheckpointManager):
             "data": self.dataloader.state_dict(),
             "lineage": {"parent": self.parent, **self.inherited, **self.trainer.lineage()},
         }
-        if (best := better(self.best, self.trainer.measured)) is not None:
-            content[BEST] = best
+        self._best_before, self.best = self.best, better(self.best, self.trainer.measured)
+        if self.best is not None:
+            content[BEST] = self.best
         if self._stager is None or last_step:
             # The last one is waited for in any case: its failure is the run's failure.
-            return self._write(self.tensors, content, must_succeed=last_step)
+            return self._noted(self._write(self.tensors, content, must_succeed=last_step))
         self.staging_future = self._stage(self._stager)
         self.save_future = self._writer.submit(self._write, self.staging_future.result, content)
         return True
+
+    def _noted(self, saved: bool) -> bool:
+        if not saved:  # noticed in the training thread, so that all ranks do at the same step
+            self.best = self._best_before
+        return saved
 
     def _stage(self, copies: DefaultStager) -> "Future[dict[str, Any]]":
         """Copy the state; a failure is the save's, on all ranks, and reaches it in the future."""
@@ -238,9 +247,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         first = step == 1 and self.config.enable_first_step_checkpoint
         if first or last_step or step % self.config.interval == 0:
             return True
-        if self.trainer.measured is None:
-            return False
-        self.maybe_wait_for_saving()  # on every rank, since that decides which one is the best
+        # A save that still runs counts as done: training must not wait for it in every evaluation.
         return better(self.best, self.trainer.measured) is not self.best
 
     def tensors(self) -> dict[str, Any]:
@@ -272,7 +279,6 @@ class LoopCheckpointManager(BaseCheckpointManager):
             if dist.get_rank() == 0:
                 logger.error("%s. Training goes on; older checkpoints are untouched", error)
             return False
-        self.best = content.get(BEST)
         if written is not None:
             self.parent = written
             logger.info("Saved %s", target)
@@ -311,6 +317,14 @@ class LoopCheckpointManager(BaseCheckpointManager):
             return newest_good(self.path, look_at=self._look_at, group=self.group)
 
     def _load(self, step: int = -1) -> bool:
+        loaded = self._load_weights(step)
+        rewinds = from_rank_zero(self.group, lambda: read_rewinds(self.path.parent))
+        if rewinds:
+            self.inherited["jumps"] = rewinds
+            self.dataloader.jump(jumped_windows(rewinds))
+        return loaded
+
+    def _load_weights(self, step: int) -> bool:
         if step == -1:
             found = self._find_newest()
         else:
@@ -357,6 +371,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
             self.inherited["upcycled"] = lineage["upcycled"]
         self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
+        self.optimizers.restart_average()  # the parent's is of its own steps
         return True
 
     def _upcycle(self, parent: Path) -> Path:
@@ -391,12 +406,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
             for newer in committed_steps(self.path):
                 if newer > step:
                     path = step_folder(self.path, newer)
-                    aside = self.path / f"damaged-step-{newer}"
                     try:
-                        while aside.exists():
-                            aside = aside.with_name(f"{aside.name}-again")
-                        path.rename(aside)
-                        logger.warning("Renamed %s to %s", path, aside.name)
+                        set_aside(path, "damaged")
                     except OSError as error:
                         logger.warning("%s could not be renamed: %s", path, error)
 
@@ -411,7 +422,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         assert self.save_future is not None
         self._maybe_wait_for_staging()
         future, self.save_future = self.save_future, None
-        future.result()
+        self._noted(future.result())
 
     def _close(self) -> None:
         self._writer.shutdown(wait=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan_loop.errors import UserError
+from titan_loop.storage.file_names import is_file_name
 from titan_loop.storage.json_files import finite_or_null, nested, read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError, open_regular
 from titan_loop.storage.transient import ShortReadError, retried, unreadable
@@ -195,6 +196,8 @@ def _wrong_content(manifest: Mapping[str, Any]) -> str:
             and isinstance(nested(manifest, f"{name}.manifest_sha256"), str)
         ):
             return f"{name} is not a path and a hash"
+    if not isinstance(jumps := manifest["lineage"].get("jumps", []), list):
+        return f"lineage.jumps={jumps!r:.40} is not a list"
     best = manifest.get("best")
     if best is not None and not (
         type(nested(manifest, "best.step")) is int
@@ -203,7 +206,7 @@ def _wrong_content(manifest: Mapping[str, Any]) -> str:
     ):
         return f"best={best!r:.40} is not a step with its loss"
     for name, record in manifest["files"].items():
-        if name in ("", "..") or Path(name).name != name or not name.isprintable():
+        if not is_file_name(name):
             return f"{name!r} is not the name of a file"
         if not isinstance(record, dict) or not (
             type(record.get("bytes")) is int and isinstance(record.get("sha256"), str)

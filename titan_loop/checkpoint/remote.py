@@ -1,6 +1,7 @@
 """Copies of a run's checkpoints in an object store: `checkpoint.remote`.
 
     REMOTE/STAGE/owner.json            which run writes here
+    REMOTE/STAGE/rewinds.json          its rewinds
     REMOTE/STAGE/step-N/…              files and tags, and manifest.json last: the commit record
 
 A thread of rank 0 copies every checkpoint after its local commit, then applies the keep policy
@@ -14,6 +15,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from titan_loop.checkpoint.retention import (
     committed_steps,
     is_committed,
     read_tags,
+    set_aside,
     stale_steps,
     step_folder,
 )
@@ -90,8 +93,25 @@ class RemoteCheckpoints:
         stale = [step for step in stale if not self._is_tagged(step)]
         unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]
         for step in {*stale, *(set(unfinished) - set(steps))}:
-            self._folder.delete(f"step-{step}/{MANIFEST}")
-            self._folder.delete(f"step-{step}")
+            self._delete(step)
+
+    def withdraw(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Delete the committed checkpoints whose manifests `unwanted` says so of."""
+        for step in self.steps():
+            if unwanted(self._manifest(step)):
+                self._delete(step)
+                logger.warning("Deleted %s/step-%d", self._folder.url, step)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the record with this name beside the checkpoints; empty if there is none."""
+        try:
+            return self._object(name)
+        except FileNotFoundError:
+            return {}
+
+    def write(self, name: str, record: Mapping[str, Any]) -> None:
+        """Write a record beside the checkpoints."""
+        self._folder.write(name, json.dumps(record).encode())
 
     def fetch_newest(self) -> int | None:
         """Copy the newest whole remote checkpoint here; return its step, None if there is none.
@@ -112,7 +132,7 @@ class RemoteCheckpoints:
             if not reason:
                 target = step_folder(self._checkpoints, step)
                 if target.exists():
-                    target.rename(_free_name(target))
+                    set_aside(target, "damaged")
                 arriving.rename(target)
                 logger.info("Fetched %s from %s", target, self._folder.url)
                 return step
@@ -147,35 +167,65 @@ class RemoteCheckpoints:
     def _claim(self, run: Path, *, adopt: bool) -> None:
         """Note whose folder this is; refuse another run's."""
         try:
-            owner: str | None = json.loads(self._folder.read(OWNER))["run"]
-        except FileNotFoundError:
-            owner = None
-        try:
             own: str | None = read_json_object(run / OWN_RECORD, fix="delete it")["run"]
         except FileNotFoundError:
             own = None
         fresh = own is None and newest_good(self._checkpoints, look_at="manifest") is None
-        if owner is not None and owner != own and not (fresh and adopt):
+        claim = own or secrets.token_hex(8)
+        try:
+            owner = self._object(OWNER).get("run")
+        except FileNotFoundError:
+            # First here: a start that is killed in between must know its own claim.
+            write_json(run / OWN_RECORD, {"run": claim})
+            there = self._folder.create(OWNER, json.dumps({"run": claim}).encode())
+            owner = self._parsed(OWNER, there).get("run")
+            if owner == claim:
+                return
+            if own is None:
+                (run / OWN_RECORD).unlink()
+        if owner != own and not (fresh and adopt):
             fix = f", or go on with that run in {run}: --checkpoint.adopt-remote" if fresh else ""
             raise UserError(
                 f"{FIELD}={self._folder.url} holds the checkpoints of another run; choose another "
                 f"folder{fix}"
             )
-        identity = owner or own or secrets.token_hex(8)
-        if identity != own:
-            write_json(run / OWN_RECORD, {"run": identity})
-        if owner is None:
-            self._folder.write(OWNER, json.dumps({"run": identity}).encode())
+        if owner != own:
+            write_json(run / OWN_RECORD, {"run": owner})
 
     def _all_steps(self) -> list[int]:
         matches = (re.fullmatch(STEP_NAME, name) for name in self._folder.names())
         return [int(match[1]) for match in matches if match]
 
+    def _delete(self, step: int) -> None:
+        self._folder.delete(f"step-{step}/{MANIFEST}")  # first: what is left does not count
+        self._folder.delete(f"step-{step}")
+
     def _is_committed(self, step: int) -> bool:
         return MANIFEST in self._folder.names(f"step-{step}")
 
     def _manifest(self, step: int) -> dict[str, Any]:
-        return json.loads(self._folder.read(f"step-{step}/{MANIFEST}"))
+        return self._object(f"step-{step}/{MANIFEST}")
+
+    def _object(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of the store.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            UserError: It holds something else.
+        """
+        return self._parsed(name, self._folder.read(name))
+
+    def _parsed(self, name: str, content: bytes) -> dict[str, Any]:
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise UserError(
+                f"{self._folder.url}/{name} is damaged: it is not a JSON object; delete it, or "
+                f"choose another {FIELD}"
+            )
+        return record
 
 
 class Uploader:
@@ -257,10 +307,3 @@ def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:
         logger.warning("%s", error)
         if remote.fetch_newest() is None:
             raise
-
-
-def _free_name(target: Path) -> Path:
-    aside = target.with_name(f"damaged-{target.name}")
-    while aside.exists():
-        aside = aside.with_name(f"{aside.name}-again")
-    return aside

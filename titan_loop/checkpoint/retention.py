@@ -1,4 +1,4 @@
-"""Which checkpoints exist, which ones stay, and how one is deleted.
+"""Checkpoints that exist, those that stay, and the deletion of one.
 
 A folder counts once it has a manifest. Deleting starts with the manifest, so a deletion
 that is killed half-way leaves something that does not count, never something that looks whole.
@@ -6,6 +6,7 @@ that is killed half-way leaves something that does not count, never something th
 
 import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection
@@ -14,6 +15,7 @@ from pathlib import Path
 from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import read_json_object, write_json
+from titan_loop.storage.transient import retried, unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ def is_committed(checkpoint: Path) -> bool:
         OSError: Something hides the answer.
     """
     try:
-        (checkpoint / MANIFEST).stat()
+        retried((checkpoint / MANIFEST).stat)
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -105,6 +107,15 @@ def discard(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
+def set_aside(checkpoint: Path, why: str) -> None:
+    """Rename a checkpoint to WHY-step-N, so that no policy and no reader counts it."""
+    aside = checkpoint.with_name(f"{why}-{checkpoint.name}")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-again")
+    checkpoint.rename(aside)
+    logger.warning("Renamed %s to %s", checkpoint, aside.name)
+
+
 def read_tags(checkpoint: Path) -> list[str]:
     """Return the names given to this checkpoint; a named checkpoint is kept for ever."""
     path, fix = checkpoint / TAGS, "repair or delete it"
@@ -113,7 +124,7 @@ def read_tags(checkpoint: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); {fix}") from error
+        raise unreadable(path, error, fix) from error
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise UserError(f"{path} is damaged (tags={tags!r}); {fix}")
     return tags
@@ -137,7 +148,27 @@ def remove_tag(checkpoint: Path, tag: str) -> None:
 
 
 def _step_folders(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
+    def look() -> list[tuple[int, Path]]:
+        # Not `is_dir` of a path: from Python 3.13 on it calls a folder absent whose disk fails, and
+        # the run would start from scratch.
+        with os.scandir(folder) as entries:
+            matches = [(_STEP.fullmatch(entry.name), entry) for entry in entries]
+            return [
+                (int(match[1]), Path(entry.path))
+                for match, entry in matches
+                if match and _is_folder(entry)
+            ]
+
+    try:
+        return sorted(retried(look))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    matches = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False

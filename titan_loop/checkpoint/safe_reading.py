@@ -32,6 +32,7 @@ from torch.futures import Future
 from titan_loop.checkpoint.manifest import METADATA, DamagedCheckpointError
 from titan_loop.checkpoint.pickle_programs import MOST_BYTES, check_program
 from titan_loop.errors import RunFailedError, UserError, first_line
+from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.transient import count_retry, retried, unreadable
 
@@ -150,8 +151,9 @@ def _check_metadata(metadata: dcp.Metadata, path: Path) -> None:
         if not _is_place(index, info):
             raise DamagedCheckpointError(path, f"not a place of an entry: {type(index).__name__}")
         name = info.relative_path
-        if Path(name).name != name or not name.endswith(filesystem.DEFAULT_SUFFIX):
-            raise UserError(f"{path} refers to {name!r} outside the checkpoint; do not use it")
+        require_file_name(name, path)
+        if not name.endswith(filesystem.DEFAULT_SUFFIX):
+            raise DamagedCheckpointError(path, f"{name} holds no tensors")
         stored[index.fqn, index.offset] = info.length
         ends[name] = max(ends.get(name, 0), info.offset + info.length)
     for name, end in ends.items():

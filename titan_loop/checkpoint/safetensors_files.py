@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titan_loop.errors import UserError
+from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError
 
@@ -115,10 +116,7 @@ class SafetensorsFolder:
             assert names is not None
             names.add(name)
         for file in files:
-            if Path(file).name != file:
-                raise UserError(
-                    f"{index} points outside its folder ({file!r}); do not use this folder"
-                )
+            require_file_name(file, index)
             if not (self._folder / file).is_file():
                 raise UserError(f"{self._folder / file} is missing; download it, or export again")
         return files

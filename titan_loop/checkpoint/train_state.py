@@ -1,4 +1,4 @@
-"""What the checkpoint manager asks of a trainer."""
+"""The interface of a trainer that the checkpoint manager uses."""
 
 from typing import Any, Protocol
 

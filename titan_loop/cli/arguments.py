@@ -16,10 +16,14 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+# typeguard, with which tyro checks defaults that are lists, would read all entry points there are.
+os.environ.setdefault("TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 import tyro
 from tyro import _errors as tyro_errors
@@ -93,14 +97,8 @@ def group(name: str, verbs: Mapping[str, Callable[..., int | None]]) -> Run:
 
     def run(words: Sequence[str]) -> int:
         verb, *rest = words or ["--help"]
-        if verb in _HELP:
-            print(f"usage: titan-loop {name} VERB [ARGUMENTS]\n\nverbs:")
-            summaries = [
-                (name, (verb.__doc__ or "").splitlines()[0]) for name, verb in verbs.items()
-            ]
-            for line in columns(summaries, left=(0, 1)):
-                print(f"  {line}")
-            print(f"\ntitan-loop {name} VERB --help says more.")
+        if wants_help(verb):
+            list_verbs(name, {n: (verb.__doc__ or "").splitlines()[0] for n, verb in verbs.items()})
             return EXIT_OK
         if verb not in verbs:
             raise UserError(f"unknown verb '{name} {verb}'{nearest(verb, verbs)}")
@@ -108,6 +106,19 @@ def group(name: str, verbs: Mapping[str, Callable[..., int | None]]) -> Run:
         return command(f"{name} {verb}", verbs[verb])(rest)
 
     return run
+
+
+def wants_help(word: str) -> bool:
+    """Return whether a word asks for help."""
+    return word in _HELP
+
+
+def list_verbs(name: str, summaries: Mapping[str, str]) -> None:
+    """Print the verbs of a command with a line about each."""
+    print(f"usage: titan-loop {name} VERB [ARGUMENTS]\n\nverbs:")
+    for line in columns(summaries.items(), left=(0, 1)):
+        print(f"  {line}")
+    print(f"\ntitan-loop {name} VERB --help says more.")
 
 
 def bind(

@@ -25,8 +25,7 @@ def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
     """
     import torch
 
-    from titan_loop.checkpoint.hugging_face.importing import OuroFolder
-    from titan_loop.runs.conversion import import_run
+    from titan_loop.families.ouro.hugging_face.importing import OuroFolder, import_run
 
     print(import_run(OuroFolder(folder), output, sys.argv, dtype=getattr(torch, dtype)))
 
@@ -68,9 +67,9 @@ def export(
 
     import torch
 
-    from titan_loop.checkpoint.hugging_face.exporting import checkpoint_shape, export_folder
-    from titan_loop.checkpoint.hugging_face.tokenizer_files import open_tokenizer
     from titan_loop.checkpoint.tensors import CheckpointReader
+    from titan_loop.families.ouro.hugging_face.exporting import checkpoint_shape, export_folder
+    from titan_loop.families.ouro.hugging_face.tokenizer_files import open_tokenizer
     from titan_loop.runs.saved_run import SavedRun
     from titan_loop.text.tokenizer import load_tokenizer
 
@@ -102,7 +101,7 @@ def export(
         )
     print(output)
     if push is not None:
-        from titan_loop.checkpoint.hugging_face.pushing import push_folder
+        from titan_loop.families.ouro.hugging_face.pushing import push_folder
 
         print(push_folder(output, push))
 

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_loop.data.packed_index import PIECE, index_paths
-from titan_loop.data.shards import (
+from titan_loop.data.shards import TokenShards, file_chunks, misplaced_eos
+from titan_loop.data.source_card import (
     INDEX_SUFFIX,
     LOSS_SUFFIX,
-    TokenShards,
-    file_chunks,
-    misplaced_eos,
+    ShardCard,
+    SourceCard,
+    file_sha256,
 )
-from titan_loop.data.source_card import ShardCard, SourceCard, file_sha256
 from titan_loop.errors import UserError
 from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.open_files import OpenFiles
-from titan_loop.data.source_card import PackedCard, SourceCard
+from titan_loop.data.source_card import PackedCard, SourceCard, packed_names
 from titan_loop.errors import UserError
 
 PIECE = np.dtype([("first_token", "<u8"), ("length", "<u4")])
@@ -113,7 +113,8 @@ class PackedIndex:
 
 def index_paths(folder: Path, seq_len: int) -> tuple[Path, Path]:
     """Return the paths of a split's window ends and pieces."""
-    return folder / f"packed_{seq_len}.windows", folder / f"packed_{seq_len}.pieces"
+    windows, pieces = packed_names(seq_len)
+    return folder / windows, folder / pieces
 
 
 def _require_size(path: Path, expected_bytes: int) -> None:

@@ -7,17 +7,22 @@ machine, or of all machines that share the cache, wait for the one that copies. 
 already is not copied again, and an interrupted copy is completed.
 """
 
+import errno
 import fcntl
 import hashlib
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from titan_loop.errors import RunFailedError, UserError
+from titan_loop.storage.file_names import path_below, require_file_name
+from titan_loop.storage.regular_file import MOST_BYTES
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
 from titan_loop.storage.transient import ATTEMPTS, WAIT_SECONDS, count_retry
 
@@ -26,6 +31,8 @@ logger = logging.getLogger(__name__)
 FIELD = "dataloader.mixture"
 CACHE_VARIABLE = "TITAN_LOOP_SOURCE_CACHE"
 _PARALLEL_COPIES = 8
+_ARRIVING = ".arriving-"
+PROGRESS_SECONDS = 30.0
 
 T = TypeVar("T")
 
@@ -42,23 +49,28 @@ def local_folder(address: str) -> str:
     """Return where a remote source will be on this machine; nothing is copied yet.
 
     Raises:
-        UserError: The address has an unknown scheme, or holds credentials.
+        UserError: The address has an unknown scheme, holds credentials, or ends in no name.
     """
     check_address(address, FIELD)
     address = address.rstrip("/")
+    own_name = require_file_name(address.rpartition("/")[2], FIELD)
     cache = os.environ.get(CACHE_VARIABLE) or "~/.cache/titan_loop/sources"
-    name = hashlib.sha256(address.encode()).hexdigest()[:16]
-    folder = str(Path(cache).expanduser().absolute() / name / address.rpartition("/")[2])
+    digest = hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder = str(Path(cache).expanduser().absolute() / digest / own_name)
     _addresses[folder] = address
     return folder
 
 
-def copy_if_remote(folder: Path, card_name: str) -> None:
+def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iterable[str]]) -> None:
     """Copy a source here if `folder` is from `local_folder` and this process did not look yet.
+
+    The card comes first, and of the other objects only those that it names: a stranger's bucket
+    may hold any names.
 
     Args:
         folder: A source's folder.
-        card_name: The file that makes a folder a source; copied last.
+        card_name: The file that makes a folder a source; in its place only when all others are.
+        files_of: Returns the other files that a card names.
 
     Raises:
         UserError: The address cannot be used, is not a source, or was changed since it was copied.
@@ -69,40 +81,49 @@ def copy_if_remote(folder: Path, card_name: str) -> None:
         return
     remote = RemoteFolder(address, FIELD)
     sizes = _tried(remote.files)
-    if card_name not in sizes:
+    if sizes.get(card_name, MOST_BYTES + 1) > MOST_BYTES:
         raise UserError(
             f"{FIELD}: {address} has no {card_name}: it is not a prepared source, or its copying "
             "was interrupted"
         )
-    card = _tried(lambda: remote.read(card_name))
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        here = folder / card_name
-        if here.is_file() and here.read_bytes() != card:
+    with _one_at_a_time(folder, folder.parent / "lock"):
+        here, card = folder / card_name, _arriving(folder / card_name)
+        card.write_bytes(_tried(lambda: remote.read(card_name)))
+        if here.is_file() and here.read_bytes() != card.read_bytes():
             raise UserError(
                 f"{FIELD}: {address} has changed since it was copied; delete {folder.parent}, or "
                 "give the new source an address of its own"
             )
-        left = [
-            name
-            for name, size in sizes.items()
-            if name != card_name and _size(folder / name) != size
-        ]
-        if left:
-            total = sum(sizes[name] for name in left) / 2**30
-            logger.info(
-                "Copying %d files (%.1f GiB) of %s to %s", len(left), total, address, folder
+        places = {name: path_below(folder, name, here) for name in files_of(card)}
+        missing = sorted(places.keys() - sizes.keys())
+        if missing:
+            raise UserError(
+                f"{FIELD}: {address} has no {missing[0]}, which its {card_name} names: its copying "
+                "was interrupted; copy it there again"
             )
-        with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="source") as copies:
-            list(copies.map(lambda name: _copy(remote, name, folder / name, sizes[name]), left))
-        here.write_bytes(card)
+        left = [name for name, place in places.items() if _size(place) != sizes[name]]
+        if left:
+            _copy_all(remote, {name: sizes[name] for name in left}, folder)
+        card.replace(here)
     _complete.add(address)
 
 
-def _copy(remote: RemoteFolder, name: str, target: Path, size: int) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    arriving = target.with_name(f".arriving-{target.name}")
+def _copy_all(remote: RemoteFolder, sizes: Mapping[str, int], folder: Path) -> None:
+    total = sum(sizes.values()) / 2**30
+    logger.info("Copying %d files (%.1f GiB) of %s to %s", len(sizes), total, remote.url, folder)
+    done, said = 0, time.monotonic()
+    with ThreadPoolExecutor(_PARALLEL_COPIES, thread_name_prefix="source") as copies:
+        for size in copies.map(lambda name: _copy(remote, name, folder / name, sizes[name]), sizes):
+            done += size
+            if time.monotonic() - said >= PROGRESS_SECONDS:
+                said = time.monotonic()
+                logger.info("Copied %.1f of %.1f GiB of %s", done / 2**30, total, remote.url)
+
+
+def _copy(remote: RemoteFolder, name: str, place: Path, size: int) -> int:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    arriving = _arriving(place)
 
     def copy() -> None:
         remote.download(name, arriving)
@@ -110,7 +131,29 @@ def _copy(remote: RemoteFolder, name: str, target: Path, size: int) -> None:
             raise OSError(f"{_size(arriving)} of {size} bytes of {remote.url}/{name} arrived")
 
     _tried(copy)
-    arriving.replace(target)
+    arriving.replace(place)
+    return size
+
+
+def _arriving(place: Path) -> Path:
+    """Return a name beside a file, of this process alone: the cache may know no locks."""
+    return place.with_name(f"{_ARRIVING}{socket.gethostname()}-{os.getpid()}-{place.name}")
+
+
+@contextmanager
+def _one_at_a_time(folder: Path, lock_path: Path) -> Iterator[None]:
+    """Wait until no other process copies, where the file system has locks."""
+    with lock_path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+                raise
+            logger.warning("%s cannot be locked (%s); others may copy, too", lock_path, error)
+        else:
+            for abandoned in folder.rglob(f"{_ARRIVING}*"):
+                abandoned.unlink()
+        yield
 
 
 def _size(path: Path) -> int | None:

@@ -21,12 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from titan_loop.data.open_files import OpenFiles
-from titan_loop.data.source_card import SourceCard
+from titan_loop.data.source_card import INDEX_SUFFIX, LOSS_SUFFIX, SourceCard
 from titan_loop.errors import UserError
 from titan_loop.storage.transient import retried
 
-INDEX_SUFFIX = ".index"
-LOSS_SUFFIX = ".loss"
 _BYTE = np.dtype(np.uint8)
 _DOCUMENT_END = np.dtype("<i8")  # written unsigned; no shard has 2**63 tokens
 _INDEX_BLOCK = 2048  # document ends read at once: in a million, mostly the only read
@@ -107,22 +105,16 @@ class TokenShards:
     def _require_sizes(self) -> int:
         """Compare all files with the card; return their size."""
         size_bytes = 0
-        for path, shard in zip(self._paths, self.split.shards, strict=True):
-            expected = {
-                path: shard.tokens * self.card.token_bytes,
-                path + INDEX_SUFFIX: shard.documents * _DOCUMENT_END.itemsize,
-            }
-            if self.card.has_loss_mask:
-                expected[path + LOSS_SUFFIX] = shard.tokens
-            for file, expected_bytes in expected.items():
-                try:
-                    found_bytes = retried(lambda file=file: os.stat(file).st_size)
-                except FileNotFoundError:
-                    raise UserError(
-                        f"shard {file} is missing: restore it or prepare the source again"
-                    ) from None
-                _require_size(file, found_bytes, expected_bytes)
-                size_bytes += found_bytes
+        for name, expected_bytes in self.card.shard_files(self.name).items():
+            file = f"{self.folder}/{name}"
+            try:
+                found_bytes = retried(lambda file=file: os.stat(file).st_size)
+            except FileNotFoundError:
+                raise UserError(
+                    f"shard {file} is missing: restore it or prepare the source again"
+                ) from None
+            _require_size(file, found_bytes, expected_bytes)
+            size_bytes += found_bytes
         return size_bytes
 
     def _require_eos(self) -> None:

@@ -7,15 +7,17 @@ sizes (and checks them against the files) instead of opening every shard.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan_loop.data.remote_source import copy_if_remote
 from titan_loop.errors import UserError, seen_from
+from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import finite_or_null, read_json_object, write_json
 from titan_loop.text.text_format import TextFormat
+from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,9 +25,15 @@ if TYPE_CHECKING:
 CARD_NAME = "source.json"
 _OWN_HASH = "card_sha256"
 LOCK_NAME = "source.lock"
+INDEX_SUFFIX = ".index"
+LOSS_SUFFIX = ".loss"
+_DOCUMENT_END_BYTES = 8
 FORMAT_VERSION = 2
 SHORT_DIGEST = 16
 """Hexadecimal digits of a SHA-256 in a loader's description."""
+
+
+Card = TypeVar("Card", "SourceCard", "SplitCard", "ShardCard", "PackedCard")
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:
@@ -126,17 +134,47 @@ class SourceCard:
         record = asdict(self)
         write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
 
+    def shard_files(self, split: str) -> dict[str, int]:
+        """Return the size in bytes of every file of a split's shards, by its name in the source.
+
+        Raises:
+            UserError: A shard's name is not the name of a file.
+        """
+        sizes: dict[str, int] = {}
+        for shard in self.splits[split].shards:
+            name = f"{split}/{require_file_name(shard.file, CARD_NAME)}"
+            sizes[name] = shard.tokens * self.token_bytes
+            sizes[name + INDEX_SUFFIX] = shard.documents * _DOCUMENT_END_BYTES
+            if self.has_loss_mask:
+                sizes[name + LOSS_SUFFIX] = shard.tokens
+        return sizes
+
+    def files(self) -> list[str]:
+        """Return the names of the source's files in its folder, without its card.
+
+        Raises:
+            UserError: The name of a split or of a shard is not the name of a file.
+        """
+        names = [TOKENIZER_NAME]
+        for split, contents in self.splits.items():
+            require_file_name(split, CARD_NAME)
+            names += self.shard_files(split)
+            for packed in contents.packed:
+                for name in packed_names(packed.seq_len):
+                    names.append(f"{split}/{require_file_name(name, CARD_NAME)}")
+        return names
+
     @classmethod
     def read(cls, folder: Path) -> "SourceCard":
         """Read the card of the prepared source in `folder`.
 
         Raises:
             UserError: If the folder or its card is missing, or the card is unreadable, of another
-                format, not what was written (cards of version 0.1 carry no hash to tell), or its
-                EOS id lies outside the vocabulary.
+                format, not what was written (cards of version 0.1 carry no hash to tell), its
+                EOS id lies outside the vocabulary, or it names a file outside of its folder.
         """
         path = folder / CARD_NAME
-        copy_if_remote(folder, CARD_NAME)
+        copy_if_remote(folder, CARD_NAME, lambda card: cls._parse(card).files())
         if not folder.is_dir():
             raise UserError(
                 f"source {folder} is not a folder{seen_from(folder)}: prepare it with titan-loop "
@@ -147,13 +185,17 @@ class SourceCard:
                 f"source {folder} has no {CARD_NAME}: it is not a prepared source or its "
                 "preparation was interrupted; run titan-loop data tokenize again"
             )
+        return cls._parse(path)
+
+    @classmethod
+    def _parse(cls, path: Path) -> "SourceCard":
         try:
             raw = read_json_object(path, fix="prepare it again")
             version = raw["format_version"]
             if version != FORMAT_VERSION:
                 raise UserError(
-                    f"source {folder} has format {version}, this version reads {FORMAT_VERSION}: "
-                    "prepare it again"
+                    f"source {path.parent} has format {version}, this version reads "
+                    f"{FORMAT_VERSION}: prepare it again"
                 )
             own_hash = raw.pop(_OWN_HASH, None)
             if own_hash is not None and own_hash != _record_sha256(raw):
@@ -162,26 +204,38 @@ class SourceCard:
                     "the source again"
                 )
             raw["splits"] = {
-                name: SplitCard(
-                    **{
+                name: _typed(
+                    SplitCard,
+                    {
                         **split,
-                        "shards": tuple(ShardCard(**shard) for shard in split["shards"]),
-                        "packed": tuple(PackedCard(**packed) for packed in split["packed"]),
-                    }
+                        "shards": tuple(_typed(ShardCard, shard) for shard in split["shards"]),
+                        "packed": tuple(_typed(PackedCard, packed) for packed in split["packed"]),
+                    },
                 )
                 for name, split in raw["splits"].items()
             }
-            card = cls(**raw)
+            card = _typed(cls, raw)
             if not 0 <= card.eos_id < card.vocab_size:
                 raise UserError(
                     f"source card {path}: eos_id {card.eos_id} is outside its vocabulary of "
                     f"{card.vocab_size}: restore it or prepare the source again"
                 )
+            card.files()  # refuses names that lead out of the folder
             return card
         except (AttributeError, KeyError, TypeError) as error:
             raise UserError(
                 f"source card {path} is unreadable ({error}): prepare it again"
             ) from error
+
+
+def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
+    """Return a part of a card; raise `TypeError` for a field of another type than it has."""
+    card = kind(**record)
+    for each in fields(card):
+        value = getattr(card, each.name)
+        if each.type in (int, str, bool) and type(value) is not each.type:
+            raise TypeError(f"{each.name}={value!r:.40}")
+    return card
 
 
 def _record_sha256(record: Mapping[str, Any]) -> str:
@@ -208,6 +262,11 @@ def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextForm
         )
     text = TextFormat(end_of_text=end_of_text)
     return text.with_chatml() if any(card.has_loss_mask for card in cards) else text
+
+
+def packed_names(seq_len: int) -> tuple[str, str]:
+    """Return the names of a split's window ends and pieces, in its folder."""
+    return f"packed_{seq_len}.windows", f"packed_{seq_len}.pieces"
 
 
 def file_sha256(path: Path) -> str:

@@ -1,3 +1,3 @@
-"""How a looped decoder is spread over devices: placements, recomputation, compilation, FSDP2."""
+"""A looped decoder on several devices: placements, recomputation, compilation, FSDP2."""
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)

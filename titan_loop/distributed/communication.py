@@ -1,4 +1,4 @@
-"""Which collectives one training step needs, and how many bytes a rank receives through them.
+"""The collectives of one training step, and the bytes that a rank receives through them.
 
 Counts and bytes are those `tests/distributed/test_collectives.py` counts at the process group. Left
 out: under tensor parallelism, sums over a chunk's softmax and over the gradients of norms, which

@@ -1,4 +1,4 @@
-"""Whether `torch.compile` can run, and what of its work is kept for the next stage and start.
+"""A check that `torch.compile` can run, and a folder that keeps its work for later starts.
 
 Inductor calls a C++ compiler, on CUDA Triton a C compiler. Compiled graphs and kernels are found
 again by their content, so one folder serves the ranks of a node and all stages of a recipe.

@@ -65,8 +65,6 @@ class FSDPConfig:
         model: LoopDecoder.Config,
         shape: StepShape,
         device_bytes: float,
-        *,
-        cuda_graphs: bool,
     ) -> tuple["FSDPConfig", str]:
         """Return this config with `auto` decided, and why; training and `plan` both ask here.
 
@@ -74,18 +72,12 @@ class FSDPConfig:
             model: The architecture.
             shape: The work of one rank, with the largest R of the run.
             device_bytes: Memory of the smallest device, or a rank's share of the host's.
-            cuda_graphs: Whether micro-batches are captured in CUDA graphs.
         """
         policy: FSDPPolicy = "per_visit"
         if self.policy != "auto":
             policy, reason = self.policy, "as set"
         elif shape.reshard_after_forward == "always":
             reason = "because of parallelism.fsdp_reshard_after_forward=always"
-        elif cuda_graphs:
-            reason = (
-                "because of training.disable_cuda_graphs=False, which captures the gathers of a "
-                "micro-batch"
-            )
         else:
             peak = estimate_memory(model, shape, hold_layers=True).peak
             if peak <= USABLE_SHARE * device_bytes:

@@ -1,4 +1,4 @@
-"""How many bytes one rank needs in a training step, by part: an estimate with its terms stated.
+"""An estimate of the bytes that one rank needs in a training step, term by term.
 
     persistent     parameters 4·P/S, sharded gradients 4·P/S, AdamW's moments 8·P/S; Muon's 4·P/S of
                    the layers' matrices, an average of the weights 4·P/S

@@ -177,7 +177,7 @@ class MatrixOwners:
         self._rank = 0
         if size > 1:
             if len(table) > 1:
-                self._group, _ = dist.new_subgroups_by_enumeration([list(row) for row in table])
+                self._group = _group_of(held[0][0], table)
             self._rank = dist.get_rank(self._group)
         self._regions = [[regions[rank] for _, regions in held] for rank in range(size)]
         for matrix, regions in held:
@@ -252,6 +252,30 @@ class MatrixOwners:
             received.copy_(sent)
         else:
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._group)
+
+
+_groups: dict[RankTable, tuple[Any, Any]] = {}
+"""Of earlier stages: the group of all ranks at that time, and that of this rank's row."""
+
+
+def _group_of(matrix: Tensor, table: RankTable) -> Any:
+    """Return the group of this rank's row: the mesh's where one of its dimensions cuts the matrix.
+
+    torchtitan sets the timeout of a mesh's groups; another group starts with that of all ranks.
+    """
+    assert isinstance(matrix, DTensor)
+    cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]
+    if len(cut) == 1:
+        return matrix.device_mesh.get_group(cut[0])
+    world: Any = dist.group.WORLD
+    known, group = _groups.get(table, (None, None))
+    if known is not world:
+        options = world._get_backend(matrix.device).options
+        timeout = None if options is None else options._timeout  # a rehearsed world has none
+        rows = [list(row) for row in table]
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+        _groups[table] = world, group
+    return group
 
 
 def pack(costs: Sequence[float], bins: int) -> list[int]:

@@ -35,6 +35,7 @@ from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable, freeze_all_but_the_exit_gate
 from titan_loop.models.units import unit_sizes_of
+from titan_loop.ranks import warn_together
 
 
 def check_parallelism(
@@ -165,11 +166,11 @@ def parallelize_loop_decoder(
                 model.compiled_parts(), compile_config=compile_config, parallel_dims=parallel_dims
             )
         else:
-            logger.warning("compile.enable: %s found; running eagerly", missing)
+            warn_together(logger, "compile.enable: %s found; running eagerly", missing)
     fsdp = fsdp or FSDPConfig()
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     if fsdp.fp32_visit_sum and param_dtype == torch.float32:
-        logger.warning("fsdp.fp32_visit_sum has no effect: layers compute in fp32 as it is")
+        warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 as it is")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or to cast: spare the copies FSDP makes even at size 1
@@ -188,12 +189,7 @@ def parallelize_loop_decoder(
             states=states or OptimizerStates(),
         )
         assert isinstance(model.config, LoopDecoder.Config)
-        fsdp, reason = fsdp.decided(
-            model.config,
-            shape,
-            _smallest_device_bytes(),
-            cuda_graphs=not training.disable_cuda_graphs,
-        )
+        fsdp, reason = fsdp.decided(model.config, shape, _smallest_device_bytes())
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
     return model

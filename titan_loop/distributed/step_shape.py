@@ -1,4 +1,4 @@
-"""What one rank computes in one micro-batch: all that memory, traffic and FSDP's policy depend on.
+"""The work of one rank in one micro-batch, on which memory, traffic and FSDP's policy depend.
 
 Training derives it from its ranks and device, `plan` from a cluster that is not there; both decide
 `fsdp.policy=auto` here.

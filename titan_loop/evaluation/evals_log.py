@@ -9,13 +9,16 @@
 """
 
 import fcntl
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import IO, NamedTuple
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
+from titan_loop.storage.kept_records import append_or_keep
 
 LOCKS = "claims"
 WHILE_TRAINING = "while training"
@@ -28,11 +31,16 @@ EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
 def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seconds: float) -> None:
     """Append one evaluation; waits while another process writes a line.
 
+    While training, a disk that fails costs the line at most; a watcher must know that it is there.
+
     Args:
         run: The run.
         report: Results.
-        asked: Hash of the questions, or `WHILE_TRAINING`.
+        asked: Hash of the questions, `WHILE_TRAINING` or `PROMOTION`.
         seconds: Duration of the evaluation.
+
+    Raises:
+        OSError: The disk fails; not while training.
     """
     record = {
         "step": report.step,
@@ -44,9 +52,16 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
         "failures": report.failures,
         "results": report.flat(),
     }
-    with lock_file(run, run.evals_jsonl.name) as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
-        append_jsonl(run.evals_jsonl, record)
+
+    def append(path: Path, record: Mapping[str, Any]) -> None:
+        with lock_file(run, path.name) as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            append_jsonl(path, record)
+
+    if asked in (WHILE_TRAINING, PROMOTION):
+        append_or_keep(run.evals_jsonl, record, append)
+    else:
+        append(run.evals_jsonl, record)
 
 
 class HeldOutRecord(NamedTuple):

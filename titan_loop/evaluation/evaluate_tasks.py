@@ -306,7 +306,7 @@ class _Evaluation:
         if not options.frontier:
             reading = policy_reading(options.exit, steps)
             require_exit_policy(self._model, reading.policy)
-            reading.policy.prepare(self._model)
+            self._model.exit_policy = reading.policy
             return [reading]
         # A policy's thresholds are taken from the states of a small sample.
         if self._generated is not None:

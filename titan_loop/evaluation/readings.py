@@ -23,13 +23,13 @@ from titan_loop.inference.exit_policy import (
     ExitPolicy,
     StaticStep,
     divergence_nats,
+    exit_policies_of,
     exit_steps,
     hidden_distance,
     parse_exit_policy,
     relative_distance,
 )
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import get_family
 
 _LOGITS_AT_A_TIME = 1 << 26
 """R · C · V: the logits of one chunk at every step take at most 256 MiB in fp32."""
@@ -163,7 +163,7 @@ def frontier_readings(
         bound = f"{_ENTROPY_BOUND_NATS:g}"
         names += ["kl:0,0", *(f"kl:{x:.4g},{bound}" for x in _quantiles(changes)), "kl:inf,inf"]
     policies = [policy_reading(name, recurrent_steps) for name in dict.fromkeys(names)]
-    has = get_family(model.config.family).exit_policies
+    has = exit_policies_of(model)
     return [
         *depth_readings(range(1, recurrent_steps + 1)),
         *(reading for reading in policies if reading.policy.name in has),

@@ -23,7 +23,6 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.retention import is_committed
-from titan_loop.data.tasks.registry import TASKS
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
@@ -32,6 +31,7 @@ from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
+from titan_loop.plugins import names
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -225,7 +225,7 @@ def _manifest_if_there(checkpoint: Path) -> Mapping[str, Any] | None:
 
 def _require_known(options: TaskOptions) -> None:
     """Raise `UserError` for unknown tasks; without the harness, only the evaluation can tell."""
-    others = {task.name for task in options.tasks} - {HELD_OUT, *OFFLINE_TASKS, *TASKS}
+    others = {task.name for task in options.tasks} - {HELD_OUT, *OFFLINE_TASKS, *names("tasks")}
     if others and importlib.util.find_spec("lm_eval") is not None:
         from titan_loop.evaluation.harness_tasks import HarnessTasks
 

@@ -117,8 +117,7 @@ class HeldOutLoss:
 
     def depth(self, trainer: TrainingState) -> int:
         """Return the R that the newest step was to be trained with."""
-        steps = typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
-        return max(1, steps // 2) if trainer.halved else steps
+        return typical_recurrent_steps(self.recurrence, trainer.tokens - 1)
 
     def value(self, report: TaskReport, depth: int) -> float:
         """Return the loss in nats per token."""

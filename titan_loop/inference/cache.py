@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot
@@ -314,7 +313,7 @@ class PromptVisit:
         """Store, and return the same keys and values: all rows are at one step."""
         cache, step = _addressed(self._cache, slot)
         assert isinstance(step, int), "a prompt's rows share their step"
-        new_2BLNH = torch.stack((_local(k_BLNH), _local(v_BLNH)))
+        new_2BLNH = torch.stack((k_BLNH, v_BLNH))
         cache.write_prompt(step, slot.layer, self._first_row, new_2BLNH)
         return k_BLNH, v_BLNH
 
@@ -329,7 +328,7 @@ class TokenVisit:
     def update(self, slot: CacheSlot, k_BLNH: Tensor, v_BLNH: Tensor) -> tuple[Tensor, Tensor]:
         """Store, and return the first S keys and values of every row."""
         cache, step = _addressed(self._cache, slot)
-        return cache.write_tokens(step, slot.layer, _local(k_BLNH), _local(v_BLNH), self._places)
+        return cache.write_tokens(step, slot.layer, k_BLNH, v_BLNH, self._places)
 
 
 def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:
@@ -338,8 +337,3 @@ def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tens
         return cache, slot.step
     assert cache.outside is not None
     return cache.outside, 1
-
-
-def _local(heads_BLNH: Tensor) -> Tensor:
-    """Return this rank's heads under tensor parallelism."""
-    return heads_BLNH.to_local() if isinstance(heads_BLNH, DTensor) else heads_BLNH

@@ -33,7 +33,7 @@ class Engine:
     """Generates with a looped model.
 
     Args:
-        model: A model in evaluation mode. Under tensor parallelism every rank makes the same calls.
+        model: A model in evaluation mode.
         recurrent_steps: Number of recurrent steps R, which may exceed the trained R; None takes the
             model's.
         kv_cache: Strategy for the keys and values of earlier tokens: full, last, first or averaged.
@@ -94,15 +94,14 @@ class Engine:
             rows: Number of rows that run at once; the other requests wait, in order, for a place.
                 None runs all at once. Results are the same up to rounding.
             sampling: How tokens are chosen; None is greedy.
-            generator: A CPU generator that seeds each row's own; required unless greedy. Under
-                tensor parallelism it must be in the same state on all ranks.
+            generator: A CPU generator that seeds each row's own; required unless greedy.
 
         Raises:
             UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
-        # Inference mode saves a tenth of a small model's time; DTensors do not know it.
-        mode = torch.no_grad if self.stack.sharded else torch.inference_mode
-        return mode()(self._stream)(requests, rows, sampling or Sampling(), generator)
+        # Inference mode saves a tenth of a small model's time.
+        stream = torch.inference_mode()(self._stream)
+        return stream(requests, rows, sampling or Sampling(), generator)
 
     def _stream(
         self,
@@ -111,7 +110,7 @@ class Engine:
         sampling: Sampling,
         generator: torch.Generator | None,
     ) -> Iterator[GeneratedToken]:
-        self.exit_policy.prepare(self.stack.model)
+        self.stack.model.exit_policy = self.exit_policy
         waiting = self._rows(requests, sampling, generator)
         places = len(waiting) if rows is None else min(rows, len(waiting))
         if places < 1:
@@ -141,21 +140,6 @@ class Engine:
         for event in self.stream(requests, rows=rows, sampling=sampling, generator=generator):
             completions[event.row].add(event)
         return completions
-
-    @torch.no_grad()
-    def anytime(self, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Tensor]]:
-        """Yield (step, logits of the next token) after every step, each run when asked for.
-
-        Args:
-            prompts: Token ids, of any lengths.
-
-        Yields:
-            The step from 1 to R, and (B, V) logits.
-        """
-        self._check_prompts(prompts)
-        self.exit_policy.prepare(self.stack.model)
-        for step, state_BLD, _ in self._prompt_states(prompts, None, None):
-            yield step, self.stack.readout(state_BLD)[:, 0]
 
     def _rows(
         self,
@@ -236,12 +220,9 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         visit: PromptVisit | None,
-        decider: ExitDecider | None,
+        decider: ExitDecider,
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield (step, state after it, state before it) of each prompt's last token, as read.
-
-        Without a decider every state is read.
-        """
+        """Yield (step, state after it, state before it) of each prompt's last token, as read."""
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         row_B = torch.arange(len(prompts), device=self.stack.device)
@@ -251,9 +232,8 @@ class Engine:
         state = None
         before_BLD: Tensor | None = None
         for step in range(1, self.recurrent_steps + 1):
-            reads = decider is None or decider.reads([step])
             steps = [step] * len(prompts)
-            state = self.stack.step(state, tokens_BL, steps, context, reads=reads)
+            state = self.stack.step(state, tokens_BL, steps, context, reads=decider.reads([step]))
             state_BLD = state.read_BLD[row_B, last_B].unsqueeze(1)
             yield step, state_BLD, state_BLD if before_BLD is None else before_BLD
             before_BLD = state_BLD

@@ -7,8 +7,9 @@
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
-    survival:TAU      for layers that loop by themselves (family adaptive): in every layer a token
-                      stops looping once the probability of going on is below TAU
+
+A family may have policies of its own, of one number, such as survival:TAU
+(`titan_loop/families/adaptive/exit_policy.py`).
 
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
 cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
@@ -21,9 +22,9 @@ never exceeds its logarithm.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import get_family
 from titan_loop.objectives.exit_distribution import reaches_threshold
+from titan_loop.plugins import find, names
 
 
 class Evidence(NamedTuple):
@@ -79,10 +81,6 @@ class ExitPolicy(ABC):
     def deepest_step(self, recurrent_steps: int) -> int:
         """Return the last step that can ever run, at most R."""
         return recurrent_steps
-
-    def prepare(self, model: LoopDecoder) -> None:
-        """Set what the policy decides inside the model, before it runs."""
-        model.survival = None
 
 
 @dataclass(frozen=True)
@@ -228,37 +226,21 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
     return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
 
 
-@dataclass(frozen=True)
-class Survival(ExitPolicy):
-    """Layers that loop by themselves do not mix their iterations: tokens halt one by one.
-
-    An approximation of what was trained; `titan-loop analyse survival` measures its error.
-    """
-
-    threshold: float
-    name: ClassVar[str] = "survival"
-    reads_states: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.threshold <= 1:
-            raise UserError(f"exit=survival:{self.threshold} must be above 0 and at most 1")
-
-    def fires(self, evidence: Evidence) -> Tensor:
-        """False: there is one recurrent step."""
-        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
-
-    def prepare(self, model: LoopDecoder) -> None:
-        """Let the layers halt by the threshold."""
-        model.survival = self.threshold
-
-
-_OF_ONE_NUMBER: dict[str, Callable[[float], ExitPolicy]] = {
-    "hidden": HiddenDifference,
-    "relative": RelativeDifference,
-    "confidence": Confidence,
-    "q": QExit,
-    "survival": Survival,
+_POLICIES: dict[str, Callable[..., ExitPolicy]] = {
+    kind.name: kind
+    for kind in (
+        StaticStep,
+        HiddenDifference,
+        RelativeDifference,
+        Confidence,
+        QExit,
+        KLAndEntropy,
+    )
 }
+"""Policies that every recurrence over the stack has."""
+
+_NUMBERS = {"static": 1, "kl": 2}
+"""Number of values after the colon, where it is not one number that may have a fraction."""
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
@@ -268,32 +250,38 @@ def parse_exit_policy(text: str) -> ExitPolicy:
         UserError: The policy is unknown, or a value is missing, not a number or out of range.
     """
     name, _, values = text.partition(":")
-    numbers = {"full": 0, "static": 1, **dict.fromkeys(_OF_ONE_NUMBER, 1), "kl": 2}
-    if name not in numbers:
-        raise UserError(f"exit={text} is not an exit policy{nearest(name, numbers)}")
+    kind: Any = _POLICIES.get("static" if name == "full" else name) or find("exit_policies", name)
+    if kind is None:
+        known = ["full", *_POLICIES, *names("exit_policies")]
+        raise UserError(f"exit={text} is not an exit policy{nearest(name, known)}")
     parts = [part for part in values.split(",") if part]
-    wanted = f"exit={text}: {name} takes {numbers[name]} number(s), as in q:0.9 or kl:0.01,3"
-    if len(parts) != numbers[name]:
+    number = int if name == "static" else float
+    count = 0 if name == "full" else _NUMBERS.get(name, 1)
+    wanted = f"exit={text}: {name} takes {count} number(s), as in q:0.9 or kl:0.01,3"
+    if len(parts) != count:
         raise UserError(wanted)
     try:
-        match name:
-            case "full":
-                return StaticStep()
-            case "static":
-                return StaticStep(int(parts[0]))
-            case "kl":
-                return KLAndEntropy(float(parts[0]), float(parts[1]))
-            case _:
-                return _OF_ONE_NUMBER[name](float(parts[0]))
+        return kind(*(number(part) for part in parts))
     except UserError:
         raise
     except ValueError as error:
         raise UserError(wanted) from error
 
 
+def exit_policies_of(model: LoopDecoder) -> Collection[str]:
+    """Return the names of the exit policies that a model's family has."""
+    listed = get_family(model.config.family).exit_policies
+    return _POLICIES if listed is None else listed
+
+
 def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
     """Raise `UserError` if a model does not have what a policy needs, or its family the policy."""
-    get_family(model.config.family).require_exit_policy(policy.name)
+    has = exit_policies_of(model)
+    if policy.name not in has:
+        raise UserError(
+            f"exit={policy.name} is an exit policy that model.family={model.config.family} does "
+            f"not have; it has {', '.join(sorted(has))}"
+        )
     if policy.reads_gate and model.exit_gate is None:
         raise UserError(
             f"exit={policy.name} needs an exit gate, which this model does not have; use static"

@@ -1,18 +1,15 @@
 """One application of the shared stack to tokens that may be at different recurrent steps.
 
 All steps have the same weights, so rows at steps 1, 3 and 2 go through the layers in one call; only
-the cache needs to know which row is at which step. Tensor parallelism ends here, too: everything
-outside sees plain tensors that are equal on all ranks.
+the cache needs to know which row is at which step.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map
 
 from titan_loop.errors import UserError
@@ -28,7 +25,7 @@ class Work:
     """The cost of generating.
 
     Attributes:
-        cache_bytes: Bytes allocated for keys and values; under tensor parallelism on this rank.
+        cache_bytes: Bytes allocated for keys and values.
         applications: Number of calls of the whole stack.
         token_steps: Number of tokens in those calls, summed, with padding.
     """
@@ -54,10 +51,10 @@ class LoopState(NamedTuple):
 
 
 class Stack:
-    """A looped decoder as the engine calls it; plain tensors in and out.
+    """A looped decoder as the engine calls it.
 
     Args:
-        model: A model in evaluation mode; under tensor parallelism without sequence parallelism.
+        model: A model in evaluation mode, whole on one device.
 
     Attributes:
         attention: The attention of one layer, for its shape.
@@ -81,14 +78,6 @@ class Stack:
         weight = model.tok_embeddings.weight
         self.device = weight.device
         self.dtype = weight.dtype
-        self._mesh: DeviceMesh | None = None
-        if isinstance(weight, DTensor):
-            self._mesh = weight.device_mesh
-
-    @property
-    def sharded(self) -> bool:
-        """Whether ranks share the weights."""
-        return self._mesh is not None
 
     @property
     def context_tokens(self) -> int:
@@ -98,13 +87,12 @@ class Stack:
     def make_cache(
         self, strategy: type[LoopCache], *, steps: int, rows: int, capacity: int
     ) -> LoopCache:
-        """Allocate an empty cache; under tensor parallelism for this rank's heads."""
-        ranks = 1 if self._mesh is None else self._mesh.size()
+        """Allocate an empty cache."""
         shape = CacheShape(
             *self.model.cache_slots(steps),
             rows,
             capacity,
-            self.attention.n_kv_heads // ranks,
+            self.attention.n_kv_heads,
             self.attention.head_dim,
         )
         cache = strategy(shape, dtype=self.dtype, device=self.device)
@@ -132,16 +120,6 @@ class Stack:
             positions_BL, positions_BL, mask_B1LS, visit, key_positions=key_S.unsqueeze(0)
         )
 
-    def told(self, context: LoopContext, said_BLV: Tensor | None) -> LoopContext:
-        """Return the context of the next step.
-
-        Args:
-            context: From `token_context`.
-            said_BLV: What an exit policy read off these rows after the step before, if it did; not
-                used where ranks share the embeddings.
-        """
-        return context._replace(said_BLV=said_BLV if self._mesh is None else None)
-
     def step(
         self,
         state: LoopState | None,
@@ -162,12 +140,12 @@ class Stack:
         """
         same = min(steps) == max(steps)
         step = steps[0] if same else torch.tensor(steps, device=self.device)
-        carry = self._placed(self._carry(state, tokens_BL, step, context))
+        carry = self._carry(state, tokens_BL, step, context)
         hidden_BLD = self.model.step(carry, step, context)
         read_BLD = self.model.read(hidden_BLD, context) if reads else hidden_BLD
         self.work.applications += 1
         self.work.token_steps += hidden_BLD.shape[0] * hidden_BLD.shape[1]
-        return self._plain(LoopState(carry, hidden_BLD, read_BLD))
+        return LoopState(carry, hidden_BLD, read_BLD)
 
     def _carry(
         self,
@@ -180,12 +158,11 @@ class Stack:
 
         def started() -> Carry:
             assert tokens_BL is not None
-            return self._plain(self.model.start(tokens_BL, context))
+            return self.model.start(tokens_BL, context)
 
         def advanced(done: int | Tensor) -> Carry:
             assert state is not None
-            carry, hidden_BLD = self._placed(state[:2])
-            return self._plain(self.model.advance(carry, hidden_BLD, done, context))
+            return self.model.advance(state.carry, state.hidden_BLD, done, context)
 
         if tokens_BL is None:
             return advanced(step - 1)
@@ -200,25 +177,8 @@ class Stack:
 
     def readout(self, read_BLD: Tensor) -> Tensor:
         """Return logits (B, L, V)."""
-        return self._plain(self.model.readout(self._placed(read_BLD)))
+        return self.model.readout(read_BLD)
 
     def gate(self, read_BLD: Tensor) -> Tensor:
         """Return exit logits (B, L), fp32."""
-        return self._plain(self.model.gate(self._placed(read_BLD)))
-
-    def _placed(self, tree: Any) -> Any:
-        """Return a pytree as the model wants its tensors: under tensor parallelism DTensors."""
-        if self._mesh is None:
-            return tree
-        mesh = self._mesh
-        return tree_map(
-            lambda leaf: DTensor.from_local(leaf, mesh, [Replicate()], run_check=False), tree
-        )
-
-    def _plain(self, tree: Any) -> Any:
-        """Return a pytree with plain tensors, equal on all ranks."""
-        if self._mesh is None:
-            return tree
-        return tree_map(
-            lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree
-        )
+        return self.model.gate(read_BLD)

@@ -22,7 +22,7 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         batch.state,
         batch.column(row.token for row in rows) if 1 in steps else None,
         steps,
-        stack.told(context, batch.decider.log_prob_BLV),
+        context._replace(said_BLV=batch.decider.log_prob_BLV),
         reads=reads,
     )
     before = state if batch.state is None else batch.state

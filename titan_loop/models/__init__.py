@@ -1,4 +1,4 @@
-"""What is computed, on one device; placements are declared here, applied in `distributed/`.
+"""The computation on one device; placements are declared here and applied in `distributed/`.
 
     tokens ─ tok_embeddings ─► h_0
     h_{r-1} ─ layers (each once) ─ norm ─► h_r          `LoopDecoder.step`

@@ -1,4 +1,4 @@
-"""What every layer visit of one forward pass shares: rotations, mask and perhaps a cache."""
+"""State that all layer visits of one forward pass share: rotations, mask, perhaps a cache."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol

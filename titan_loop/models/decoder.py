@@ -63,11 +63,11 @@ class LoopDecoder(Decoder):
             trainer.
         observe: Called after every visit of a layer with the state, the step (None outside the
             loop) and the layer's number; None for nobody.
-        survival: Threshold at which tokens stop looping in layers that loop by themselves; None
-            for what was trained.
+        exit_policy: Exit policy in force, for layers that obey one by themselves; None for the
+            computation that was trained.
     """
 
-    survival: float | None = None
+    exit_policy: Any = None
 
     @dataclass(kw_only=True, slots=True)
     class Config(DecoderCosts):
@@ -409,7 +409,7 @@ class LoopDecoder(Decoder):
             name: Its name, as in checkpoints.
             parameter: Whole or sharded.
         """
-        return default_group(name, parameter)
+        return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None

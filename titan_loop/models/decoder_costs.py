@@ -1,4 +1,4 @@
-"""What a looped decoder costs: visits of layers, FLOPs, and bytes for the backward pass.
+"""Costs of a looped decoder: visits of layers, FLOPs, and bytes for the backward pass.
 
 The part of a decoder's config that these follow from. A family whose forward pass differs overrides
 the methods.

@@ -1,17 +1,15 @@
-"""What a family of looped models tells everyone else, and the families there are.
+"""The record of a family of looped models, and finding a family by its name.
 
     --model.…, config.json ─► ModelOptions ─► Family.decoder_config ─► LoopDecoder.Config
 
-A run's model options belong to its family: the recipe's instance decides the class. A family is one
-module of `titan_loop/models/families/`, found by its name; one that lives elsewhere is registered
-when its module is imported (`titan_loop/plugins.py`). Nobody else asks which family a model is of:
-what they need to know stands in its `Family`, or is a method of its decoder or decoder's config.
+A run's model options belong to its family: the recipe's instance decides the class. A family is
+found by its name through `titan_loop/plugins.py`; ours live in `titan_loop/families/`. Nobody else
+asks which family a model is of: everything that they need to know stands in its `Family`, or is a
+method of its decoder or decoder's config.
 """
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import torch
@@ -19,9 +17,7 @@ import tyro
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.plugins import import_plugins
-
-_FOLDER = Path(__file__).with_name("families")
+from titan_loop.plugins import find, names
 
 FIRST_FAMILY = "ouro"
 """The family of a run or checkpoint that names none: older versions knew no other."""
@@ -33,8 +29,6 @@ Use = Literal["analyse", "export", "generate", "held_out", "upcycle"]
 """What not every family can be used for: the verbs of these names, and scoring held-out text."""
 
 USES: frozenset[Use] = frozenset(get_args(Use))
-EXIT_POLICIES = frozenset(("static", "hidden", "relative", "confidence", "q", "kl"))
-"""Names of all exit policies of a recurrence over the stack; full depth is a static step."""
 
 RUNTIME_OPTIONS = frozenset(
     (
@@ -74,7 +68,7 @@ class ModelOptions:
     """Name of the family; it follows from the class."""
 
     size: str = "debugmodel"
-    """Named size of the family, see `titan_loop/models/families/`."""
+    """Named size of the family, see its folder in `titan_loop/families/`."""
 
     vocab_size: int | None = None
     """Rows of embedding and head; None takes the vocabulary of the data, and in a model without
@@ -117,14 +111,16 @@ class Family:
     """One family of looped models.
 
     Attributes:
-        name: Its name, which is that of its module if it is one of titan_loop's own.
+        name: Its name on the command line and in checkpoints.
         options: Class of its model options.
         sizes: Named sizes.
         decoder_config: Takes options, their shape and the longest window; returns the
             architecture.
         uses: What its models can be used for.
-        exit_policies: Names of the exit policies its models have.
+        exit_policies: Names of the exit policies its models have; None for all those of a
+            recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
+        data_options: Options that, left open, are taken from the data.
     """
 
     name: str
@@ -132,8 +128,9 @@ class Family:
     sizes: Mapping[str, ModelSize]
     decoder_config: Callable[[Any, ModelSize, int], LoopDecoder.Config]
     uses: frozenset[Use] = USES
-    exit_policies: frozenset[str] = EXIT_POLICIES
+    exit_policies: frozenset[str] | None = None
     runtime_options: frozenset[str] = RUNTIME_OPTIONS
+    data_options: frozenset[str] = frozenset({"vocab_size"})
 
     def size(self, name: str) -> ModelSize:
         """Return the named size; raises `UserError` with the nearest names if it is unknown."""
@@ -147,26 +144,6 @@ class Family:
             does = ", ".join(sorted(self.uses)) or "nothing but training"
             raise UserError(f"model.family={self.name} does not have {use}; it has {does}")
 
-    def require_exit_policy(self, name: str) -> None:
-        """Raise `UserError` if models of this family do not have the exit policy."""
-        if name not in self.exit_policies:
-            has = ", ".join(sorted(self.exit_policies))
-            raise UserError(
-                f"exit={name} is an exit policy that model.family={self.name} does not have; it "
-                f"has {has}"
-            )
-
-
-_registered: dict[str, Family] = {}
-
-
-def register(family: Family) -> Family:
-    """Make a family known by its name, and return it."""
-    assert family.options().family == family.name, "the options name another family"
-    known = _registered.setdefault(family.name, family)
-    assert known.options is family.options, f"two families are called {family.name}"
-    return family
-
 
 def get_family(name: str) -> Family:
     """Return a family.
@@ -174,18 +151,19 @@ def get_family(name: str) -> Family:
     Raises:
         UserError: There is none of this name.
     """
-    if name not in _registered:
-        own = {path.stem for path in _FOLDER.glob("[a-z]*.py")}
-        if name in own:
-            importlib.import_module(f"{__package__}.{_FOLDER.name}.{name}")
-        else:
-            import_plugins()
-        if name not in _registered:
-            raise UserError(
-                f"model.family={name} is unknown{nearest(name, {*own, *_registered})}; a family "
-                "of your own is found through TITAN_LOOP_PLUGINS"
-            )
-    return _registered[name]
+    family = find("families", name)
+    if family is None:
+        raise UserError(
+            f"model.family={name} is unknown{nearest(name, names('families'))}; a family of your "
+            "own is found through TITAN_LOOP_PLUGINS"
+        )
+    assert family.name == family.options().family == name, f"{name} calls itself {family.name}"
+    return family
+
+
+def default_options() -> ModelOptions:
+    """Return the options of a run that names no model."""
+    return get_family(FIRST_FAMILY).options()
 
 
 def read_options(recorded: Mapping[str, Any]) -> ModelOptions:

@@ -1,4 +1,4 @@
-"""What a micro-batch leaves in memory for its backward pass, part by part and token by token.
+"""Memory that a micro-batch keeps for its backward pass, part by part and token by token.
 
 A decoder lists its parts (`LoopDecoder.Config.memory_parts`); the estimate of memory and `plan` add
 them up, so neither knows what a family consists of. How much of a part is kept depends on what

@@ -1,4 +1,4 @@
-"""What a looped decoder hands to an objective."""
+"""The output of a looped decoder, which an objective reads."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeAlias

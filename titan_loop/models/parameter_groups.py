@@ -1,4 +1,4 @@
-"""How optimisers treat a model's parameters; the model says so, parameter by parameter.
+"""Groups of parameters that optimisers treat alike; the model assigns each of its own.
 
     matrix   at least two dimensions larger than 1                           decays
     vector   the rest: gains of norms, biases (of any shape), scales, a row  does not decay
@@ -8,7 +8,7 @@ Decay would pull a norm's gain, and with it the exit gate's input scale, towards
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,17 @@ class ParameterGroup:
     """Learning rate over the scheduled one."""
 
 
-def default_group(name: str, parameter: Tensor) -> ParameterGroup:
-    """Return the treatment that follows from the shape, for embedding and head from their names."""
+class LookUp:
+    """Marks a module, beside embeddings, whose matrix has a row for each position or distance."""
+
+
+def default_group(name: str, parameter: Tensor, owner: nn.Module) -> ParameterGroup:
+    """Return the treatment that follows from a parameter's shape and from the module it is in.
+
+    A batch changes few rows of a table; orthogonalised, its update would change all of them alike.
+    """
     is_matrix = sum(size > 1 for size in parameter.shape) > 1 and not name.endswith(".bias")
-    of_vocabulary = name.startswith(("tok_embeddings.", "lm_head."))
+    is_table = isinstance(owner, (nn.Embedding, LookUp)) or name.startswith("lm_head.")
     return ParameterGroup(
-        decays=is_matrix, is_hidden_matrix=is_matrix and parameter.ndim == 2 and not of_vocabulary
+        decays=is_matrix, is_hidden_matrix=is_matrix and parameter.ndim == 2 and not is_table
     )

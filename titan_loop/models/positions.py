@@ -1,4 +1,4 @@
-"""What a token's position does: at the embedding, to queries and keys, or to the scores.
+"""Positions of tokens: they act at the embedding, on queries and keys, or on the scores.
 
 | kind | where it acts | parameters |
 |---|---|---|
@@ -19,6 +19,7 @@ checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys o
 §2.1.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -31,6 +32,7 @@ from torchtitan.models.common.rope import CosSinRoPE, RoPE
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError
+from titan_loop.models.parameter_groups import LookUp
 
 PositionKind: TypeAlias = Literal["rope", "learned", "relative", "deberta", "bias", "none"]
 """What positions are: rotations, a learned table, scores by distance (of queries, of queries and
@@ -57,6 +59,18 @@ class Positions(Module):
 
         def check_window(self, tokens: int) -> None:
             """Raise `UserError` if windows of so many tokens have positions beyond a table."""
+
+        def scores(
+            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
+        ) -> "DistanceScores.Config | None":
+            """Return the part of a layer's scores that depends on distances, if there is one.
+
+            Args:
+                head_dim: H, width of a head.
+                n_heads: Number of query heads.
+                matrix: Initialisation of weights.
+            """
+            return None
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__()
@@ -183,6 +197,12 @@ class RelativePositions(Positions):
             """As of every kind."""
             return Positions.Config.options(self) | {"relative_window": self.window}
 
+        def scores(
+            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
+        ) -> "DistanceScores.Config":
+            """Return scores that all heads of a layer share."""
+            return DistanceScores.Config(window=self.window, head_dim=head_dim, param_init=matrix)
+
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
         self.window = config.window
@@ -201,6 +221,14 @@ class DebertaPositions(RelativePositions):
 
         kind: ClassVar[PositionKind] = "deberta"
 
+        def scores(
+            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
+        ) -> "DebertaScores.Config":
+            """Return scores of every head on its own, of queries and of keys."""
+            return DebertaScores.Config(
+                window=self.window, head_dim=head_dim, n_heads=n_heads, param_init=matrix
+            )
+
 
 class BiasPositions(RelativePositions):
     """Distances that `BiasScores` reads."""
@@ -211,8 +239,19 @@ class BiasPositions(RelativePositions):
 
         kind: ClassVar[PositionKind] = "bias"
 
+        def scores(
+            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
+        ) -> "BiasScores.Config":
+            """Return a number a head and distance, at first zero."""
+            return BiasScores.Config(
+                window=self.window,
+                head_dim=head_dim,
+                n_heads=n_heads,
+                param_init={"bias": nn.init.zeros_},
+            )
 
-class DistanceScores(Module):
+
+class DistanceScores(LookUp, Module):
     """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
 
     The vectors a are shared by the heads of a layer.

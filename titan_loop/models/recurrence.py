@@ -1,4 +1,4 @@
-"""How the stack is applied repeatedly, and what flows from one recurrent step to the next.
+"""The repeated application of the stack, and the carry between two recurrent steps.
 
     carry_1 = start(tokens)
     h_r     = step(carry_r) = norm(layers(input(carry_r)))

@@ -1,4 +1,4 @@
-"""What is minimised: pure tensor functions first, thin loss classes after.
+"""Objectives: pure tensor functions first, thin loss classes after.
 
     LoopOutput.exit_logit_RBL ─ exit_distribution ─► p_r, H(p), KL(p ‖ π)     (fp32, before logits)
                                                        │ weights p_r / N

@@ -31,6 +31,7 @@ from titan_loop.errors import Refusal
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
+from titan_loop.ranks import warn_together
 
 
 class StreamedHead(Protocol):
@@ -87,6 +88,9 @@ class StreamedLoss(ChunkedLossWrapper):
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
 
+        labels_every_step: ClassVar[bool] = False
+        """Whether steps have labels of their own, so that R must reach the deepest example."""
+
         # Fields of the base class without a meaning here: not settable, so they cannot be ignored
         # silently.
         num_chunks: int = field(default=1, init=False)
@@ -126,7 +130,9 @@ class StreamedLoss(ChunkedLossWrapper):
         super().__init__(config)
         compiled = compile_config.components if compile_config and compile_config.enable else []
         if "loss" in compiled:
-            logger.warning('compile.components contains "loss": the streamed loss runs eagerly')
+            warn_together(
+                logger, 'compile.components contains "loss": the streamed loss runs eagerly'
+            )
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
         """Take the values of this training step.

@@ -1,4 +1,4 @@
-"""What the recurrent steps of a stage are worth, by a scaling law that was fitted to smaller runs.
+"""The worth of a stage's recurrent steps, by a scaling law that was fitted to smaller runs.
 
     stage as planned            R visits of the looped parameters
     the same parameters         at R = 1

@@ -1,4 +1,4 @@
-"""What the stages of a recipe need, as lines of text."""
+"""The needs of a recipe's stages, as lines of text."""
 
 from collections.abc import Callable, Sequence
 

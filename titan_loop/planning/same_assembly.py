@@ -1,4 +1,4 @@
-"""Which stages differ only in numbers, so that one rehearsal tells of all of them.
+"""Stages that differ only in numbers, so that one rehearsal stands for all of them.
 
 A rehearsal sees no values: a seed, a source, a rate or the η of a prior changes nothing that it
 reports. Whatever is not known to be such a number counts as a difference.
@@ -11,6 +11,9 @@ from typing import Any
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.trainer import LoopTrainer
+
+_WHOLE = ("activation_checkpoint.memory_budget",)
+"""Numbers with a fraction that decide more than by their sign."""
 
 _ONLY_VALUES = (
     "stage",
@@ -48,7 +51,7 @@ def assembly(config: LoopTrainer.Config, needs: StageNeeds, micro_batches: int) 
 
 
 def _traits(value: Any, name: str = "") -> Any:
-    """Return a config without what are only values; of numbers with a fraction, their sign."""
+    """Return a config without what are only values; of most numbers with a fraction, the sign."""
     if is_dataclass(value):
         inside = {field.name: getattr(value, field.name, None) for field in fields(value)}
         return type(value), _traits(inside, name)
@@ -61,4 +64,6 @@ def _traits(value: Any, name: str = "") -> Any:
         }
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_traits(item, name) for item in value]
-    return (value > 0) - (value < 0) if isinstance(value, float) else value
+    if isinstance(value, float) and name not in _WHOLE:
+        return (value > 0) - (value < 0)
+    return value

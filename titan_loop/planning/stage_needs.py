@@ -1,4 +1,4 @@
-"""What a stage needs on a cluster that is not there: memory, FLOPs, communication, GPU-days.
+"""The needs of a stage on a cluster that is not there: memory, FLOPs, communication, GPU-days.
 
     config ─► architecture, schedules ─┬─► steps, batch, accumulation ─┐
                                        ├─► memory of a GPU by part ────┼─► table, refusals
@@ -163,12 +163,7 @@ def stage_needs(
         trainable=config.trainable,
         states=states,
     )
-    fsdp, _ = config.fsdp.decided(
-        model,
-        shape,
-        cluster.gpu.memory_bytes,
-        cuda_graphs=not config.training.disable_cuda_graphs,
-    )
+    fsdp, _ = config.fsdp.decided(model, shape, cluster.gpu.memory_bytes)
     hold_layers = fsdp.policy == "per_step"
     estimates: dict[Checkpointing, StepMemory] = {
         checkpointing: estimate_memory(

@@ -23,7 +23,7 @@ import tyro
 from titan_loop.data.tasks.registry import find_task
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.family import FIRST_FAMILY, get_family
-from titan_loop.plugins import PLUGINS, import_plugins
+from titan_loop.plugins import PLUGINS, find
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import nested
@@ -173,7 +173,7 @@ def _chosen(field: str, name: str) -> type:
             importlib.import_module(f"{package}.{module.name}")
     known = {kind.__name__: kind for kind in _concrete(base)}
     if name not in known:
-        import_plugins()
+        find("objectives", name)  # imports the module of a family's objective, or plug-ins
         known = {kind.__name__: kind for kind in _concrete(base)}
     if name not in known:
         raise UserError(

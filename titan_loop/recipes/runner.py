@@ -18,7 +18,7 @@ from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.ranks import decided_by_rank_zero
+from titan_loop.ranks import decided_by_rank_zero, warn_together
 from titan_loop.recipes.preflight import (
     carry_refusals,
     parent_refusals,
@@ -29,11 +29,13 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
+from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.optimizer import OptimizerName
-from titan_loop.training.preflight import folder_refusals, remarks
+from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import (
     check_resumable,
+    copy_sources,
     fetch_checkpoints,
     run_training,
     shutdown,
@@ -71,9 +73,11 @@ def run_recipe(
     compat.start_logging(rank)
     recipe.check()
     root = recipe.place(folder)
-    raise_first(folder_refusals(root))
+    require_writable(root, f"dump_folder={root}")
+    copy_sources([stage.config for stage in recipe.stages if only in (None, stage.name)])
 
     def look() -> dict[str, tuple[int, Trainable]]:
+        wait_for_room(root, 0)
         for stage in recipe.stages:
             fetch_checkpoints(stage.config)
         check_placed(recipe, world_size, only=only)
@@ -149,7 +153,7 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
         _warn_of_same_windows(recipe, stage)
     # A remark about all stages' data or devices is one line.
     for remark in dict.fromkeys(text for stage in stages for text in remarks(stage.config)):
-        logger.warning("%s", remark)
+        warn_together(logger, "%s", remark)
     return stages
 
 
@@ -208,7 +212,8 @@ def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
     shared = set(stage.config.dataloader.source_paths()) & set(parent.dataloader.source_paths())
     same_windows = stage.config.training.seq_len == parent.training.seq_len
     if shared and same_windows and here.get("seed") == before.get("seed"):
-        logger.warning(
+        warn_together(
+            logger,
             "stage %s reads the same windows in the same order as %s, of %s; give it another "
             "dataloader.seed",
             stage.name,

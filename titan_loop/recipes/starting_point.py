@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 
 from titan_loop.checkpoint.carry import has_moments
-from titan_loop.checkpoint.hugging_face.importing import CONFIG, OuroFolder
 from titan_loop.errors import UserError, seen_from
+from titan_loop.families.ouro.hugging_face.importing import CONFIG, OuroFolder, import_run
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.runs.conversion import import_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import TOKENIZER_NAME

@@ -1,4 +1,4 @@
-"""Run directories that are written, not trained: an upcycled run, an imported or a merged one.
+"""Run directories that are written, not trained: an upcycled run, or a merged one.
 
 Each begins with one checkpoint and has the `config.json` of a trained run, so that training,
 evaluation and conversion take it like any other. It appears whole or not at all.
@@ -6,12 +6,8 @@ evaluation and conversion take it like any other. It appears whole or not at all
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from titan_loop.checkpoint.hugging_face.importing import OuroFolder, import_folder, model_options
 from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.upcycling import Upcycling, upcycle_checkpoint
@@ -104,39 +100,6 @@ def merge_runs(
         paths = [source.path for source in sources]
         merge_checkpoints(paths, new.checkpoint(0), weights=weights)
         _copy_tokenizer(first, staged)
-        new.create_or_open(command, config=config)
-    return RunDirectory(output).checkpoint(0)
-
-
-def import_run(
-    folder: OuroFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
-) -> Path:
-    """Write a new run whose one checkpoint, of step 0, has the weights of an Ouro folder.
-
-    Args:
-        folder: Checked.
-        output: The new run directory.
-        command: Recorded in the new `run.json`.
-        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
-
-    Returns:
-        The new checkpoint.
-
-    Raises:
-        UserError: `output` is not empty.
-    """
-    config = {
-        "total_tokens": 0,  # none are trained on here
-        "model": asdict(model_options(folder.shape)),
-        "training": {"seq_len": folder.shape.max_positions},
-        "dataloader": {"mixture": []},
-        "text": None if folder.text is None else asdict(folder.text),
-    }
-    with staged_folder(output) as staged:
-        new = RunDirectory(staged)
-        import_folder(folder, new.checkpoint(0), dtype=dtype)
-        if folder.tokenizer is not None:
-            shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
         new.create_or_open(command, config=config)
     return RunDirectory(output).checkpoint(0)
 

@@ -33,8 +33,8 @@ def count_decisions(records: Sequence[Mapping[str, Any]]) -> str:
     """Return how many spikes were skipped and how often the run went back; empty for never."""
     counts = Counter(record["decision"] for record in records)
     parts = [f"{counts['skip']} spikes skipped"] if counts["skip"] else []
-    if back := counts["rewind"] + counts["halve"]:
-        parts.append(f"{back} rewinds")
+    if counts["rewind"]:
+        parts.append(f"{counts['rewind']} rewinds")
     return ", ".join(parts)
 
 
@@ -47,10 +47,8 @@ def _against(record: Mapping[str, Any], name: str) -> str:
 
 
 def _then(record: Mapping[str, Any]) -> str:
-    back = f"back to step {record.get('to_step')}, over these windows"
     return {
         "skip": "update skipped",
-        "rewind": back,
-        "halve": f"{back}, half the recurrent steps from now on",
+        "rewind": f"back to step {record.get('to_step')}, over these windows",
         "stop": "stopped, exit code 4",
     }.get(record["decision"], str(record["decision"]))

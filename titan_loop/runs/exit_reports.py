@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from titan_loop.errors import UserError
 from titan_loop.storage.json_files import read_json_object, write_json
@@ -18,34 +19,52 @@ REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
 """Folder for the reports of one start of a job; unset outside a job."""
 
 
+class RankExit(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        rank: Number of the rank.
+        node: Name of its node; empty if it is not known.
+        code: Exit code.
+    """
+
+    rank: int
+    node: str
+    code: int
+
+
 def report_exit(code: int, environment: Mapping[str, str] = os.environ) -> None:
     """Write this rank's exit code, if it is a rank of a job; a failure is printed, not raised."""
     folder, rank = environment.get(REPORTS_VARIABLE), environment.get("SLURM_PROCID")
     if folder is None or rank is None:
         return
     try:
-        write_json(Path(folder) / f"rank-{rank}.json", {"code": code})
+        node = environment.get("SLURMD_NODENAME", "")
+        write_json(Path(folder) / f"rank-{rank}.json", {"code": code, "node": node})
     except OSError as error:  # the code itself still reaches srun
         print(f"titan-loop: rank {rank} left no report: {error}", file=sys.stderr)
 
 
-def read_exits(folder: Path) -> list[int]:
-    """Return the exit codes of the ranks that left a report that can be read."""
-    codes: list[int] = []
+def read_exits(folder: Path) -> list[RankExit]:
+    """Return how the ranks ended that left a report that can be read, in the order of ranks."""
+    exits: list[RankExit] = []
     for path in folder.glob("rank-*.json"):
-        with suppress(OSError, UserError):
-            code = read_json_object(path, fix="").get("code")
-            codes += [code] if type(code) is int else []
-    return codes
+        with suppress(OSError, UserError, ValueError):
+            report = read_json_object(path, fix="")
+            code, rank = report.get("code"), int(path.stem.removeprefix("rank-"))
+            if type(code) is int:
+                exits.append(RankExit(rank, str(report.get("node", "")), code))
+    return sorted(exits)
 
 
-def describe_exits(codes: list[int], ranks: int) -> str:
+def describe_exits(exits: list[RankExit], ranks: int) -> str:
     """Return how many ranks ended with which code.
 
     Args:
-        codes: From `read_exits`.
+        exits: From `read_exits`.
         ranks: Number of ranks of the job.
     """
-    counted = [f"{count} with code {code}" for code, count in sorted(Counter(codes).items())]
-    silent = [f"{ranks - len(codes)} without a report"] if len(codes) < ranks else []
+    counts = Counter(each.code for each in exits)
+    counted = [f"{count} with code {code}" for code, count in sorted(counts.items())]
+    silent = [f"{ranks - len(exits)} without a report"] if len(exits) < ranks else []
     return f"of {ranks} ranks, {', '.join([*counted, *silent])}"

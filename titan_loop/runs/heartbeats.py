@@ -1,18 +1,24 @@
 """A file a rank that says when it last made progress: `RUN/heartbeats/rank-N.json`.
 
-Each rank writes its own from a thread, so a rank that hangs still writes, with an old `progress`;
-one that died, or whose node did, has an old file.
+Each rank writes its own from a thread, so a rank that hangs still writes, with an old `progress`
+and the collective operation that it waits in; one that died, or whose node did, has an old file.
 """
 
+import json
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_loop.errors import UserError
-from titan_loop.storage.json_files import count, number, read_json_object, write_json
+from titan_loop.storage.json_files import count, number, read_json_object
 
 FOLDER = "heartbeats"
+MOST_LINES = 10
+_FILES = "rank-*.json"
+_PATIENCE = 4
+"""Times between two writings that a rank may be late: a network disk may delay one or two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +30,9 @@ class Heartbeat:
         host: Name of its node.
         pid: Its process there.
         step: Training step that it is in.
-        progress: When that step began.
+        phase: Part of that step, such as "update".
+        progress: When that part began.
+        collective: Oldest collective operation that has not ended; empty if there is none.
         written: When this was written.
         seconds: Time between two writings.
     """
@@ -33,9 +41,22 @@ class Heartbeat:
     host: str
     pid: int
     step: int
+    phase: str
     progress: float
+    collective: str
     written: float
     seconds: float
+
+    @property
+    def who(self) -> str:
+        """How a message names the rank."""
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+    def where(self, now: float) -> str:
+        """Return where the rank is, as a phrase."""
+        collective = f"in {self.collective}" if self.collective else "in no collective"
+        since = now - self.progress
+        return f"{collective}, in {self.phase} of step {self.step}, for {since:.0f} s"
 
 
 def heartbeat_file(run: Path, rank: int) -> Path:
@@ -44,44 +65,87 @@ def heartbeat_file(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat.
+    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it.
 
     Raises:
         OSError: The folder cannot be written.
     """
-    write_json(heartbeat_file(run, heartbeat.rank), asdict(heartbeat))
+    path = heartbeat_file(run, heartbeat.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(json.dumps(asdict(heartbeat)), encoding="utf-8")
+    temporary.replace(path)
 
 
 def read_heartbeats(run: Path) -> list[Heartbeat]:
     """Return the heartbeats that can be read, by rank."""
     found: list[Heartbeat] = []
-    for path in (run / FOLDER).glob("rank-*.json"):
+    for path in (run / FOLDER).glob(_FILES):
         with suppress(OSError, UserError, TypeError):
             beat = Heartbeat(**read_json_object(path, fix="delete it"))
             for whole in (beat.rank, beat.pid, beat.step):
                 count(whole)
+            if not all(
+                isinstance(text, str) and text.isprintable()
+                for text in (beat.host, beat.phase, beat.collective)
+            ):
+                continue
             for seconds in (beat.progress, beat.written, beat.seconds):
                 number(seconds)
             found.append(beat)
     return sorted(found, key=lambda heartbeat: heartbeat.rank)
 
 
-def silent_ranks(heartbeats: list[Heartbeat], now: float | None = None) -> list[str]:
-    """Return a line for every rank that is dead, or in an older step than the others.
+def forget_heartbeats(run: Path) -> None:
+    """Delete the heartbeats of an earlier start, which may have had more ranks."""
+    for path in (run / FOLDER).glob(_FILES):
+        with suppress(OSError):
+            path.unlink()
+
+
+def silent_ranks(
+    heartbeats: list[Heartbeat], now: float | None = None, *, hung: bool = False
+) -> list[str]:
+    """Return at most `MOST_LINES` lines on the ranks that the others wait for.
+
+    A rank is named if it is dead, else if it is in an older step than the others. If all ranks are
+    in one step and make no progress, the ranks outside of every collective are named, or the ranks
+    in another collective than most.
 
     Args:
         heartbeats: Heartbeats of one run.
         now: Time of the look; None for this moment.
+        hung: Whether the run is known to make no progress.
     """
     now = time.time() if now is None else now
-    newest = max((heartbeat.step for heartbeat in heartbeats), default=0)
+    newest = max((beat.step for beat in heartbeats), default=0)
     lines: list[str] = []
     for beat in heartbeats:
-        who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
-        if now - beat.written > 4 * beat.seconds:  # a network disk may delay a writing or two
+        if now - beat.written > _PATIENCE * beat.seconds:
             since = now - beat.written
-            lines.append(f"{who} has been silent for {since:.0f} s, in step {beat.step}")
+            lines.append(f"{beat.who} has been silent for {since:.0f} s, in step {beat.step}")
         elif beat.step < newest:
             since = now - beat.progress
-            lines.append(f"{who} is still in step {beat.step} of {newest}, for {since:.0f} s")
+            lines.append(f"{beat.who} is still in step {beat.step} of {newest}, for {since:.0f} s")
+    hung = hung or all(now - beat.progress > _PATIENCE * beat.seconds for beat in heartbeats)
+    if not lines and hung:
+        lines = _stuck_ranks(heartbeats, now)
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES - 1 :] = [f"{len(lines) - MOST_LINES + 1} more ranks, too"]
     return lines
+
+
+def _stuck_ranks(heartbeats: list[Heartbeat], now: float) -> list[str]:
+    """Return a line for each rank that keeps the others waiting inside a step."""
+    ranks_in = Counter(beat.collective for beat in heartbeats)
+    if len(ranks_in) < 2:  # nobody differs: the network, or all wait for the same disk
+        return [f"all {len(heartbeats)} ranks are {beat.where(now)}" for beat in heartbeats[:1]]
+    waited_for = "" if "" in ranks_in else min(ranks_in, key=lambda name: ranks_in[name])
+    del ranks_in[waited_for]
+    [(usual, count)] = ranks_in.most_common(1)
+    others = f"{count} other ranks wait in {usual}"
+    return [
+        f"{beat.who} is {beat.where(now)}; {others}"
+        for beat in heartbeats
+        if beat.collective == waited_for
+    ]

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titan_loop.storage.transient import retried
+
 _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
 class _LogFile(logging.FileHandler):
     is_closed = False
+    lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record; one of a thread that outlives the run must not open the file again."""
@@ -23,8 +26,8 @@ class _LogFile(logging.FileHandler):
         super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Give the file up where it cannot be written: a full disk must not stop a run."""
-        logging.getLogger().removeHandler(self)
+        """Count a line that cannot be written: a full disk must not stop a run."""
+        self.lost += 1
 
 
 @contextmanager
@@ -34,7 +37,7 @@ def kept_log(path: Path) -> Iterator[None]:
     Args:
         path: The file; its folder is there.
     """
-    file = _LogFile(path, encoding="utf-8")
+    file = retried(lambda: _LogFile(path, encoding="utf-8"))
     file.setFormatter(_FORMAT)
     root = logging.getLogger()
     root.addHandler(file)
@@ -49,3 +52,5 @@ def kept_log(path: Path) -> Iterator[None]:
         root.removeHandler(file)
         with contextlib.suppress(OSError):
             file.close()
+        if file.lost:
+            logging.getLogger(__name__).warning("%s lacks up to %d lines", path, file.lost)

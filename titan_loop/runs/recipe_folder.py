@@ -1,4 +1,4 @@
-"""Which run of a recipe's folder is meant, where a run is asked for."""
+"""The run that a recipe's folder stands for where a run is asked for."""
 
 import logging
 from pathlib import Path

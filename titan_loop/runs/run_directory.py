@@ -9,6 +9,7 @@ Format version 1:
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
     decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
+    rewinds.json     where rewinds went, and the windows that they jump over
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
     held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
     run.lock         held by rank 0 of the job that trains here
@@ -23,6 +24,7 @@ repeats supersede the older ones when read, nothing is deleted.
 """
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -45,6 +47,9 @@ from titan_loop.storage.json_files import (
     read_versioned_json,
     write_json,
 )
+from titan_loop.storage.transient import retried, unwritable
+
+logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 COMPILE_CACHE = "compile_cache"
@@ -116,8 +121,9 @@ class RunDirectory:
             The content of `run.json`.
 
         Raises:
-            UserError: If the folder cannot be written, holds a run of a newer format, or has a
+            UserError: If the folder may not be written, holds a run of a newer format, or has a
                 `config.json` that is not JSON.
+            RunFailedError: If its disk fails.
         """
         now = datetime.now(UTC).isoformat(timespec="seconds")
         start = {
@@ -127,7 +133,7 @@ class RunDirectory:
             "commit": source_commit(),
         }
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
             record = self.read_run() if self.run_json.exists() else None
             if record is None:
                 record = {
@@ -146,31 +152,35 @@ class RunDirectory:
                 write_json(self.config_json, config)
             write_json(self.run_json, record)
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise UserError(
-                f"run directory {str(self.path)!r} cannot be written ({reason}); choose a folder "
-                "you can write to"
-            ) from error
+            raise unwritable(f"run directory {str(self.path)!r}", error) from error
         return record
 
     def lock(self) -> FolderLock:
         """Keep other jobs from training here; the folder is created if it is missing.
 
         Raises:
-            UserError: Another process holds it, or the folder cannot be written.
+            UserError: Another process holds it, or the folder may not be written.
+            RunFailedError: Its disk fails.
         """
         return FolderLock(self.path, LOCK, called=f"dump_folder={self.path}", user="run")
 
     def record_startup(self, seconds: Mapping[str, float]) -> None:
-        """Add `startup_seconds` to this start in `run.json`; on rank 0, after `create_or_open`.
+        """Add `startup_seconds` to this start in `run.json`, if there is one; on rank 0.
+
+        A disk that fails costs this record, not the run.
 
         Args:
             seconds: Duration of each part, see `titan_loop.training.startup`.
         """
-        record = self.read_run()
-        start = record["restarts"][-1] if record.get("restarts") else record
-        start["startup_seconds"] = {part: round(value, 3) for part, value in seconds.items()}
-        write_json(self.run_json, record)
+        try:
+            if not self.run_json.exists():
+                return
+            record = self.read_run()
+            start = record["restarts"][-1] if record.get("restarts") else record
+            start["startup_seconds"] = {part: round(value, 3) for part, value in seconds.items()}
+            write_json(self.run_json, record)
+        except OSError as error:
+            logger.warning("%s has no startup_seconds: %s", self.run_json, error)
 
     def read_run(self) -> dict[str, Any]:
         """Return the content of `run.json`.

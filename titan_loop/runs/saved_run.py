@@ -9,7 +9,7 @@ that the keys of its `config.json`, and what older versions wrote there, are kno
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -17,7 +17,6 @@ from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import LookAt, newest_good
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.retention import committed_steps
-from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.source_card import (
     CARD_NAME,
     SHORT_DIGEST,
@@ -25,8 +24,6 @@ from titan_loop.data.source_card import (
     file_sha256,
     text_format,
 )
-from titan_loop.data.tasks.registry import recorded_task
-from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, seen_from
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import nested
@@ -36,6 +33,8 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from titan_loop.data.load.mixture import MixtureEntry
+    from titan_loop.data.tasks.task import Task
     from titan_loop.models.family import ModelOptions  # imports torchtitan, which takes seconds
 
 
@@ -247,13 +246,13 @@ class SavedRun:
             )
         return [
             f"{self.found(entry.path)}{text.removeprefix(entry.path)}"
-            for text, entry in zip(texts, parse_mixture(texts) if texts else (), strict=True)
+            for text, entry in zip(texts, _parsed(texts), strict=True)
         ]
 
     @property
     def sources(self) -> list[Path]:
         """Folders of the prepared sources, in the order of the mixture, whether still there."""
-        return [Path(entry.path) for entry in parse_mixture(self.mixture)] if self.mixture else []
+        return [Path(entry.path) for entry in _parsed(self.mixture)]
 
     def found(self, path: str) -> Path:
         """Return where a path that the run recorded leads to from here.
@@ -327,14 +326,14 @@ class SavedRun:
         None where neither run nor checkpoint says: an import without a tokenizer, or streamed text.
         """
         state = self.checkpoint().manifest["data"]
-        if recorded_task(state) is None and self._imported_tokenizer.is_file():
+        if _recorded_task(state) is None and self._imported_tokenizer.is_file():
             return f"tokenizer {file_sha256(self._imported_tokenizer)[:SHORT_DIGEST]}"
         return vocabulary_of(state)
 
-    def generated_task(self) -> Task | None:
+    def generated_task(self) -> "Task | None":
         """Return the task whose examples the run reads; None for text, and before a checkpoint."""
         newest = self.newest("manifest")
-        return None if newest is None else recorded_task(newest.manifest["data"])
+        return None if newest is None else _recorded_task(newest.manifest["data"])
 
     @property
     def _imported_tokenizer(self) -> Path:
@@ -416,11 +415,26 @@ class SavedRun:
 
 def vocabulary_of(state: Mapping[str, Any]) -> str | None:
     """Return what the token ids of a loader's state stand for; see `SavedRun.vocabulary`."""
-    task = recorded_task(state)
+    task = _recorded_task(state)
     if task is not None:
         return f"task {task.name} of {task.vocab_size} tokens"
     sha256 = state.get("data", {}).get("tokenizer")  # `WindowLoader` writes it
     return None if sha256 is None else f"tokenizer {sha256[:SHORT_DIGEST]}"
+
+
+# Both import numpy, which `status` and `checkpoint ls` do without.
+
+
+def _parsed(mixture: Sequence[str]) -> "tuple[MixtureEntry, ...]":
+    from titan_loop.data.load.mixture import parse_mixture
+
+    return parse_mixture(mixture) if mixture else ()
+
+
+def _recorded_task(state: Mapping[str, Any]) -> "Task | None":
+    from titan_loop.data.tasks.registry import recorded_task
+
+    return recorded_task(state)
 
 
 def _find_origin(origin: Mapping[str, str], *, beside: Path) -> tuple[Path, dict[str, Any] | None]:

@@ -4,6 +4,7 @@
         they do not end in time ─► they are killed
     0 ─► the next stage's job begins
     a rank's 2, 3, 4 or 130 (mistake, non-finite, unstable, interrupt) ─► failed, and the chain ends
+    2 on one node without rank 0 ─► that node is bad
     any other code, or a bad node ─► requeued, until three starts in a row leave no new checkpoint
 
 The process replaces the shell of the batch step, so that `--signal=B:USR1@…` reaches it.
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from titan_loop.errors import EXIT_CRASH, EXIT_OK
+from titan_loop.errors import EXIT_CRASH, EXIT_OK, EXIT_USER_ERROR
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, describe_exits, read_exits
 from titan_loop.slurm.allocation import Allocation
 from titan_loop.slurm.commands import CommandFailedError, show
@@ -38,6 +39,7 @@ from titan_loop.slurm.requeue import (
     SUCCESSOR_VARIABLE,
     end_steps,
     final_code,
+    lone_node,
     start_again,
 )
 from titan_loop.slurm.site import Site
@@ -103,14 +105,18 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
             if code != EXIT_OK:
                 return code
         if not steps.warned:
-            code = _train(job, allocation, site, steps)
+            code, bad = _train(job, allocation, site, steps)
             if code is not None:
                 return code
+            if bad:
+                return _start_without(bad, job, allocation, restarts)
         return _start_again(job, allocation, restarts, ())
 
 
-def _train(job: Job, allocation: Allocation, site: Site, steps: "_Steps") -> int | None:
-    """Train; return the job's exit code, or None if it is to be started again."""
+def _train(
+    job: Job, allocation: Allocation, site: Site, steps: "_Steps"
+) -> tuple[int | None, dict[str, str]]:
+    """Train; return the job's exit code, None if it is to be started again, and the bad nodes."""
     stage = [] if job.stage is None else ["--stage", job.stage]
     command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
     variables = allocation.rank_environment(site, port=allocation.port())
@@ -119,13 +125,20 @@ def _train(job: Job, allocation: Allocation, site: Site, steps: "_Steps") -> int
     variables[REPORTS_VARIABLE] = str(reports)
     code = steps.run(allocation.srun(site, *command), variables)
     exits = read_exits(reports)
+    if len(allocation.nodes) == 1:  # there is no other node to go to: whoever it was, it is final
+        exits = [each._replace(node="") for each in exits]
     final = final_code(code, exits)
     if code != EXIT_OK:
         ranks = len(allocation.nodes) * allocation.ranks_per_node
         _say(f"srun ended with code {code}; {describe_exits(exits, ranks)}")
     if final is not None:
         _say("finished" if final == EXIT_OK else f"failed with code {final}: not started again")
-    return final
+    lone = "" if final is not None else lone_node(exits)
+    if not lone:
+        return final, {}
+    reason = f"its ranks alone ended with code {EXIT_USER_ERROR}, a mistake"
+    _say(f"bad node {lone}: {reason}")
+    return None, {lone: reason}
 
 
 def _check(
@@ -160,6 +173,13 @@ def _check(
     if not bad or len(bad) == len(allocation.nodes):
         _say("no single node is to blame: not started again")
         return EXIT_CRASH
+    return _start_without(bad, job, allocation, restarts)
+
+
+def _start_without(
+    bad: Mapping[str, str], job: Job, allocation: Allocation, restarts: Restarts
+) -> int:
+    """Have the job started again on other nodes than the bad ones, which map to their faults."""
     restarts.bad_nodes.update(bad)
     write_restarts(job.folder, job.name, restarts)
     return _start_again(job, allocation, restarts, tuple(bad))

@@ -1,4 +1,4 @@
-"""Whether the stages of a recipe fit the GPUs that a job asks for, by the estimate of `plan`."""
+"""A check that a recipe's stages fit the GPUs that a job asks for, by the estimate of `plan`."""
 
 from collections.abc import Sequence
 

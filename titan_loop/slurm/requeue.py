@@ -18,6 +18,7 @@ from titan_loop.errors import (
     EXIT_UNSTABLE,
     EXIT_USER_ERROR,
 )
+from titan_loop.runs.exit_reports import RankExit
 from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show, slurm
 from titan_loop.slurm.record import replace_job, slurm_folder
 
@@ -34,18 +35,32 @@ FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERR
 _UPDATE_ATTEMPTS = 5
 
 
-def final_code(code: int, exits: Sequence[int]) -> int | None:
+def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
     """Return the exit code of a job whose ranks ended, or None if it is to be started again.
 
-    One rank's mistake, or wrong loss, decides, whatever its peers died of when it left.
+    One rank's wrong loss decides, whatever its peers died of when it left; so does a mistake that
+    is not `lone_node`'s.
 
     Args:
         code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.
-        exits: Codes that the ranks reported themselves.
+        exits: Reports of the ranks.
     """
     if code == EXIT_OK:
         return EXIT_OK
-    return next((final for final in FINAL_EXIT_CODES if final in (code, *exits)), None)
+    codes = {code, *(each.code for each in exits)}
+    if lone_node(exits):
+        codes.discard(EXIT_USER_ERROR)
+    return next((final for final in FINAL_EXIT_CODES if final in codes), None)
+
+
+def lone_node(exits: Sequence[RankExit]) -> str:
+    """Return the node that alone calls the start a mistake, as one without the data; empty if none.
+
+    All ranks have the same config: a mistake in it is one for rank 0, or for two nodes.
+    """
+    mistaken = [each for each in exits if each.code == EXIT_USER_ERROR]
+    nodes = {each.node for each in mistaken}
+    return "" if len(nodes) != 1 or mistaken[0].rank == 0 else nodes.pop()
 
 
 def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:

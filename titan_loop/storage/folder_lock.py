@@ -14,11 +14,13 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from titan_loop.errors import UserError
+from titan_loop.storage.transient import retried, unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +72,18 @@ class FolderLock:
         user: How messages call the holder, such as "run".
 
     Raises:
-        UserError: Another process holds it, or the folder cannot be written.
+        UserError: Another process holds it, or the folder may not be written.
+        RunFailedError: Its disk fails.
     """
 
     def __init__(self, folder: Path, name: str, *, called: str, user: str) -> None:
         path = self._path = folder.absolute() / name
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            retried(lambda: folder.mkdir(parents=True, exist_ok=True))
             # Not through a child: `lockf` locks belong to the process that took them.
-            self._file = path.open("a+", encoding="utf-8")
+            self._file = retried(lambda: path.open("a+", encoding="utf-8"))
         except OSError as error:
-            raise UserError(
-                f"{called} cannot be written ({error.strerror}); choose a folder you can write to"
-            ) from error
+            raise unwritable(called, error) from error
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -116,7 +117,8 @@ class FolderLock:
 
     def release(self) -> None:
         """Let another process have the folder."""
-        self._file.close()
+        with suppress(OSError):  # a full disk, which may have no room for the owner's name yet
+            self._file.close()
 
     def lost(self) -> LostFolder | None:
         """Return how the folder was lost since it was locked, None if it was not.

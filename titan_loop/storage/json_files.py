@@ -19,6 +19,7 @@ from titan_loop.storage.regular_file import (
     read_regular,
     regular_lines,
 )
+from titan_loop.storage.transient import retried
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,12 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file as `write_json` does: a reader sees the old content or the new.
 
     Raises:
-        OSError: If the folder cannot be written.
+        OSError: If the folder cannot be written, also when it is tried again.
     """
+    retried(lambda: _write_text(path, text))
+
+
+def _write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:

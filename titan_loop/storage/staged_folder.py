@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titan_loop.errors import UserError
+from titan_loop.storage.transient import disk_error, retried, unwritable
 
 UNFINISHED = ".unfinished"
 
@@ -22,7 +23,8 @@ def staged_folder(output: Path) -> Iterator[Path]:
         output: Must not exist, or be an empty folder.
 
     Raises:
-        UserError: There is something already, or the folder cannot be written, as on a full disk.
+        UserError: There is something already, or the folder may not be written.
+        RunFailedError: The disk fails, or is full.
     """
     if output.is_dir() and any(output.iterdir()):
         raise UserError(f"output={output} is not empty; choose a new folder, or delete that one")
@@ -30,22 +32,21 @@ def staged_folder(output: Path) -> Iterator[Path]:
         raise UserError(f"output={output} is a file; choose a new folder")
     staging = output.absolute().parent / f".{output.name}{UNFINISHED}"
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        retried(lambda: output.absolute().parent.mkdir(parents=True, exist_ok=True))
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
     except OSError as error:
-        raise UserError(
-            f"output={output} cannot be written ({error.strerror}); choose another folder"
-        ) from error
+        raise unwritable(f"output={output}", error) from error
     try:
         yield staging
         _sync(staging)
         os.rename(staging, output)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise UserError(
+        raise disk_error(
+            error,
             f"output={output} could not be finished, and nothing is left of it ({error}); make "
-            "room, or choose another folder"
+            "room, or choose another folder",
         ) from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)

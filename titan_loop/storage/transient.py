@@ -1,10 +1,11 @@
-"""Reads that fail for a moment, as on a shared file system that fails over, are tried again.
+"""A disk that fails: for a moment, as when a shared file system fails over, or for longer.
 
     read ─► EIO, ESTALE, …, or fewer bytes than the file has ─► wait, open again, read again
          ─► `ATTEMPTS` in a row ─► the error, which is the machine's
 
 Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`. A caller opens the
-file inside of what it passes on: a stale handle stays stale.
+file inside of what it passes on: a stale handle stays stale. Writes of whole small files are tried
+again in the same way.
 """
 
 import errno
@@ -29,10 +30,14 @@ TRANSIENT_ERRNOS = {
     errno.EBUSY,
     errno.EIO,
     errno.EREMOTEIO,
+    errno.EROFS,  # a file system that fails over may be read-only for a while
     errno.ESHUTDOWN,
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
+
+FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+"""Faults of a disk without room."""
 
 _retries = 0
 
@@ -49,35 +54,35 @@ class ShortReadError(OSError):
         super().__init__(errno.EIO, reason, str(path))
 
 
-def retried(read: Callable[[], T]) -> T:
-    """Return what `read` returns, which is called again after a transient error.
+def retried(act: Callable[[], T]) -> T:
+    """Return what `act` returns, which is called again after a transient error.
 
     Raises:
         OSError: Any other one at once, a transient one of the last attempt.
     """
     for attempt in range(1, ATTEMPTS):
         try:
-            return read()
+            return act()
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS:
                 raise
             wait = WAIT_SECONDS * 2 ** (attempt - 1)
             logger.warning(
-                "%s (attempt %d of %d); reading again in %g s", error, attempt, ATTEMPTS, wait
+                "%s (attempt %d of %d); trying again in %g s", error, attempt, ATTEMPTS, wait
             )
         count_retry()
         time.sleep(wait)
-    return read()
+    return act()
 
 
 def count_retry() -> None:
-    """Count a read that a caller tries again by itself."""
+    """Count a read or write that a caller tries again by itself."""
     global _retries
     _retries += 1
 
 
 def retries() -> int:
-    """Return the number of reads that this process tried again."""
+    """Return the number of reads and writes that this process tried again."""
     return _retries
 
 
@@ -89,5 +94,22 @@ def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFai
         error: What the system said, in the end.
         fix: Remedy, as a phrase.
     """
-    kind = UserError if error.errno in USER_ERRNOS else RunFailedError
-    return kind(f"{path} cannot be read ({error.strerror}); {fix}")
+    return disk_error(error, f"{path} cannot be read ({error.strerror}); {fix}")
+
+
+def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
+    """Return what to raise for a folder that cannot be written, as `unreadable` does.
+
+    Args:
+        called: Name of the folder in the message, such as "output sources/my".
+        error: Error of the system after the last attempt.
+    """
+    problem = f"{called} cannot be written ({error.strerror or error})"
+    if error.errno == errno.ENOENT:  # nothing can be created in some folders, such as /proc
+        return UserError(f"{problem}; choose a folder you can write to")
+    return disk_error(error, f"{problem}; make room there, or choose a folder you can write to")
+
+
+def disk_error(error: OSError, message: str) -> UserError | RunFailedError:
+    """Return a message as the user's error, or the machine's; a chain survives the latter."""
+    return (UserError if error.errno in USER_ERRNOS else RunFailedError)(message)

@@ -1,4 +1,4 @@
-"""What tests share: a pool of gloo processes, small real parts, and hardware marks.
+"""Parts that tests share: a pool of gloo processes, small real parts, and hardware marks.
 
     parent (pytest)                         ranks (started once per world size and session)
     get_pool(4).run(case, *args)  ─ queue ─▶ case(*args) on every rank, in one default gloo group

@@ -32,9 +32,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT_SECONDS = 120.0  # a cold import of torch on a busy disk
+START_TIMEOUT_SECONDS = 600.0  # a cold import of torch on a busy disk
+CASE_TIMEOUT_SECONDS = 300.0  # most take two; a slow machine ten times as long
 PRELOADED = ["titan_loop.testing.tiny"]  # and with it torch, torchtitan and the trainer
-GRACE_SECONDS = 3.0  # for the other ranks, once one has failed
+GRACE_SECONDS = 5.0  # for the other ranks, once one has failed
 STACK_DUMP_SECONDS = 0.5  # faulthandler writes at once; this is for a loaded machine
 
 _pools: dict[int, "GlooPool"] = {}
@@ -87,7 +88,9 @@ class GlooPool:
         self._folder = tempfile.TemporaryDirectory(prefix="titan-loop-pool-")
         self._group_number = 0
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = CASE_TIMEOUT_SECONDS
+    ) -> list[Any]:
         """Call `fn(*args)` on every rank and return the results in rank order.
 
         Args:
@@ -245,6 +248,7 @@ def _join(rank: int, world_size: int, store_file: Path, port: int) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCH_FR_BUFFER_SIZE="2000",  # as torchtitan does
     )
     importlib.import_module("titan_loop.compat")  # before any other torchtitan module
     import torch

@@ -11,11 +11,10 @@ Control tokens come from the template alone: one that is spelt out in a message 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from titan_loop.text.tokenizer import TURN_END, TURN_START, require_token
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Tokenizer
 
 ASSISTANT = "assistant"
@@ -73,7 +72,7 @@ def render(turns: Sequence[Turn]) -> str:
 
 def encode_chats(
     tokenizer: "Tokenizer", chats: Sequence[Sequence[Turn]], end_of_text: str
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> "list[tuple[np.ndarray, np.ndarray]]":
     """Tokenise conversations, each ending in the end-of-text token.
 
     What the assistant says is encoded apart from the header before it, as it is when a model
@@ -90,6 +89,8 @@ def encode_chats(
     Raises:
         UserError: The tokenizer lacks a control token.
     """
+    import numpy as np
+
     turn_start, turn_end, end = control_tokens(tokenizer, end_of_text)
     texts = ["\n"]
     for turns in chats:
@@ -124,7 +125,7 @@ def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
     # Of an empty answer only the end of its turn is a target: the prompt is what stands before it.
     chat = [*turns, Turn(ASSISTANT, "")]
     ((ids, is_target),) = encode_chats(tokenizer, [chat], end_of_text=TURN_END)
-    return ids[: np.flatnonzero(is_target)[-1]].tolist()
+    return ids[: is_target.nonzero()[0][-1]].tolist()
 
 
 def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> tuple[int, int, int]:

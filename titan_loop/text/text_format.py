@@ -1,4 +1,4 @@
-"""How the text a model was trained on ends, and how conversations in it are rendered."""
+"""The format of training text: the token that ends it, and the rendering of conversations."""
 
 from dataclasses import dataclass, replace
 

@@ -7,13 +7,12 @@ bits per byte comparable between vocabularies.
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.local_path import require_local
 from titan_loop.storage.regular_file import read_regular
 
 if TYPE_CHECKING:
+    import numpy as np
     from tokenizers import Tokenizer
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -120,7 +119,7 @@ def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
     return token_id
 
 
-def token_byte_lengths(tokenizer_path: str | Path) -> np.ndarray:
+def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
     """Return how many bytes of text each token id stands for.
 
     Returns:
@@ -129,6 +128,7 @@ def token_byte_lengths(tokenizer_path: str | Path) -> np.ndarray:
     Raises:
         UserError: If the tokenizer is not byte-level, where tokens do not stand for bytes.
     """
+    import numpy as np
     from tokenizers import pre_tokenizers
 
     tokenizer = load_tokenizer(tokenizer_path)

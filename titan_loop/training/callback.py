@@ -1,4 +1,4 @@
-"""What a recipe passes into training: behaviour at fixed points of a run.
+"""Callbacks: behaviour at fixed points of a run, which a recipe passes into training.
 
 Evaluation, plots and watchers live above `training` in the import order. They reach into a run
 through `TrainingState` only, and `LoopTrainer` knows none of them.
@@ -71,11 +71,6 @@ class TrainingState(Protocol):
     @property
     def recurrent_steps(self) -> int:
         """R of the newest training step; before the first, that of the next."""
-        ...
-
-    @property
-    def halved(self) -> bool:
-        """Whether R is half of what is scheduled, since spikes went on after every rewind."""
         ...
 
     @property

@@ -35,8 +35,7 @@ from titan_loop.distributed.activation_checkpointing import ActivationCheckpoint
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.step_shape import OptimizerStates
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.families.ouro import OuroOptions
-from titan_loop.models.family import ModelOptions
+from titan_loop.models.family import ModelOptions, default_options
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.batch_schedule import BatchConfig, batch_sizes, planned_tokens
@@ -120,7 +119,7 @@ class RunConfig(Trainer.Config):
     """Budget in model FLOPs of training, all ranks together: train on as many tokens as it pays for
     in place of total_tokens, with every schedule stretched from that length to the new one."""
 
-    model: ModelOptions = field(default_factory=OuroOptions)
+    model: ModelOptions = field(default_factory=default_options)
     trainable: Trainable = "all"
     """"exit_gate" freezes the language model (Ouro's Stage II); needs `AdaptiveGateLoss`."""
 

@@ -1,4 +1,4 @@
-"""What a start changes in a run that it continues: one line a field, old → new.
+"""Changes that a start makes to a run that it continues: one line a field, old → new.
 
 `config.json` has the config of the last start. Schedules may be changed at will, a longer run needs
 that; the moments in a checkpoint, however, were gathered under the optimiser's settings of then.

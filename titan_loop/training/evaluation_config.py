@@ -1,4 +1,4 @@
-"""What to evaluate while a model trains: the fields `held_out.*` and `suite.*` of a run.
+"""Evaluation while a model trains: the fields `held_out.*` and `suite.*` of a run.
 
 Training only carries them. `titan_loop.evaluation.while_training` builds the callbacks that follow
 them.

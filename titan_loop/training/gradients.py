@@ -78,11 +78,10 @@ class GradientTrainer(Trainer):
         self.plan = plan
         self.loss_fn.set_schedules(plan.schedules)
         self.lr_schedulers.set_tokens(plan.rate_tokens)
-        # A CUDA graph adds to the gradients it was captured with.
-        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
-        level, halved = self.dataloader.level, self.guard.halved
-        self.guard.begin(plan.step, regime(self.config, plan, level=level, halved=halved))
+        self.optimizers.zero_grad()
+        self.guard.begin(plan.step, regime(self.config, plan, level=self.dataloader.level))
         loss, metrics = self.forward_backward(plan)
+        self.guard.enter("update")
         with self.guard.measured_update(self.model):
             grad_norm = dist_utils.clip_grad_norm_(
                 list(self.model.parameters()), self.config.training.max_norm, foreach=True
@@ -102,6 +101,7 @@ class GradientTrainer(Trainer):
         began = time.perf_counter()
         microbatches = self.dataloader.read_step(plan.windows)
         self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+        self.guard.enter("forward and backward")
         valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in microbatches]).sum()
         valid = self._to_device(valid)
         if self.parallel_dims.dp_enabled:
@@ -115,9 +115,8 @@ class GradientTrainer(Trainer):
                 labels=self._to_device(labels),
                 global_valid_tokens=valid,
             )
-            # Copies: a CUDA graph writes the next micro-batch's values over these.
-            losses.append(loss.detach().clone())
-            parts.append({name: value.clone() for name, value in self._objective.items()})
+            losses.append(loss.detach())
+            parts.append(self._objective)
         reshard_units(self.model)  # held layers show their gradients only now
         metrics = {
             name: torch.stack([values[name] for values in parts]).sum(dim=0) for name in parts[0]

@@ -43,12 +43,6 @@ def layout_refusals(
             context_parallel=config.parallelism.context_parallel_degree,
         ),
     )
-    if model.draws and not config.training.disable_cuda_graphs:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            "training.disable_cuda_graphs=False replays one dropout mask",
-            "leave it True",
-        )
     yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))
     yield from caught(
         "activation_checkpoint",

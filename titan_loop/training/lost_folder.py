@@ -4,11 +4,43 @@ Otherwise a second training could start in the same folder, or this one would go
 it creates anew, without a lock and without `run.json`.
 """
 
+import threading
+from contextlib import suppress
+
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.retention import CHECKPOINTS
 from titan_loop.errors import UserError
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.folder_lock import FolderLock
+
+LOOK_SECONDS = 5.0
+
+
+class FolderWatch:
+    """Looks from a thread whether a run still has its folder, until `end`.
+
+    A file system whose server stalls would stall every training step that looks for itself.
+
+    Args:
+        lock: The run's lock.
+
+    Attributes:
+        lost: Result of the newest look.
+    """
+
+    def __init__(self, lock: FolderLock) -> None:
+        self.lost = False
+        self._lock, self._ended = lock, threading.Event()
+        threading.Thread(target=self._look_on, name="folder-watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Stop looking; a look that waits for the disk is not waited for."""
+        self._ended.set()
+
+    def _look_on(self) -> None:
+        while not self._ended.wait(LOOK_SECONDS):
+            with suppress(ValueError):  # released meanwhile
+                self.lost = self._lock.lost() is not None
 
 
 def follow_folder(lock: FolderLock | None, checkpointer: LoopCheckpointManager) -> UserError | None:

@@ -1,14 +1,18 @@
-"""What this machine offers a run: versions, devices, ranks, compiler, folders and room.
+"""The machine under a run: versions, devices, ranks, compiler, folders and room.
 
 Every check yields `Finding`s; it starts no process group and allocates nothing on a device.
 """
 
+import contextlib
+import importlib
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,7 @@ _PACKAGES = (
 )  # fmt: skip
 _SMALLEST_DISK_BYTES = 2 * 10**9
 _SMALLEST_MEMORY_BYTES = 2 * 10**9
+_SLOW_START_SECONDS = 30.0  # 4 on an idle machine with its files in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ def check_machine(run_directory: Path, environment: Mapping[str, str]) -> Iterat
         environment: Variables, which a launcher may have set.
     """
     yield from check_versions()
+    yield from check_start()
     yield from check_devices()
     yield from check_launcher(environment)
     yield from check_compiler()
@@ -81,6 +87,48 @@ def check_versions() -> Iterator[Finding]:
             yield Finding(name, f"{version} is outside {bounds[name]}", fix, True)
         elif name in _PACKAGES:
             yield Finding(name, version)
+
+
+def check_start() -> Iterator[Finding]:
+    """Import what training imports; whatever a process imported before costs nothing again."""
+    before = _start_meters()
+    importlib.import_module("titan_loop.training.trainer")
+    wall, processor, disk_bytes = (
+        after - start for after, start in zip(_start_meters(), before, strict=True)
+    )
+    yield start_finding(wall, processor, disk_bytes)
+
+
+def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
+    """Return which of disk and processor a start waits for.
+
+    Args:
+        wall: Seconds of the imports.
+        processor: Seconds in which they computed, or waited for a processor that others used.
+        disk_bytes: Bytes that came from a disk; nan where the system does not tell.
+    """
+    processor = min(processor, wall)  # several threads
+    from_disk = wall - processor
+    read = "" if math.isnan(disk_bytes) else f", {disk_bytes / 1e6:.0f} MB read from it"
+    text = f"imports took {wall:.1f} s: {processor:.1f} of processor, {from_disk:.1f} of disk{read}"
+    fix = None
+    if wall > _SLOW_START_SECONDS:
+        fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"
+        if processor > from_disk:
+            fix = "the processor is slow or shared: stop what runs beside, or ask for more cores"
+    return Finding("start", text, fix)
+
+
+def _start_meters() -> tuple[float, float, float]:
+    """Return seconds, seconds of or in the queue for a processor, and bytes read from disks."""
+    queued_seconds, disk_bytes = 0.0, math.nan
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux has both, if allowed
+        queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        meters = dict(line.split(": ") for line in lines)
+        disk_bytes = float(meters["read_bytes"])
+    return time.perf_counter(), time.process_time() + queued_seconds, disk_bytes
 
 
 def check_devices() -> Iterator[Finding]:

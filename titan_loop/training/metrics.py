@@ -1,4 +1,4 @@
-"""What a training step reports: `metrics.jsonl`, TensorBoard, W&B and one console line.
+"""The report of a training step: `metrics.jsonl`, TensorBoard, W&B and one console line.
 
 Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, what the objective
 reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
@@ -46,7 +46,8 @@ from titan_loop.data.load.batches import SourceProgress
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl, finite_or_null, write_text
+from titan_loop.storage.json_files import finite_or_null, write_text
+from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.storage.regular_file import read_regular
 
 _A100_PEAK_FLOPS = 312e12
@@ -240,7 +241,7 @@ class LoopMetricsProcessor(MetricsProcessor):
             }
         )
         if self._writes:
-            append_jsonl(self.run_directory.metrics_jsonl, metrics)
+            append_or_keep(self.run_directory.metrics_jsonl, metrics)
             self.log_numbers(metrics, record.step)
             if self.config.progress:
                 seconds_per_step = elapsed / max(record.step - self._last_step, 1)

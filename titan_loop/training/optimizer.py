@@ -291,6 +291,11 @@ class LoopOptimizers(OptimizersContainer):
         if self._average is not None:
             self._average.update(step=step, tokens=tokens)
 
+    def restart_average(self) -> None:
+        """Let the average, if there is one, start anew with the weights as they are."""
+        if self._average is not None:
+            self._average.updates = 0
+
     def state_dict(self) -> dict[str, Any]:
         """As upstream's, with the average of the weights under "ema."."""
         state = super().state_dict()

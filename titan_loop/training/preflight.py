@@ -7,17 +7,14 @@
     model_refusals(config, model)              columns and outputs that nobody gives, too many steps
     layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
     batch_refusals(config, ranks)              ┘ global batches against the ranks
-    folder_refusals(folder)                    a run directory that cannot be written
 
-`refusals(config, world_size)` is all of them but the last, in the order in which each may rely on
-those before it: `resolve` raises the first. `titan-loop plan` prints those that hold for a cluster
-that is not there. `remarks(config)` says what is legal and has no effect.
+`refusals(config, world_size)` is all of them, in the order in which each may rely on those before
+it: `resolve` raises the first. `titan-loop plan` prints those that hold for a cluster that is not
+there. `remarks(config)` says what is legal and has no effect.
 """
 
 import math
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 import titan_loop.compat as compat  # before any torchtitan module
@@ -28,12 +25,11 @@ from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.chosen_model import model_config
+from titan_loop.training.chosen_model import model_config, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.optimizer import MuonConfig
 from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
-from titan_loop.training.schedule import Schedule
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""
@@ -50,25 +46,30 @@ _AT_LEAST_ONE = (
 )
 
 
-def refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
+def refusals(
+    config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
+) -> Iterator[Refusal]:
     """Yield why `world_size` ranks on this machine cannot train `config`.
 
     Args:
         config: What the user asked for; not changed.
         world_size: Number of ranks that will train.
+        saved: From `saved_architecture`; None looks for it.
     """
+    saved = saved_architecture(config) if saved is None else saved
     wrong_values = list(value_refusals(config))
     yield from wrong_values
     if wrong_values:
         return  # nothing below could be computed
     yield from device_refusals(config)
-    yield from setting_refusals(config)
+    starts_trained = bool(config.checkpoint.carry.parent or saved)
+    yield from setting_refusals(config, starts_trained=starts_trained)
     no_data = list(data_refusals(config))
     yield from no_data
     if no_data:
         return
     try:
-        model = model_config(config)
+        model = model_config(config, saved)
     except UserError as error:
         yield Refusal("model", str(error))
         return
@@ -146,7 +147,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             f"use {needed}, or shallower examples",
         )
     fewest = fewest_recurrent_steps(config.recurrence)
-    told = "depth" in config.loss.columns and not config.recurrence.from_data
+    told = config.loss.labels_every_step and not config.recurrence.from_data
     if told and needed is not None and fewest < needed:
         yield Refusal(
             "recurrence.steps",
@@ -169,10 +170,8 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
     yield from config.stability.setting_refusals(
-        saves=config.checkpoint.enable and not config.checkpoint.load_only,
+        checkpoint=config.checkpoint,
         can_jump=config.dataloader.can_jump(),
-        fewest_steps=config.recurrence.steps.smallest,
-        from_data=config.recurrence.from_data,
     )
     if config.training.global_batch_size != -1:
         yield Refusal(
@@ -181,62 +180,10 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "set --batch.global-batch-tokens",
         )
     if not config.training.disable_cuda_graphs:
-        yield from replay_refusals(config)
-
-
-def replay_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield what a CUDA graph (`training.disable_cuda_graphs=False`) would repeat wrongly.
-
-    The forward and backward pass of a micro-batch are run once, captured once, and replayed from
-    then on: the host launches one graph instead of every kernel. A replay repeats what was captured
-    on new tokens, so whatever else the host decides must be the same every time. Never run on a GPU
-    by this project yet: these conditions, and what the trainer copies out of a graph's tensors, are
-    tested on CPU.
-    """
-    flag = "training.disable_cuda_graphs=False"
-    recurrence = config.recurrence
-    fewest, most = fewest_recurrent_steps(recurrence), most_recurrent_steps(recurrence)
-    if fewest != most:
         yield Refusal(
             "training.disable_cuda_graphs",
-            f"{flag} replays one number of recurrent steps, and recurrence.steps="
-            f"{str(recurrence.steps)!r} gives {fewest} to {most}",
-            "leave it True, or fix R",
-        )
-    schedules: dict[str, Schedule | None] = {**config.objective_schedules()}
-    schedules["recurrence.backward_growth"] = recurrence.backward_growth
-    for name, schedule in schedules.items():
-        if schedule is not None and schedule.smallest != schedule.largest:
-            yield Refusal(
-                "training.disable_cuda_graphs",
-                f"{flag} replays one {name}, and {name}={str(schedule)!r} changes",
-                "leave it True, or make that constant",
-            )
-    if config.dataloader.few_labels():
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            f"{flag} replays one number of labels, and this dataloader's batches differ in it",
-            "leave it True",
-        )
-    if config.stability.watches_states:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            f"{flag} replays passes without the norms of states, which stability.skip_spikes and "
-            "stability.norms_interval read",
-            "leave it True, or set those to False and 0",
-        )
-    if config.fsdp.policy == "per_step":
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            f"{flag} would replay a micro-batch without the gathers that fsdp.policy=per_step "
-            "saves",
-            "use fsdp.policy=per_visit",
-        )
-    if _offloads_states(config) or config.training.enable_cpu_offload:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            f"{flag} does not work with activation-checkpoint:full-offload or "
-            "training.enable_cpu_offload, which wait for copies to the host",
+            "training.disable_cuda_graphs=False: a captured graph cannot follow recurrent steps, "
+            "schedules and numbers of labels that change from step to step",
             "leave it True",
         )
 
@@ -257,12 +204,6 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
             "activation-checkpoint:full-offload moves states from a GPU to the host, and there is "
             "no GPU",
             "use activation-checkpoint:full",
-        )
-    if not config.training.disable_cuda_graphs:
-        yield Refusal(
-            "training.disable_cuda_graphs",
-            "training.disable_cuda_graphs=False captures kernels of a GPU, and there is none",
-            "leave it True",
         )
 
 
@@ -285,13 +226,14 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
             f"model.vocab_size={rows} is too small: the data's largest token is {largest}",
             f"use {largest + 1} or more, or leave it unset",
         )
-    given = getattr(config.model, "factors", None)
-    for number, (own, needed) in enumerate(zip(given or (), vocabulary.factors, strict=False)):
-        if own < needed:
+    for name, needed in vocabulary.options.items():
+        given = getattr(config.model, name, None)
+        if given is not None and any(
+            own < least for own, least in zip(given, needed, strict=False)
+        ):
             yield Refusal(
-                "model.factors",
-                f"model.factors={given} is too small: factor {number} of the data has {needed} "
-                "values",
+                f"model.{name}",
+                f"model.{name}={given} is too small: the data needs {needed}",
                 "leave it unset",
             )
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_needed()))
@@ -337,30 +279,6 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
                 "recurrent step",
                 f"use {model.most_steps}",
             )
-
-
-def folder_refusals(folder: Path) -> Iterator[Refusal]:
-    """Yield why a run directory cannot be written; every rank asks, and leaves nothing behind.
-
-    If only rank 0 found out, the others would wait for it in a collective. A folder's permissions
-    do not tell: some file systems let nobody create a file, so one without a name is tried.
-    """
-    existing = folder.absolute()
-    try:
-        while not existing.exists():
-            existing = existing.parent
-        reason = "" if existing.is_dir() else f"{existing} is a file"
-        if not reason:
-            with tempfile.TemporaryFile(dir=existing):
-                pass
-    except OSError as error:
-        reason = error.strerror or str(error)
-    if reason:
-        yield Refusal(
-            "dump_folder",
-            f"dump_folder={folder} cannot be written ({reason})",
-            "choose a folder you can write to",
-        )
 
 
 def remarks(config: RunConfig) -> Iterator[str]:

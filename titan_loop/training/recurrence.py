@@ -1,4 +1,4 @@
-"""How many recurrent steps R a training step runs: scheduled, drawn, or what its examples need.
+"""The number R of recurrent steps in a training step: scheduled, drawn, or as examples need.
 
 R follows a schedule of global tokens, or is as deep as the deepest example of the global batch, or
 is drawn: R ~ clip(Poisson(λ), R_min, R_max) once per training step. The draw is a pure function of

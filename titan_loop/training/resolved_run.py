@@ -8,6 +8,7 @@ sets, and its loop ends where `training.steps` says: it gets a copy of its own (
 
 import hashlib
 import json
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
-from titan_loop.training.chosen_model import model_config, model_options
+from titan_loop.training.chosen_model import model_config, model_options, saved_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.flop_budget import within_budget
 from titan_loop.training.learning_rate import TokenLearningRate
@@ -64,6 +65,11 @@ class ResolvedRun:
         text = json.dumps(finite_or_null(record), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def sha256(self) -> str:
+        """Return 64 hexadecimal digits for the whole config and architecture."""
+        record = finite_or_null({"config": self.config.to_dict(), "model": self.architecture})
+        return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
     def lineage(self) -> dict[str, Any]:
         """Return what a checkpoint records of its run: recipe hash, stage, versions."""
         return {
@@ -77,7 +83,9 @@ class ResolvedRun:
         return _copied(self.config)
 
 
-def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
+def resolve(
+    config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
+) -> ResolvedRun:
     """Check everything a user can get wrong, and derive what training needs.
 
     Touches neither a process group nor a device, and leaves `config` as it is.
@@ -85,14 +93,16 @@ def resolve(config: RunConfig, world_size: int) -> ResolvedRun:
     Args:
         config: What the user asked for.
         world_size: Number of ranks that will train.
+        saved: From `saved_architecture`; None looks for it.
 
     Raises:
         UserError: The first of the config's `refusals`.
     """
     config = within_budget(config)
-    raise_first(refusals(config, world_size))
-    config, model = _copied(config), model_config(config)
-    config.model = model_options(config)
+    saved = saved_architecture(config) if saved is None else saved
+    raise_first(refusals(config, world_size, saved))
+    config, model = _copied(config), model_config(config, saved)
+    config.model = model_options(config, saved)
     config.dataloader.accept_change |= config.accept_change
     config.model_spec = ModelSpec(
         name="loop",

@@ -3,6 +3,8 @@
 Everything a user can get wrong is checked before a process group or a device is touched.
 """
 
+import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +22,11 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
 from titan_loop.checkpoint.retention import committed_steps, step_folder
+from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.mixture import copy_remote_sources
+from titan_loop.data.remote_source import is_remote
+from titan_loop.distributed.compiler import forget_compiled_stage
 from titan_loop.errors import (
     EXIT_OK,
     NonFiniteError,
@@ -29,19 +36,32 @@ from titan_loop.errors import (
     raise_first,
 )
 from titan_loop.models.family import size_notes
-from titan_loop.ranks import all_ranks, decided_by_rank_zero, from_rank_zero, on_rank_zero
+from titan_loop.ranks import (
+    all_ranks,
+    decided_by_rank_zero,
+    from_rank_zero,
+    on_rank_zero,
+    once_per_node,
+)
 from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.callback import Callback
+from titan_loop.training.chosen_model import saved_architecture
 from titan_loop.training.config import RunConfig
-from titan_loop.training.config_changes import change_refusals, parent_changes, setting_changes
-from titan_loop.training.preflight import folder_refusals
+from titan_loop.training.config_changes import (
+    SettingChange,
+    change_refusals,
+    parent_changes,
+    setting_changes,
+)
 from titan_loop.training.resolved_run import ResolvedRun, resolve
+from titan_loop.training.stability.recovery import SkippedStep, SpikesError, rewind
 from titan_loop.training.startup import StartupClock
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
-_AGREED = (StoppedError, NonFiniteError, UnstableError)
+_AGREED = (StoppedError, NonFiniteError, SpikesError)
 """What all ranks raise together."""
 
 
@@ -55,7 +75,8 @@ def run_training(
 ) -> int:
     """Train `config` in this process, one of the ranks the launcher started.
 
-    Continues from the newest good checkpoint of its run directory, if there is one. The process
+    Continues from the newest good checkpoint of its run directory, if there is one; after too many
+    spikes it starts again from an older one (see `titan_loop.training.stability`). The process
     group stays for the next run of a recipe: call `shutdown` after the last.
 
     Args:
@@ -76,24 +97,65 @@ def run_training(
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
     startup = startup or StartupClock()
+    while True:
+        try:
+            return _start(config, command, stop_listener, evaluations, startup)
+        except SpikesError as error:
+            spikes = error.spikes  # without the error, whose traceback holds the trainer
+        gc.collect()
+        forget_compiled_stage()
+        config, startup = _rewound(config, spikes), StartupClock()
+
+
+def _rewound(config: RunConfig, spikes: list[SkippedStep]) -> RunConfig:
+    """Record a rewind, and return `config` for the start that takes it up; collective.
+
+    Raises:
+        UnstableError: There were enough of them, or there is no older checkpoint.
+    """
+    run = RunDirectory(config.dump_folder)
+    stop = from_rank_zero(
+        all_ranks(), lambda: rewind(run, _remote(config), spikes, config.stability)
+    )
+    if stop:
+        raise UnstableError(stop)
+    config = copy.copy(config)
+    config.checkpoint = copy.copy(config.checkpoint)
+    config.checkpoint.load_step = -1
+    return config
+
+
+def _start(
+    config: RunConfig,
+    command: Sequence[str] | None,
+    stop_listener: StopListener | None,
+    evaluations: Callable[[RunConfig], Sequence[Callback]] | None,
+    startup: StartupClock,
+) -> int:
+    """Train until the run ends, or has to start again: then raise `SpikesError` on all ranks."""
     rank, world_size = compat.start_runtime()
     compat.start_logging(rank)
     if world_size == 1:
         compat.skip_final_pause()
-    run = resolve(config, world_size)
-    callbacks = _callbacks(config, evaluations)
+    copy_sources([config])
     run_directory = RunDirectory(config.dump_folder)
-    raise_first(folder_refusals(run_directory.path))
+    require_writable(run_directory.path, f"dump_folder={run_directory.path}")
+    # Ranks that each looked at checkpoints might train different models.
+    run = resolve(config, world_size, decided_by_rank_zero(lambda: saved_architecture(config)))
+    callbacks = _callbacks(config, evaluations)
 
-    def look() -> bool:
+    def look() -> tuple[list[SettingChange], list[SettingChange]] | None:
         _require_readable(run_directory)
         fetch_checkpoints(run.config)
-        left = check_resumable(run)
-        if not left:
+        if not check_resumable(run):
             copy_last_checkpoint(run.config)
-        return left
+            return None
+        wait_for_room(run_directory.path, _checkpoint_bytes(config))
+        started = committed_steps(run_directory.checkpoints)
+        return setting_changes(run.config), [] if started else parent_changes(run)
 
-    if not decided_by_rank_zero(look):
+    found = decided_by_rank_zero(look)
+    if found is None:
         logger.info("Nothing left to train in %s", config.dump_folder)
         return EXIT_OK
     structured_logger.init_structured_logger(
@@ -101,8 +163,7 @@ def run_training(
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    changes = setting_changes(run.config)
-    others = [] if committed_steps(run_directory.checkpoints) else parent_changes(run)
+    changes, others = found
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
         trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
@@ -129,9 +190,8 @@ def run_training(
                 if changes:
                     kept = run_directory.newest_kept_config
                     logger.warning("the last start's config is kept as %s", kept)
-            remote = config.checkpoint.remote
-            if remote and config.checkpoint.enable:
-                on_rank_zero(all_ranks(), lambda: trainer.checkpointer.copy_to(_remote(config)))
+            if config.checkpoint.remote and config.checkpoint.enable:
+                on_rank_zero(all_ranks(), lambda: trainer.checkpointer.copy_to(_store(config)))
             startup.mark("build")
             trainer.train()
             if rank == 0:
@@ -159,7 +219,11 @@ def _say_how_it_ended(trainer: LoopTrainer) -> None:
         )
 
 
-def _remote(config: RunConfig) -> RemoteCheckpoints:
+def _remote(config: RunConfig) -> RemoteCheckpoints | None:
+    return _store(config) if config.checkpoint.remote and config.checkpoint.enable else None
+
+
+def _store(config: RunConfig) -> RemoteCheckpoints:
     return RemoteCheckpoints(
         config.checkpoint.remote,
         stage=config.stage,
@@ -169,22 +233,52 @@ def _remote(config: RunConfig) -> RemoteCheckpoints:
 
 
 def fetch_checkpoints(config: RunConfig) -> None:
-    """Let a run without a whole checkpoint have the newest remote one; on rank 0.
+    """Take up rewinds, and let a run without a whole checkpoint have the remote one; on rank 0.
 
     Raises:
         UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
         RunFailedError: None of its checkpoints arrives whole.
     """
-    if config.checkpoint.remote and config.checkpoint.enable:
-        fetch_if_needed(_remote(config), Path(config.dump_folder))
+    run, remote = RunDirectory(config.dump_folder), bool(config.checkpoint.remote)
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        return
+    if not remote and not read_rewinds(run.path):
+        return
+    try:
+        lock = run.lock()
+    except UserError as error:  # another stage's job is there; this one's own start will say so
+        logger.info("Nothing is fetched: %s", error)
+        return
+    with lock:
+        store = _remote(config)
+        take_up_rewinds(run.path, run.checkpoints, store)
+        if store is not None:
+            fetch_if_needed(store, run.path)
 
 
 def copy_last_checkpoint(config: RunConfig) -> None:
     """Copy the last checkpoint of a run that is done, if it ended before that was; on rank 0."""
     if config.checkpoint.remote and config.checkpoint.enable:
-        copies = uploader(_remote(config), config.checkpoint)
+        copies = uploader(_store(config), config.checkpoint)
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
         copies.close()
+
+
+def copy_sources(configs: Sequence[RunConfig]) -> None:
+    """Copy sources in object stores to the cache of every node; all ranks call it before they meet.
+
+    Raises:
+        UserError: An address cannot be used, or is no source.
+        RunFailedError: A source does not arrive.
+    """
+    entries = dict.fromkeys(
+        entry
+        for config in configs
+        if isinstance(config.dataloader, WindowLoader.Config)
+        for entry in config.dataloader.mixture
+    )
+    if any(map(is_remote, entries)):
+        once_per_node(lambda: copy_remote_sources(entries))
 
 
 @contextmanager
@@ -226,6 +320,14 @@ def shutdown() -> None:
     """Leave the process group, if there is one; after the last run of the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _checkpoint_bytes(config: RunConfig) -> int:
+    """Return the size of the next checkpoint, that of the newest; 0 if there is none."""
+    folder = RunDirectory(config.dump_folder).checkpoints
+    newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
+    files = {} if newest is None else newest[1]["files"]
+    return sum(record["bytes"] for record in files.values())
 
 
 def _require_readable(run_directory: RunDirectory) -> None:

@@ -61,7 +61,7 @@ class StartupClock:
         if self.finished:
             return
         self.mark(FIRST_STEP)
-        if dist.get_rank() == 0 and run_directory.run_json.exists():
+        if dist.get_rank() == 0:
             logger.info("%s", self.line())
             run_directory.record_startup(self.seconds)
 

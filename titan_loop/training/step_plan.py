@@ -48,7 +48,6 @@ def plan_step(
     seed: int,
     rate_start_tokens: int = 0,
     deepest: Callable[[int], int] | None = None,
-    halved: bool = False,
 ) -> StepPlan:
     """Read the schedules of `config`.
 
@@ -60,7 +59,6 @@ def plan_step(
         rate_start_tokens: Tokens at which the schedule of the learning rate began.
         deepest: Returns the steps that the deepest of so many windows, the next ones, needs; asked
             where R follows from the data.
-        halved: Whether R is halved, rounded down, since spikes went on.
     """
     recurrence = config.recurrence
     windows = global_batch_windows(config.batch, tokens, config.training.seq_len)
@@ -73,7 +71,7 @@ def plan_step(
         tokens=tokens,
         rate_tokens=tokens - rate_start_tokens,
         windows=windows,
-        recurrent_steps=max(1, recurrent_steps // 2) if halved else recurrent_steps,
+        recurrent_steps=recurrent_steps,
         backward_steps=recurrence.backward_steps_at(tokens),
         learning_rate=config.learning_rate(tokens - rate_start_tokens),
         schedules=dict.fromkeys(OBJECTIVE_SCHEDULES, 0.0)
@@ -88,22 +86,20 @@ def step_flops(config: RunConfig, model: LoopDecoder.Config, plan: StepPlan) -> 
     return flops.total * plan.windows * seq_len
 
 
-def regime(config: RunConfig, plan: StepPlan, *, level: int, halved: bool) -> list[Any]:
+def regime(config: RunConfig, plan: StepPlan, *, level: int) -> list[Any]:
     """Return what moves the loss of a step by plan, to a digit; spikes are judged within one.
 
     Args:
         config: The run.
         plan: The step.
         level: Level of the curriculum.
-        halved: Whether R is halved.
     """
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
-    return [typical_recurrent_steps(config.recurrence, plan.tokens), halved, level, *weights]
+    depth = typical_recurrent_steps(config.recurrence, plan.tokens)
+    return [depth, plan.backward_steps, level, *weights]
 
 
-def trained_recurrence(
-    config: RecurrenceConfig, plan: StepPlan, *, halved: bool = False
-) -> dict[str, Any]:
+def trained_recurrence(config: RecurrenceConfig, plan: StepPlan) -> dict[str, Any]:
     """Return what a checkpoint records of R.
 
     `recurrent_steps` is the depth at which to use the model: R of the newest step or, where R is
@@ -112,14 +108,12 @@ def trained_recurrence(
     Args:
         config: How R is chosen.
         plan: The newest training step.
-        halved: Whether R is halved.
     """
-    typical = typical_recurrent_steps(config, plan.tokens)
     return {
-        "recurrent_steps": max(1, typical // 2) if halved else typical,
+        "recurrent_steps": typical_recurrent_steps(config, plan.tokens),
         "recurrence": {
             "last_steps": plan.recurrent_steps,
-            "mean_steps": config.steps(plan.tokens) / (2 if halved else 1),
+            "mean_steps": config.steps(plan.tokens),
             "min_steps": config.min_steps,
             "max_steps": config.max_steps,
         },

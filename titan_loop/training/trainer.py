@@ -14,6 +14,7 @@ upstream's.
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,7 +22,6 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.cudagraph import cudagraph_teardown
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import Best
@@ -29,16 +29,18 @@ from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.distributed.context_parallel import share_of_rank
+from titan_loop.distributed.kept_layouts import kept_layout
 from titan_loop.errors import NonFiniteError, StoppedError, UserError
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.ranks import all_ranks, meeting, on_rank_zero
+from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, warn_together
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.batch_schedule import plan_steps
 from titan_loop.training.callback import Callback
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.gradients import GradientTrainer
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.lost_folder import follow_folder
+from titan_loop.training.lost_folder import FolderWatch, follow_folder
 from titan_loop.training.metrics import StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.recurrence import most_recurrent_steps
@@ -108,6 +110,7 @@ class LoopTrainer(GradientTrainer):
         self._warning: str | None = None
         self._stopped_at: str | None = None
         self._lost: UserError | None = None
+        self._folder_watch: FolderWatch | None = None
 
     @property
     def at_stage_end(self) -> bool:
@@ -120,14 +123,9 @@ class LoopTrainer(GradientTrainer):
         return self.step >= self.config.training.steps
 
     @property
-    def halved(self) -> bool:
-        """Whether R is half of what is scheduled, since spikes went on after every rewind."""
-        return self.guard.halved
-
-    @property
     def held_back(self) -> bool:
-        """Whether the step just done must not be saved; a run's planned end always is."""
-        return self.guard.held_back and (self._stopped_at is not None or not self.at_last_step)
+        """Whether the step just done must not be saved; the last step of a start always is."""
+        return self.guard.held_back and not self.at_last_step
 
     @property
     def recurrent_steps(self) -> int:
@@ -142,7 +140,6 @@ class LoopTrainer(GradientTrainer):
             seed=self.seed,
             rate_start_tokens=self.dataloader.rate_start_tokens,
             deepest=self.dataloader.deepest,
-            halved=self.guard.halved,
         )
 
     def _plan_to_the_end(self) -> None:
@@ -167,6 +164,8 @@ class LoopTrainer(GradientTrainer):
             super().train()
         finally:
             self.stop_listener.unwatch()
+            if self._folder_watch is not None:
+                self._folder_watch.end()
         if self._lost is not None:
             raise self._lost
         if self._stopped_at is not None:
@@ -179,8 +178,10 @@ class LoopTrainer(GradientTrainer):
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
         self.startup.mark("checkpoint")
-        self.guard.resume(self.checkpointer)
-        self._after_loading()
+        self._plan_to_the_end()
+        self.optimizers.apply_settings()  # which a checkpoint brings as it was saved
+        if self.run_lock is not None:
+            self._folder_watch = FolderWatch(self.run_lock)
         if agree_to_stop(self._asked_to_stop, self.device):
             self._stop_here("before its first step")
             return iter(())
@@ -205,24 +206,9 @@ class LoopTrainer(GradientTrainer):
         self.startup.mark("callbacks")
         return iter(())
 
-    def _after_loading(self) -> None:
-        """Apply what a loaded checkpoint does not bring, or not as this start has it."""
-        self.dataloader.jump(self.guard.jumped)
-        self._plan_to_the_end()
-        self.optimizers.apply_settings()
-
-    def _go_back(self) -> None:
-        """Load an older checkpoint in place of what spikes, and go on with the step after it."""
-        self.guard.go_back(self.checkpointer)
-        self._after_loading()
-        self.metrics_processor.restart_clock(self.step, self.tokens)
-        self.step += 1
-
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        if self.guard.must_go_back:  # said by a verdict that was read before a save
-            self._go_back()
         plan, first_window = self._plan(self.step), self.dataloader.windows_consumed
         loss, metrics, grad_norm, verdict = self.update(plan)
         windows = range(first_window, self.dataloader.windows_consumed)
@@ -233,10 +219,6 @@ class LoopTrainer(GradientTrainer):
         self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
         waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
         stop = self.guard.skipped.read(newest=waits)
-        if self.guard.must_go_back:  # whoever asked to stop is heard again in the next step
-            self._go_back()
-            self.train_step(data_iterator)
-            return
         if stop and self._follow_folder():
             return
         self._finish_step(loss, grad_norm, metrics, verdict)
@@ -258,6 +240,7 @@ class LoopTrainer(GradientTrainer):
     ) -> None:
         """Log the step if that is due, and call the callbacks."""
         plan = self.plan
+        self.guard.enter("log")
         record: Mapping[str, Any] = {}
         if self.metrics_processor.should_log(plan.step):
             loss_mesh = self.parallel_dims.get_optional_mesh("loss")
@@ -293,23 +276,25 @@ class LoopTrainer(GradientTrainer):
         self.startup.finish(self.metrics_processor.run_directory)
         if self._is_saved(plan.step) and torch.distributed.get_rank() == 0:
             self.dataloader.log_progress(plan.step)
+        self.guard.enter("callbacks")
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
+        self.guard.enter("checkpoint")
         self.stop_listener.progress()
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Pass on what the objective warns of, and not again until it has stopped to."""
         warning = self.loss_fn.warning(metrics)
         if warning is not None and self._warning is None:
-            logger.warning("step %d: %s", self.step, warning)
+            warn_together(logger, "step %d: %s", self.step, warning)
         self._warning = warning
 
     @property
     def _asked_to_stop(self) -> bool:
         """Whether a signal, or the loss of the run's folder, asks this rank to stop."""
-        lost = self.run_lock is not None and self.run_lock.lost() is not None
+        lost = self._folder_watch is not None and self._folder_watch.lost
         return lost or self.stop_listener.requested_by is not None
 
     def _follow_folder(self) -> bool:
@@ -332,6 +317,7 @@ class LoopTrainer(GradientTrainer):
     def before_save(self) -> None:
         """Refuse to save weights that are not finite, or in another run's folder; collective."""
         self._follow_folder()
+        write_kept()  # no later start repeats the steps before a checkpoint
         self.guard.read_before_save()
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
@@ -343,7 +329,10 @@ class LoopTrainer(GradientTrainer):
     def init_distributed(self) -> ParallelDims:
         """Join the process group, then claim the run directory for this job."""
         with meeting():
-            parallel_dims = super().init_distributed()
+            new = super().init_distributed()
+        require_equal(all_ranks(), self.run.sha256(), "the resolved config")
+        longest_first_step = timedelta(seconds=self.config.comm.init_timeout_seconds)
+        parallel_dims = kept_layout(new, longest_first_step)
         self.run_lock = on_rank_zero(all_ranks(), RunDirectory(self.config.dump_folder).lock)
         return parallel_dims
 
@@ -361,22 +350,22 @@ class LoopTrainer(GradientTrainer):
         with contextlib.ExitStack() as closing:
             if self.run_lock is not None:
                 closing.callback(self.run_lock.release)
-            closing.callback(cudagraph_teardown)  # nothing to do without one
             closing.callback(self.checkpointer.close)
             closing.callback(self.metrics_processor.close)
+            closing.callback(give_up_kept)
             closing.callback(self.dataloader.close)
             closing.callback(self.guard.close)
 
     def lineage(self) -> dict[str, Any]:
         """Return what a checkpoint records of its run: recipe hash, stage, versions."""
-        return {**self.run.lineage(), **self.guard.lineage()}
+        return self.run.lineage()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues the run, as JSON that means the same on any number of ranks."""
         return {
             "step": self.step,
             "tokens": self.tokens,
-            **trained_recurrence(self.run.config.recurrence, self.plan, halved=self.halved),
+            **trained_recurrence(self.run.config.recurrence, self.plan),
             "architecture": self.run.architecture,
             **self.guard.state_dict(),
         }

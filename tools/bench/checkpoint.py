@@ -1,4 +1,4 @@
-"""What checkpoints cost: time lost by the training loop, bandwidth, hashing and verification.
+"""The cost of checkpoints: time lost by the training loop, bandwidth, hashing and verification.
 
     python tools/bench/checkpoint.py --size 53m --recurrent-steps 1 --seq-len 64 --batch 1
 
@@ -32,8 +32,8 @@ from training_step import device, start
 from titan_loop.checkpoint.loading import load_checkpoint
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.manifest import file_records, find_damage, read_manifest
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.training.optimizer import LoopOptimizers

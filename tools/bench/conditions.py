@@ -1,4 +1,4 @@
-"""How every benchmark begins: its flags, a quiet machine, and the heading that names both.
+"""The start of every benchmark: its flags, a quiet machine, and the heading that names both.
 
 options = begin(parser_of(__doc__))
 """

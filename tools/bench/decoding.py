@@ -1,4 +1,4 @@
-"""What the decoded channel costs in a training step, beside its share of the step's FLOPs.
+"""The cost of the decoded channel in a training step, beside its share of the step's FLOPs.
 
     python tools/bench/decoding.py
 
@@ -15,8 +15,8 @@ from conditions import begin
 from timing import in_turn, ratios, spread
 from training_step import Job, build, flops_per_step, start, step_parser, trainer_step
 
-from titan_loop.models.families.discoloop import DiscoLoopOptions
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.discoloop.model import DiscoLoopOptions
+from titan_loop.families.ouro.model import OuroOptions
 
 
 def main() -> int:

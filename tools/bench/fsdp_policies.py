@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Job, build, step_parser, trainer_step
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.testing.multiprocess import GlooPool
 
 POLICIES = ("per_visit", "per_step")

@@ -1,4 +1,4 @@
-"""What a gate-only training step costs beside a step that trains the whole model.
+"""The cost of a gate-only training step beside a step that trains the whole model.
 
     python tools/bench/gate_stage.py --size quickstart --recurrent-steps 4
 
@@ -16,7 +16,7 @@ from conditions import begin
 from timing import in_turn, ratios, spread
 from training_step import Job, build, start, step_parser, trainer_step
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""How time and memory of a training step grow with R, with the window, and with the ranks.
+"""Growth of a training step's time and memory with R, with the window, and with the ranks.
 
     python tools/bench/growth.py
     python tools/bench/growth.py --size 134m --seq-lens 1024 2048 4096 8192 --batch 4   # a GPU
@@ -26,7 +26,7 @@ from timing import in_turn, ratios, seconds_of, spread
 from torch import nn
 from training_step import Job, build, device, extra_bytes, start, step_parser, trainer_step
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.testing.multiprocess import GlooPool
 

@@ -29,6 +29,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_loop.evaluation.readings import depth_readings, score_states
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.cache import STRATEGIES
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import Evidence, ExitPolicy
@@ -36,7 +37,6 @@ from titan_loop.inference.loading import load_checkpoint, load_matching_tokenize
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 
 RECURRENT_STEPS = 4

@@ -32,8 +32,8 @@ from training_step import (
 
 from titan_loop.distributed.communication import step_traffic
 from titan_loop.distributed.step_shape import StepShape
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 
 

@@ -40,8 +40,9 @@ from training_step import (
     trainer_step,
 )
 
+from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import NORM_EPS, SIZES, OuroOptions
+from titan_loop.models.loop_config import NORM_EPS
 
 LOSS_TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # fp32 in another order; bf16
 

@@ -1,4 +1,4 @@
-"""Which operations a training step spends its time in, and what bounds each of them.
+"""The operations that a training step spends its time in, and the bound of each.
 
 A profiled step is split by operation; matrix products are listed by shape. The least time of an
 operation is the larger of two: its FLOPs over the rate of a large product, and its bytes over the

@@ -1,4 +1,4 @@
-"""What loader, logging and checkpoints take of a training run, in the real trainer.
+"""Shares of loader, logging and checkpoints in a training run, in the real trainer.
 
     python tools/bench/shares.py
     python tools/bench/shares.py --size 134m --seq-len 4096 --batch 8 --steps 60        # a GPU

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.testing.tiny import TINY_VOCABULARY
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.schedule import Schedule

@@ -1,13 +1,15 @@
-"""Seconds from the command to the end of the first step, with an empty and a filled compile cache.
+"""Seconds, files and bytes from the command to the end of the first step, cold and warm.
 
     python tools/bench/startup.py --pairs 3
     python tools/bench/startup.py --size 374m --seq-len 4096 --batch 4          # a GPU
 
 Every start is a process of its own that trains one step of a small prepared source, as
-`titan-loop train` does. Cold starts get an empty folder for what is compiled, warm ones the folder
-that the first cold one left; they take turns. The parts are those of `startup_seconds` in
-`run.json` (`titan_loop/training/startup.py`); hits are lookups in inductor's and autograd's caches
-that found something. Without a compiler, or with `--no-compile`, cold and warm do the same.
+`titan-loop train` does. Cold starts get an empty folder for what is compiled, and the system is
+told to forget what it holds of the environment's files (those that a running process maps stay);
+warm ones get the folder that the first cold one left; they take turns. The parts are those of
+`startup_seconds` in `run.json` (`titan_loop/training/startup.py`); hits are lookups in inductor's
+and autograd's caches that found something. Files are those that Python opened or loaded, MB read
+is what it asked for (libraries, which are mapped, are not in it), MB from disk what a disk gave.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -25,6 +28,23 @@ from timing import spread
 from titan_loop.testing.tiny import tiny_source
 
 CHILD = "--child"
+WATCHED = """
+import json, os, runpy, sys
+files = set()
+def watch(event, details):
+    if event in ("open", "import"):
+        files.update(word for word in details[:2] if isinstance(word, str) and "/" in word)
+sys.addaudithook(watch)
+sys.argv.pop(0)
+sys.path[0] = os.path.dirname(sys.argv[0])
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    with open("/proc/self/io") as file:
+        meters = {name: int(count) / 1e6 for name, count in (line.split(": ") for line in file)}
+    sizes = {"MB read": meters["rchar"], "MB from disk": meters["read_bytes"]}
+    print(json.dumps({"files opened": len(files)} | sizes))
+"""
 COUNTERS = (("inductor", "fxgraph_cache_hit"), ("aot_autograd", "autograd_cache_hit"))
 
 
@@ -46,8 +66,10 @@ def main() -> int:
         for pair in range(options.pairs):
             for kind in starts:
                 cache = folder / ("cache-0" if kind == "warm" else f"cache-{pair}")
+                if kind == "cold":
+                    _forget_files()
                 starts[kind].append(_start(source, folder / f"run-{kind}-{pair}", cache))
-    print(f"seconds, median of {options.pairs} (range) | cold | warm")
+    print(f"seconds and counts, median of {options.pairs} (range) | cold | warm")
     for part in starts["cold"][0]:
         cells = [spread([start[part] for start in starts[kind]], 2) for kind in starts]
         print(" | ".join([part, *cells]))
@@ -55,13 +77,22 @@ def main() -> int:
 
 
 def _start(source: Path, run: Path, cache: Path) -> dict[str, float]:
-    """Train one step in a new process; return its parts, their sum, and cache hits."""
+    """Train one step in a new process; return its parts, their sum, cache hits and files."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, *sys.argv, CHILD, str(source), str(run)]
+    command = [sys.executable, "-c", WATCHED, *sys.argv, CHILD, str(source), str(run)]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    hits = json.loads(done.stdout.splitlines()[-1])
+    hits, files = map(json.loads, done.stdout.splitlines()[-2:])
     parts = json.loads((run / "run.json").read_text())["startup_seconds"]
-    return parts | {"all": sum(parts.values())} | hits
+    return parts | {"all": sum(parts.values())} | hits | files
+
+
+def _forget_files() -> None:
+    """Let the system drop the environment's files, and Python's own, from memory."""
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")}:
+        for path in Path(folder).rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _train_one_step(options: argparse.Namespace, source: Path, run: Path) -> int:

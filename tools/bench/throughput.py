@@ -21,7 +21,7 @@ from timing import in_turn
 from torchtitan.tools import utils as titan_utils
 from training_step import Job, build, device, flops_per_step, mfu, start, trainer_step
 
-from titan_loop.models.families.ouro import OuroOptions
+from titan_loop.families.ouro.model import OuroOptions
 
 
 def main() -> int:

@@ -24,9 +24,9 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.gate_loss import AdaptiveGateLoss

@@ -1,4 +1,4 @@
-"""What copies of a layer get as gradients, and how training goes on under every moments policy.
+"""Gradients of a layer's copies, and training after upcycling under every moments policy.
 
     python tools/bench/upcycling.py runs/quickstart --layers 8 --recurrent-steps 2
 

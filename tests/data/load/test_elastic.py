@@ -42,9 +42,7 @@ def mixture(write_source: WriteSource, documents: DocumentMaker) -> list[str]:
 attempts = st.lists(st.tuples(splits, st.integers(0, STEPS), st.booleans()), min_size=1, max_size=4)
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(attempts)
 def test_any_splits_and_kill_points_read_the_same(
     mixture: list[str], attempts: list[tuple[tuple[int, int], int, bool]]

@@ -48,9 +48,7 @@ def build(write_source: Callable[..., Path], documents: DocumentMaker) -> Build:
     return build
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(splits, splits, st.integers(0, STEPS))
 def test_any_split_and_kill_point_reads_the_same(
     build: Build, before: tuple[int, int], after: tuple[int, int], killed_at: int
@@ -71,9 +69,7 @@ def test_any_split_and_kill_point_reads_the_same(
     assert {loader.windows_consumed for loader in loaders} == {STEPS * GLOBAL_BATCH}
 
 
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_the_stream_does_not_depend_on_batch_sizes(build: Build, batches: list[int]) -> None:
     reference, loader = build(), build()

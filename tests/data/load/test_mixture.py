@@ -2,7 +2,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.data.load.mixture import (
@@ -121,7 +121,6 @@ capped = st.lists(
 ).filter(lambda sources: any(share for share, _ in sources))
 
 
-@settings(deadline=None)
 @given(capped, st.sampled_from(["stop", "renormalise"]), st.integers(0, 10))
 def test_a_capped_mixture_equals_a_window_by_window_reference(
     sources: list[tuple[int, int | None]], when_exhausted: Exhausted, first: int
@@ -157,7 +156,6 @@ def test_a_capped_mixture_equals_a_window_by_window_reference(
         assert order.counts(window + 1).tolist() == counts
 
 
-@settings(deadline=None)
 @given(capped, st.sampled_from(["stop", "renormalise"]))
 def test_a_capped_mixture_ends_where_the_next_window_would_exceed_a_cap(
     sources: list[tuple[int, int | None]], when_exhausted: Exhausted

@@ -15,8 +15,8 @@ from titan_loop.data.load.held_out import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source
-from titan_loop.data.shards import LOSS_SUFFIX, TokenShards
-from titan_loop.data.source_card import CARD_NAME, SourceCard
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import CARD_NAME, LOSS_SUFFIX, SourceCard
 from titan_loop.errors import UserError
 
 L = 16

@@ -11,9 +11,9 @@ from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.registry import TASKS
-from titan_loop.data.tasks.task import Task
+from titan_loop.data.tasks.registry import find_task
 from titan_loop.errors import UserError
+from titan_loop.plugins import names
 
 TASK, L = Backwards(), 16
 END = TASK.letters
@@ -119,9 +119,9 @@ def test_the_state_names_task_and_parameters():
             build(**other).load_state_dict(state)
 
 
-@pytest.mark.parametrize("kind", TASKS.values(), ids=TASKS)
-def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(kind: type[Task]):
-    task = kind()
+@pytest.mark.parametrize("name", names("tasks"))
+def test_a_run_of_any_task_goes_on_from_what_its_checkpoint_holds(name: str):
+    task = find_task(name)()
     window = "example" if any(not column.per_token for column in task.columns) else "packed"
 
     def load() -> TaskLoader:

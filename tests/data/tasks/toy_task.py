@@ -11,9 +11,9 @@ from typing import ClassVar
 import numpy as np
 
 from titan_loop.data.columns import Column
-from titan_loop.data.tasks.registry import register
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
+from titan_loop.plugins import Plugin, register
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +69,4 @@ class Backwards(Task):
         return replace(example, columns={"left": left})
 
 
-register(Backwards)
+register(Plugin(tasks={"backwards": Backwards}))

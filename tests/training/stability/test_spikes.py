@@ -1,11 +1,14 @@
 """Judging steps: the baseline of states in float64, and where a spike began."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.stability.spikes import Baseline, Place, SpikeJudge, where_it_began
+from titan_loop.training.step_plan import plan_step, regime
 
 CPU = torch.device("cpu")
 LAYERS, STEPS = 2, 2
@@ -51,6 +54,25 @@ def test_a_step_far_above_the_recent_ones_is_skipped(loss: float, norm: float, s
     assert ask(one, 2.0, 1.0).read()[0]  # what was skipped has not moved the window
 
 
+def test_a_gradient_norm_on_the_host_joins_the_loss_on_the_device():
+    """Offloaded gradients; the meta device stands for the other one."""
+    device = torch.device("meta")
+    of = SpikeJudge(window=8, threshold=8.0, shape=(STEPS + 1, LAYERS), device=device)
+    loss, these = torch.tensor(1.0, device=device), sums().to(device)
+    # The host's answer is not there: reading it is as far as this comes.
+    with pytest.raises(NotImplementedError, match="out of meta tensor"):
+        of.agree(loss, torch.tensor(1.0), these, share=1.0)
+
+
+def test_what_the_backward_pass_reaches_is_part_of_the_regime(tmp_path):
+    config = tiny_config(tmp_path, tmp_path)
+    plan = plan_step(config, step=1, tokens=0, seed=0)
+    reached = [
+        regime(config, replace(plan, backward_steps=steps), level=0) for steps in (1, 2, None)
+    ]
+    assert reached[0] != reached[1] != reached[2] != reached[0]
+
+
 def test_a_planned_change_starts_the_window_anew():
     one = judge()
     one.begin([4])
@@ -74,6 +96,19 @@ def test_a_judge_that_was_saved_decides_alike():
         verdicts = [ask(each, loss, 1.0) for each in (one, other)]
         assert verdicts[0].read() == verdicts[1].read()
         assert torch.equal(verdicts[0].evidence.bounds, verdicts[1].evidence.bounds)
+
+
+def test_a_judge_goes_on_from_an_older_checkpoint_with_halving_in_its_state():
+    one = judge()
+    one.begin([4, 0, "x"])
+    for _ in range(8):
+        ask(one, 2.0, 1.0)
+    saved = one.state_dict()
+    for halved, still_judges in ((False, True), (True, False)):
+        other = judge()
+        other.load_state_dict({**saved, "regime": [4, halved, 0, "x"]})
+        other.begin([4, 0, "x"])
+        assert ask(other, 9.0, 1.0).read()[0] != still_judges
 
 
 def test_a_spike_names_the_first_visit_that_stands_out():

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.families.ouro import OuroOptions
 from titan_loop.models.family import build_decoder
 from titan_loop.training.stability.states import StateNorms, gradient_norm, root_mean_square
 

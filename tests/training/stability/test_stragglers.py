@@ -1,8 +1,16 @@
 """Which rank slows down the others."""
 
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.stability.config import StabilityConfig
+from titan_loop.training.stability.guard import Guard
 from titan_loop.training.stability.stragglers import RankTimes, StepTimes, straggler
 
 EVEN = [RankTimes(1.0, 0.001, 0.01)] * 4
@@ -24,6 +32,60 @@ def test_one_of_two_ranks_can_be_the_slow_one():
         1,
         "computes 3.0 times as long as the others",
     )
+
+
+def gather_case() -> dict:
+    """The last rank waits for its data for an hour, as it says."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    times = StepTimes(1.5, torch.device("cpu"))
+    times.begin()
+    return times.gather(3600.0 if last else 0.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_gets_the_times_of_all(gloo_pool, ranks):
+    records = gloo_pool(ranks).run(gather_case)
+    assert all(record == records[0] for record in records)
+    assert records[0]["ranks/data_seconds_max"] == 3600.0
+    assert f"rank {ranks - 1} on " in records[0]["straggler"]
+    assert "waits for data" in records[0]["straggler"]
+
+
+def warned_case() -> list[str]:
+    """Every rank learns of a straggler and of a skipped step; return what this one logs."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger = logging.getLogger("titan_loop")
+    logger.addHandler(handler)
+    try:
+        guard = Guard(
+            StabilityConfig(straggler=1.5),
+            model=cast(Any, SimpleNamespace(dim=8, layers=[])),
+            recurrent_steps=2,
+            device=torch.device("cpu"),
+            window_tokens=8,
+            run=RunDirectory("nowhere"),
+            writes=dist.get_rank() == 0,
+            max_skipped_steps=3,
+        )
+        guard.begin(1, [])
+        guard.rank_times([3600.0 * dist.get_rank()])
+        infinite = torch.tensor(float("inf"))
+        verdict = guard.agree(infinite, infinite, loss_ranks=1, stop=False)
+        guard.skipped.add(verdict, step=1, windows=range(8), loss=infinite, grad_norm=infinite)
+        guard.skipped.read(newest=True)
+    finally:
+        logger.removeHandler(handler)
+    return logged
+
+
+@pytest.mark.multiprocess
+def test_rank_0_alone_warns_of_what_all_ranks_know(gloo_pool):
+    first, *others = gloo_pool(2).run(warned_case)
+    assert [line.split(" ")[0] for line in first] == ["straggler:", "step"]
+    assert others == [[]]
 
 
 def test_times_are_of_a_step_since_the_last_record(monkeypatch: pytest.MonkeyPatch):

@@ -16,6 +16,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from titan_loop.data.load.jumps import joined, jumped_before, next_windows
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
+from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +48,17 @@ Fields = Mapping[str, Any]
 
 
 class DataVocabulary(NamedTuple):
-    """The tokenizer's size, and the largest id that occurs: a model must embed both.
+    """Sizes that a model takes from its data.
 
-    `factors` are the sizes of a token's other factors, where it has any.
+    Attributes:
+        size: Tokens of the tokenizer.
+        largest_token: Largest id that occurs, which may be beyond them.
+        options: Further model options that follow from the data, with the least that fits.
     """
 
     size: int
     largest_token: int
-    factors: tuple[int, ...] = ()
+    options: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class SourceProgress(NamedTuple):
@@ -342,7 +347,8 @@ class GlobalBatchLoader(BaseDataLoader):
         self.accepted = list(state_dict["accepted"])
         self.jumped = [(first, stop) for first, stop in state_dict.get("jumped", [])]
         if changes:
-            logger.warning(
+            warn_together(
+                logger,
                 "continuing at window %d in other data, as dataloader.accept_change says: %s",
                 self.windows_consumed,
                 "; ".join(changes),

@@ -15,6 +15,7 @@ from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
+from titan_loop.ranks import warn_together
 from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ def held_out_windows(
     shards = TokenShards(source_path, "held_out")
     source = CutWindows(shards, seq_len, keyed_integer("held_out", seed))
     if source.windows_per_epoch < count:
-        logger.warning(
+        warn_together(
+            logger,
             "source %s has only %d held-out windows, %d were asked for",
             source_path,
             source.windows_per_epoch,

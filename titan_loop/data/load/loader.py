@@ -33,6 +33,7 @@ from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SHORT_DIGEST, SourceCard
 from titan_loop.errors import UserError
+from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,8 @@ class WindowLoader(GlobalWindowLoader):
                 logger.info("%s", self._exhaustion(number, used_up))
         for demand in self.demand(windows):
             if demand.epochs > 1:
-                logger.warning(
+                warn_together(
+                    logger,
                     "source %s will be read %.2f times: it has %d of the %d tokens that "
                     "total_tokens takes from it",
                     demand.name,
@@ -318,7 +320,8 @@ class WindowLoader(GlobalWindowLoader):
             count = 0 if match is None else -(-windows[match] * saved["seq_len"] // self._seq_len)
             epoch, number = divmod(count, source.windows_per_epoch)
             reordered = match is not None and self._reordered(saved, match, len(counts))
-            logger.warning(
+            warn_together(
+                logger,
                 "source %s continues at window %d of epoch %d%s",
                 name,
                 number,
@@ -385,14 +388,15 @@ class WindowLoader(GlobalWindowLoader):
         epochs, stretch = self._reported
         for name, old, epoch in zip(self._names, old_epochs, epochs, strict=True):
             if epoch > old:
-                logger.warning(
+                warn_together(
+                    logger,
                     "source %s is read again: epoch %d has begun by window %d",
                     name,
                     epoch,
                     self.windows_consumed,
                 )
         for number in range(old_stretch + 1, stretch + 1):
-            logger.warning("%s", self._exhaustion(number, self.order.exhausted[number - 1]))
+            warn_together(logger, "%s", self._exhaustion(number, self.order.exhausted[number - 1]))
 
     def _exhaustion(self, number: int, exhausted: Sequence[int]) -> str:
         """Return what happens where stretch `number` of the mixture starts, or where it ends."""

@@ -8,13 +8,15 @@ nothing. A source that has reached its cap ends the mixture, or starts a new str
 import heapq
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from titan_loop.data.remote_source import is_remote, local_folder
+from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
 
 PERIOD_WINDOWS = 10_000
@@ -67,6 +69,18 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
             "dataloader.mixture: the sum of the weights overflows: give smaller weights"
         )
     return tuple(mixture)
+
+
+def copy_remote_sources(entries: Iterable[str]) -> None:
+    """Copy the sources of mixtures that are in object stores to this machine's cache.
+
+    Raises:
+        UserError: An entry cannot be read, or its address is no source.
+        RunFailedError: One does not arrive.
+    """
+    for entry in entries:
+        if is_remote(entry):
+            SourceCard.read(Path(_parse_entry(entry).path))
 
 
 def _parse_entry(text: str) -> MixtureEntry:

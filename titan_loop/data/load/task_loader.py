@@ -54,7 +54,7 @@ class TaskLoader(GlobalWindowLoader):
         def vocabulary(self) -> DataVocabulary:
             """Return the task's vocabulary."""
             task = self.task
-            return DataVocabulary(task.vocab_size, task.vocab_size - 1, task.factor_sizes)
+            return DataVocabulary(task.vocab_size, task.vocab_size - 1, task.model_options)
 
         def can_jump(self) -> bool:
             """Return True."""

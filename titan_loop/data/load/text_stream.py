@@ -20,6 +20,7 @@ from titan_loop.data.load.batches import (
     Position,
 )
 from titan_loop.errors import UserError
+from titan_loop.ranks import warn_together
 from titan_loop.text.tokenizer import load_tokenizer
 
 # After `batches`, which imports the shims that go before any torchtitan module.
@@ -116,7 +117,7 @@ class TextStreamLoader(GlobalBatchLoader):
 
     def log_sources(self, windows: int) -> None:
         """Say what this loader cannot guarantee."""
-        logger.warning("%s", WARNING)
+        warn_together(logger, "%s", WARNING)
 
     def read(self, position: Position) -> BatchesRead:
         """Read on, wherever the stream is."""

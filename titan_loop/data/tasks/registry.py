@@ -4,45 +4,12 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from titan_loop.data.tasks.capo import Capo
-from titan_loop.data.tasks.dag_arithmetic import DagArithmetic, DagChainOfThought
-from titan_loop.data.tasks.depo import Depo
-from titan_loop.data.tasks.layered_qa import LayeredQA
-from titan_loop.data.tasks.mano import Mano
-from titan_loop.data.tasks.mano_capo import ManoCapo
-from titan_loop.data.tasks.mqar import MQAR
-from titan_loop.data.tasks.permutation_hops import PermutationHops
-from titan_loop.data.tasks.reachability import Reachability
 from titan_loop.data.tasks.task import Task
-from titan_loop.data.tasks.two_graph import TwoGraph
-from titan_loop.data.tasks.two_hop_systematic import TwoHopSystematic
 from titan_loop.errors import UserError
-from titan_loop.plugins import import_plugins
+from titan_loop.plugins import find
 
 TASK = "task"
 """Field of a loader's description that names the task; its parameters stand beside it."""
-
-_OWN = (
-    Capo,
-    DagArithmetic,
-    DagChainOfThought,
-    Depo,
-    LayeredQA,
-    MQAR,
-    Mano,
-    ManoCapo,
-    PermutationHops,
-    Reachability,
-    TwoGraph,
-    TwoHopSystematic,
-)
-
-TASKS: dict[str, type[Task]] = {kind.name: kind for kind in _OWN}
-
-
-def register(kind: type[Task]) -> None:
-    """Make a task of yours known by its name; readers of its checkpoints need it, too."""
-    assert TASKS.setdefault(kind.name, kind) is kind, f"two tasks are called {kind.name}"
 
 
 def find_task(name: str) -> type[Task]:
@@ -51,15 +18,15 @@ def find_task(name: str) -> type[Task]:
     Raises:
         UserError: This version does not know it, and no plug-in registers it.
     """
-    if name not in TASKS:
-        import_plugins()
-    if name not in TASKS:
+    task = find("tasks", name)
+    if task is None:
         raise UserError(
             f"the run was trained on the task {name!r}, which this version does not know: use the "
             "version of titan_loop that trained it, or name the task's module in "
             "TITAN_LOOP_PLUGINS"
         )
-    return TASKS[name]
+    assert task.name == name, f"task {name} calls itself {task.name}"
+    return task
 
 
 def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:

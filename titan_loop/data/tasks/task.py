@@ -1,4 +1,4 @@
-"""What a loader, an exam and a curriculum ask of a generated task.
+"""The interface of a generated task: examples, an exam, a curriculum.
 
     generator ─► question ─ identity ─► keyed hash ─┬─ held out ─► exam, by stratum
                     │                               └─ else ─────► training
@@ -105,9 +105,9 @@ class Task(ABC):
         """Number of token ids."""
 
     @property
-    def factor_sizes(self) -> tuple[int, ...]:
-        """Number of values of each factor of a token but its id; none for plain tokens."""
-        return ()
+    def model_options(self) -> Mapping[str, tuple[int, ...]]:
+        """Model options, beside `vocab_size`, that follow from the task: name → least that fits."""
+        return {}
 
     @property
     @abstractmethod

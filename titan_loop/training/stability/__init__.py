@@ -1,1 +1,1 @@
-"""What keeps a run alive without a person: each module is one idea, and README.md explains them."""
+"""Parts that keep a run alive without a person: one idea a module; README.md explains them."""

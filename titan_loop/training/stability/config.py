@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import Refusal
 
 
@@ -30,10 +31,6 @@ class StabilityConfig:
     rewinds: int = 2
     """How often a run goes back at most; then it ends with exit code 4."""
 
-    halve_recurrence: bool = False
-    """Once `rewinds` are used up, go back once more and train with half the recurrent steps from
-    then on."""
-
     norms_interval: int = 0
     """Steps between two measurements of state, gradient and update norms, of every layer in every
     recurrent step, for norms.jsonl and the report; 0 measures none. Takes memory for one more copy
@@ -56,14 +53,14 @@ class StabilityConfig:
     @property
     def most_jumped_steps(self) -> int:
         """Training steps whose windows may be jumped over."""
-        return self.skips * (self.rewinds + self.halve_recurrence) if self.skip_spikes else 0
+        return self.skips * self.rewinds if self.skip_spikes else 0
 
     def unused(self) -> str:
         """Return the first field that was set and needs `skip_spikes`; empty if there is none."""
         if self.skip_spikes:
             return ""
         usual = StabilityConfig()
-        names = ("window", "threshold", "skips", "rewinds", "halve_recurrence")
+        names = ("window", "threshold", "skips", "rewinds")
         changed = (name for name in names if getattr(self, name) != getattr(usual, name))
         return next((f"stability.{name}={getattr(self, name)}" for name in changed), "")
 
@@ -86,42 +83,40 @@ class StabilityConfig:
             yield self._refusal("norms_interval", "is negative", "0 measures nothing")
 
     def setting_refusals(
-        self, *, saves: bool, can_jump: bool, fewest_steps: float, from_data: bool
+        self,
+        *,
+        checkpoint: LoopCheckpointManager.Config,
+        can_jump: bool,
     ) -> Iterator[Refusal]:
         """Yield what a run cannot do that this asks for.
 
         Args:
-            saves: Whether the run saves checkpoints.
+            checkpoint: How the run saves checkpoints.
             can_jump: Whether its loader can jump over windows.
-            fewest_steps: Smallest R that is scheduled.
-            from_data: Whether R follows from the data.
         """
         if not self.skip_spikes:
             return
-        if (self.rewinds or self.halve_recurrence) and not saves:
+        saves = checkpoint.enable and not checkpoint.load_only
+        interval, kept = checkpoint.interval, checkpoint.keep_latest_k
+        needed = 1 + math.ceil((self.window - 1) / interval)
+        if self.rewinds and not saves:
             yield self._refusal(
                 "rewinds",
                 "needs checkpoints to go back to, and none are saved",
-                "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0 without "
-                "stability.halve_recurrence",
+                "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0",
             )
-        if (self.rewinds or self.halve_recurrence) and not can_jump:
+        elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
+            yield Refusal(
+                "checkpoint.keep_latest_k",
+                f"checkpoint.keep_latest_k={kept} of checkpoints {interval} steps apart may leave "
+                f"none from before the first of the spikes within stability.window={self.window}",
+                f"keep at least {needed}, or all (0)",
+            )
+        if self.rewinds and not can_jump:
             yield self._refusal(
                 "rewinds",
                 "needs a loader whose windows have numbers to jump over",
                 "prepare the text with titan-loop data tokenize, or set stability.rewinds=0",
-            )
-        if self.halve_recurrence and from_data:
-            yield self._refusal(
-                "halve_recurrence",
-                "would run fewer steps than recurrence.from_data asks for",
-                "leave one of them False",
-            )
-        elif self.halve_recurrence and fewest_steps < 2:
-            yield self._refusal(
-                "halve_recurrence",
-                f"would halve R = {fewest_steps:g} to below 1",
-                "leave it False, or keep recurrence.steps at 2 or more",
             )
 
     def _refusal(self, name: str, problem: str, fix: str) -> Refusal:

@@ -1,7 +1,7 @@
 """The trainer's one partner for stability: it holds the parts that a run has switched on.
 
 begin ─► forward, backward under `watch` ─► measured_update: clip, agree, update ─► log
-skipped.read, a step later ─► must_go_back: an older checkpoint, over the windows of spikes
+skipped.read, a step later ─► SpikesError: the run starts again from an older checkpoint
 """
 
 import logging
@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.runs.heartbeats import read_heartbeats, silent_ranks
+from titan_loop.ranks import warn_together
+from titan_loop.runs.heartbeats import forget_heartbeats, read_heartbeats, silent_ranks
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
+from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.stability.heartbeat import Pulse
-from titan_loop.training.stability.ladder import Ladder, jumped_windows
 from titan_loop.training.stability.norms import growth_warning, norms_line, norms_record
 from titan_loop.training.stability.recovery import Recovery
 from titan_loop.training.stability.spikes import SpikeJudge
@@ -68,13 +67,7 @@ class Guard:
         self.recovery: Recovery | None = None
         self._judge: SpikeJudge | None = None
         if config.skip_spikes:
-            ladder = Ladder(
-                window=config.window,
-                skips=config.skips,
-                rewinds=config.rewinds,
-                halve=config.halve_recurrence,
-            )
-            self.recovery = Recovery(ladder, looped=model.looped, run=run, writes=writes)
+            self.recovery = Recovery(config, looped=model.looped, run=run, writes=writes)
             self._judge = SpikeJudge(
                 window=config.window,
                 threshold=config.threshold,
@@ -84,6 +77,8 @@ class Guard:
         self.skipped = self.recovery or SkippedSteps(max_skipped_steps)
         self._times = StepTimes(config.straggler, device) if config.straggler else None
         self._pulse: Pulse | None = None
+        if writes:
+            forget_heartbeats(run.path)
         if config.heartbeat_seconds:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._pulse = Pulse(run.path, rank=rank, seconds=config.heartbeat_seconds)
@@ -112,6 +107,11 @@ class Guard:
             self._judge.begin(regime)
         if self._states is not None and self._watching:
             self._states.start()
+
+    def enter(self, phase: str) -> None:
+        """Say for the heartbeat that a part of the training step begins."""
+        if self._pulse is not None:
+            self._pulse.enter(phase)
 
     def watch(self, model: LoopDecoder) -> AbstractContextManager[None]:
         """Return the context of a forward pass."""
@@ -147,39 +147,9 @@ class Guard:
         return self._judge.agree(loss, grad_norm, self._sums, share=share, stop=stop)
 
     @property
-    def must_go_back(self) -> bool:
-        """Whether the steps read so far ask to go back to a checkpoint, or to end."""
-        return self.recovery is not None and self.recovery.decision != "skip"
-
-    @property
     def held_back(self) -> bool:
         """Whether the newest step that was read is not to be saved."""
         return self.recovery is not None and self.recovery.held_back
-
-    @property
-    def halved(self) -> bool:
-        """Whether R is halved."""
-        return self.recovery is not None and self.recovery.ladder.halved
-
-    @property
-    def jumped(self) -> list[tuple[int, int]]:
-        """Ranges (first, stop) of windows that the run jumps over."""
-        return [] if self.recovery is None else jumped_windows(self.recovery.ladder.jumps)
-
-    def lineage(self) -> dict[str, Any]:
-        """Return what a checkpoint's lineage says of rewinds; empty if there were none."""
-        jumps = [] if self.recovery is None else self.recovery.ladder.jumps
-        return {"jumps": jumps} if jumps else {}
-
-    def resume(self, checkpointer: LoopCheckpointManager) -> None:
-        """See `Recovery.resume`."""
-        if self.recovery is not None:
-            self.recovery.resume(checkpointer)
-
-    def go_back(self, checkpointer: LoopCheckpointManager) -> None:
-        """See `Recovery.go_back`."""
-        assert self.recovery is not None
-        self.recovery.go_back(checkpointer)
 
     def read_before_save(self) -> None:
         """Read every verdict, so that the state that is saved knows of all skipped steps."""
@@ -190,14 +160,14 @@ class Guard:
         """Return what continues to decide alike, as JSON; empty if nothing is decided."""
         if self.recovery is None or self._judge is None:
             return {}
-        history, ladder = self._judge.state_dict(), self.recovery.ladder.state_dict()
-        return {"stability": {"history": history, "ladder": ladder}}
+        history, skipped = self._judge.state_dict(), self.recovery.state_dict()
+        return {"stability": {"history": history, "ladder": skipped}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a trainer's state that has such a one, or begin anew."""
         if self.recovery is not None and self._judge is not None and "stability" in state:
             self._judge.load_state_dict(state["stability"]["history"])
-            self.recovery.ladder.load_state_dict(state["stability"]["ladder"])
+            self.recovery.load_state_dict(state["stability"]["ladder"])
 
     def rank_times(self, data_seconds: Sequence[float]) -> dict[str, Any]:
         """Return what a record says of all ranks' times, and name a straggler; collective.
@@ -210,14 +180,14 @@ class Guard:
         record = self._times.gather(sum(data_seconds))
         found = record.get("straggler", "")
         if found and found.split(" ")[:2] != self._straggler.split(" ")[:2]:
-            logger.warning("straggler: %s", found)
+            warn_together(logger, "straggler: %s", found)
         self._straggler = found
         return record
 
     def name_silent_ranks(self) -> None:
-        """Print which ranks are dead or behind, for the watchdog; may wait for the disk."""
-        if self._pulse is not None:
-            for line in silent_ranks(read_heartbeats(self._run.path)):
+        """Print on rank 0 which ranks the others wait for; may wait for the disk."""
+        if self._pulse is not None and self._writes:
+            for line in silent_ranks(read_heartbeats(self._run.path), hung=True):
                 print(f"titan-loop: {line}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -247,8 +217,8 @@ class Guard:
         self._weights = None
         warning = growth_warning(record["state_rms"])
         if self._writes:
-            append_jsonl(self._run.norms_jsonl, record)
+            append_or_keep(self._run.norms_jsonl, record)
             logger.info("%s", norms_line(record))
         if warning is not None and self._warning is None:
-            logger.warning("step %d: %s", step, warning)
+            warn_together(logger, "step %d: %s", step, warning)
         self._warning = warning

@@ -1,4 +1,4 @@
-"""What is written about a measured step: a record of `norms.jsonl`, a line of the log, warnings.
+"""The report of a measured step: a record of `norms.jsonl`, a line of the log, warnings.
 
 A record has, besides `step` and `tokens`,
 

@@ -1,4 +1,4 @@
-"""Which of a few numbers, one set a step, are far above the recent ones; all on the device.
+"""Outliers among a few numbers, one set a step, against the recent ones; all on the device.
 
     median  m of the window, one for each number
     spread  s = 1.4826 · median |x − m|, the standard deviation if x were normal, at least a floor

@@ -1,59 +1,89 @@
-"""Skipped steps with consequences: recorded in `decisions.jsonl`, and followed by the ladder.
+"""Skipped steps with consequences: recorded in `decisions.jsonl`, and followed by a rewind.
+
+    skip ─► fewer than `skips` within `window` steps: go on
+         ─► else `SpikesError` ends this start; `rewind` records where the next one begins
+         ─► after `rewinds` of them, or without an older checkpoint: the run ends with exit code 4
 
 One record a decision:
 
-    decision         skip, rewind, halve or stop
+    decision         skip, rewind or stop
     step             the training step it was taken about
     rewound          rewinds before it
     windows          [first, stop) ranges of global windows: of the step, or those jumped over
     loss, loss_bound, grad_norm, grad_norm_bound      of a skip: what it had, and might have
     began            of a skip: layer and recurrent step where it began, where one stands out
-    to_step, manifest_sha256, state     of a rewind: the checkpoint, and what is known after it
-
-A rewind is taken once the checkpoint is loaded. A start that loads the same checkpoint finds the
-record and goes on with its state, so a run that is killed after a rewind does not forget it.
+    to_step          of a rewind: the checkpoint
 """
 
 import logging
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.checkpoint.rewinding import go_back
-from titan_loop.errors import UnstableError, UserError
-from titan_loop.ranks import all_ranks, from_rank_zero
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.remote import RemoteCheckpoints
+from titan_loop.checkpoint.rewinds import read_rewinds, record_rewind
+from titan_loop.data.load.jumps import joined
+from titan_loop.errors import UserError
+from titan_loop.ranks import warn_together
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.storage.json_files import append_jsonl
-from titan_loop.training.stability.ladder import Decision, Ladder, SkippedStep
+from titan_loop.storage.kept_records import append_or_keep
+from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.stability.spikes import where_it_began
 from titan_loop.training.stability.verdict import JudgedStep, SkippedSteps
 
 logger = logging.getLogger(__name__)
 
 
+class SkippedStep(NamedTuple):
+    """A step whose update was left out.
+
+    Attributes:
+        step: Number of the training step.
+        first_window: First of the global windows that it read.
+        stop_window: The window after the last.
+    """
+
+    step: int
+    first_window: int
+    stop_window: int
+
+
+class SpikesError(Exception):
+    """Too many steps were skipped: the run has to start again from before them.
+
+    Attributes:
+        spikes: The skipped steps, in order.
+    """
+
+    def __init__(self, spikes: list[SkippedStep]) -> None:
+        super().__init__(f"{len(spikes)} spikes, the last at step {spikes[-1].step}")
+        self.spikes = spikes
+
+
 class Recovery(SkippedSteps):
-    """Skipped steps, spikes and non-finite ones alike, with the ladder behind them.
+    """Skipped steps, spikes and non-finite ones alike.
 
     Args:
-        ladder: Decides.
+        config: How many of them, within how many steps, end this start.
         looped: Numbers of the layers inside the loop.
         run: The run directory.
         writes: Whether this rank writes the record.
 
     Attributes:
-        ladder: As given.
-        decision: What the newest skipped step that was read asks for.
+        skipped: Skipped steps that still count.
         held_back: Whether the newest step that was read was skipped. Its weights may be the reason,
             so they are not saved.
     """
 
-    def __init__(self, ladder: Ladder, *, looped: range, run: RunDirectory, writes: bool) -> None:
-        super().__init__(ladder.skips)
-        self.ladder = ladder
-        self.decision: Decision = "skip"
+    def __init__(
+        self, config: StabilityConfig, *, looped: range, run: RunDirectory, writes: bool
+    ) -> None:
+        super().__init__(config.skips)
+        self.skipped: list[SkippedStep] = []
         self.held_back = False
-        self._looped, self._run, self._writes = looped, run, writes
+        self._config, self._looped, self._run, self._writes = config, looped, run, writes
 
     def _accept(self) -> None:
         super()._accept()
@@ -62,100 +92,35 @@ class Recovery(SkippedSteps):
     def _count(self, judged: JudgedStep) -> None:
         self.held_back = True
         self.total += 1
-        windows = judged.windows
-        skipped = SkippedStep(judged.step, windows.start, windows.stop)
+        window, windows = self._config.window, judged.windows
+        recent = [skipped for skipped in self.skipped if skipped.step > judged.step - window]
+        self.skipped = [*recent, SkippedStep(judged.step, windows.start, windows.stop)]
         found = self._evidence(judged)
-        self.decision = self.ladder.note(skipped)
-        logger.warning(
+        warn_together(
+            logger,
             "step %d (windows %d to %d) is a spike: loss %.4g, at most %.4g; gradient norm %.4g, "
             "at most %.4g; update skipped (%d of %d within %d steps)%s",
             judged.step,
             windows.start,
             windows.stop - 1,
             *(found[name] for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound")),
-            len(self.ladder.skipped),
-            self.ladder.skips,
-            self.ladder.window,
+            len(self.skipped),
+            self._config.skips,
+            window,
             f"; it began in the {found['began']}" if found["began"] else "",
         )
-        self._record("skip", skipped.step, [[windows.start, windows.stop]], **found)
-        if self.decision != "skip":
-            self._unread.clear()  # steps of weights that are given up
+        if self._writes:
+            _record(self._run, "skip", self.skipped[-1:], **found)
+        if len(self.skipped) >= self._config.skips:
+            raise SpikesError(self.skipped)
 
-    def go_back(self, checkpointer: LoopCheckpointManager) -> None:
-        """Load the last good checkpoint from before the skipped steps, and record it; collective.
+    def state_dict(self) -> dict[str, Any]:
+        """Return the skipped steps that count, as JSON."""
+        return {"skipped": [skipped._asdict() for skipped in self.skipped]}
 
-        Args:
-            checkpointer: Loads the trainer's state, too, the ladder's of then included.
-
-        Raises:
-            UnstableError: The ladder is at its end, or there is no such checkpoint.
-        """
-        ladder, decision, self.decision = self.ladder, self.decision, "skip"
-        last, first = ladder.skipped[-1].step, ladder.skipped[0].step
-        windows = [list(pair) for pair in ladder.windows()]
-        said = (
-            f"{len(ladder.skipped)} spikes within {ladder.window} steps, the last at step {last} "
-            f"(windows {windows})"
-        )
-        if decision == "stop":
-            self._record("stop", last, windows)
-            raise UnstableError(
-                f"stopped after {said}: went back {len(ladder.went_to)} times already; look at "
-                f"{self._run.decisions_jsonl}, then change the data, the learning rate or the "
-                "recurrent steps"
-            )
-        state = ladder.state_dict()
-        step = go_back(checkpointer, before=first, avoid=ladder.went_to)
-        if step is None:
-            self._record("stop", last, windows)
-            raise UnstableError(
-                f"stopped after {said}: there is no good checkpoint from before step {first} to go "
-                "back to; lower checkpoint.interval"
-            )
-        ladder.load_state_dict(state)  # loading brought that of then
-        parent = checkpointer.parent  # of what was loaded, on every rank
-        assert parent is not None
-        jump = ladder.go_back(decision, to_step=step, manifest_sha256=parent["manifest_sha256"])
-        self.held_back = False
-        logger.warning(
-            "%s: back to step %d (rewind %d of %d%s), jumping over these windows",
-            said,
-            step,
-            ladder.rewound,
-            ladder.rewinds,
-            ", half the recurrent steps from now on" if ladder.halved else "",
-        )
-        self._record(
-            decision,
-            last,
-            windows,
-            to_step=step,
-            manifest_sha256=jump["manifest_sha256"],
-            state=ladder.state_dict(),
-        )
-
-    def resume(self, checkpointer: LoopCheckpointManager) -> None:
-        """Go on with what is recorded of a rewind to the checkpoint that was loaded; collective."""
-        loaded = checkpointer.parent if checkpointer.enable else None
-        if loaded is None:
-            return
-
-        def look() -> Mapping[str, Any] | None:
-            records = self._run.read_decisions()
-            back = [r for r in records if r.get("manifest_sha256") == loaded["manifest_sha256"]]
-            return back[-1]["state"] if back else None
-
-        state = from_rank_zero(all_ranks(), look)
-        if state is not None:
-            try:
-                self.ladder.load_state_dict(state)
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{self._run.decisions_jsonl} has a damaged record of the rewind to "
-                    f"{loaded['path']} ({error!r}); remove that line to go on without it"
-                ) from error
-            logger.info("Went back to this checkpoint before: %d jumps", len(self.ladder.jumps))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from such a state."""
+        self.skipped = [SkippedStep(**skipped) for skipped in state["skipped"]]
 
     def _evidence(self, judged: JudgedStep) -> dict[str, Any]:
         evidence = judged.verdict.evidence
@@ -170,8 +135,97 @@ class Recovery(SkippedSteps):
             "began": "" if began is None else str(began),
         }
 
-    def _record(self, decision: Decision, step: int, windows: list[list[int]], **more: Any) -> None:
-        if self._writes:
-            rewound = len(self.ladder.went_to) - (decision in ("rewind", "halve"))
-            record = {"decision": decision, "step": step, "rewound": rewound, "windows": windows}
-            append_jsonl(self._run.decisions_jsonl, {**record, **more})
+
+def rewind(
+    run: RunDirectory,
+    remote: RemoteCheckpoints | None,
+    spikes: list[SkippedStep],
+    config: StabilityConfig,
+) -> str:
+    """Record that the next start goes on from before the spikes, without their windows; on rank 0.
+
+    Nothing of the run may be saving or copying.
+
+    Args:
+        run: The run directory.
+        remote: Its copies in an object store.
+        spikes: From `SpikesError`.
+        config: The options.
+
+    Returns:
+        Why the run cannot go on; empty if it can.
+    """
+    first, last = spikes[0].step, spikes[-1].step
+    before = read_rewinds(run.path)
+    said = (
+        f"{len(spikes)} spikes within {config.window} steps, the last at step {last} "
+        f"(windows {_windows(spikes)})"
+    )
+    if len(before) >= config.rewinds:
+        _record(run, "stop", spikes)
+        return (
+            f"stopped after {said}: went back {len(before)} times already; look at "
+            f"{run.decisions_jsonl}, then change the data, the learning rate or the recurrent steps"
+        )
+    went_to = {rewound["to_step"] for rewound in before}
+    step = _last_before(first, run.checkpoints, remote, avoid=went_to)
+    if step is None:
+        _record(run, "stop", spikes)
+        return (
+            f"stopped after {said}: there is no good checkpoint from before step {first} to go "
+            "back to; lower checkpoint.interval"
+        )
+    # First: a start that finds no record takes the decision, and writes this line, once more.
+    _record(run, "rewind", spikes, to_step=step)
+    windows = _windows(spikes)
+    record_rewind(run.path, remote, {"step": last, "windows": windows, "to_step": step})
+    logger.warning(
+        "%s: starting again from step %d (rewind %d of %d), without these windows",
+        said,
+        step,
+        len(before) + 1,
+        config.rewinds,
+    )
+    return ""
+
+
+def _last_before(
+    first: int, checkpoints: Path, remote: RemoteCheckpoints | None, *, avoid: Collection[int]
+) -> int | None:
+    """Return the step of the newest checkpoint from before `first`, here if there is one.
+
+    Args:
+        first: The first spike.
+        checkpoints: Folder of the run's checkpoints.
+        remote: Its copies in an object store.
+        avoid: Steps to go back to only if there is no other.
+    """
+    for shunned in ({*avoid}, set[int]()):
+
+        def wanted(step: int, shunned: set[int] = shunned) -> bool:
+            return step < first and step not in shunned
+
+        try:
+            found = newest_good(checkpoints, wanted=wanted)
+        except UserError as error:
+            logger.warning("%s", error)  # all of them are damaged
+            found = None
+        if found is not None:
+            return found[0]
+        if there := [] if remote is None else [*filter(wanted, remote.steps())]:
+            return there[-1]
+    return None
+
+
+def _windows(spikes: list[SkippedStep]) -> list[list[int]]:
+    return [[*pair] for pair in joined((s.first_window, s.stop_window) for s in spikes)]
+
+
+def _record(run: RunDirectory, decision: str, spikes: list[SkippedStep], **more: Any) -> None:
+    record = {
+        "decision": decision,
+        "step": spikes[-1].step,
+        "rewound": len(read_rewinds(run.path)),
+        "windows": _windows(spikes),
+    }
+    append_or_keep(run.decisions_jsonl, {**record, **more})

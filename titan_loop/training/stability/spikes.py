@@ -87,7 +87,9 @@ class SpikeJudge:
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():
             dist.all_reduce(total, group=group)
-        values = torch.stack([total, grad_norm.detach().double().reshape(()).log()])
+        # The norm of gradients that are offloaded to the host is there.
+        norm = grad_norm.detach().to(total.device, non_blocking=True)
+        values = torch.stack([total, norm.double().reshape(()).log()])
         bounds = self._recent.bounds()
         calm = (values <= bounds).all()  # NaN is not
         verdict = agree_on_step(loss, grad_norm, stop=stop, calm=calm, group=group)
@@ -105,7 +107,8 @@ class SpikeJudge:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from such a state. The baseline of states, which decides nothing, stays."""
-        self._regime = state["regime"]
+        # Older checkpoints have a second entry, False unless spikes had halved R.
+        self._regime = [entry for entry in state["regime"] or () if entry is not False] or None
         self._recent.load_state_dict(state)
 
 

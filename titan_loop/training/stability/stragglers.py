@@ -66,9 +66,9 @@ class StepTimes:
         times = [own]
         if dist.is_initialized():
             mine = torch.tensor(own, dtype=torch.float64).to(self._device)
-            all_of_them = mine.new_empty(dist.get_world_size(), len(own))
-            dist.all_gather_into_tensor(all_of_them, mine)
-            times = [RankTimes(*row) for row in all_of_them.tolist()]
+            gathered = mine.new_empty(dist.get_world_size() * len(own))  # gloo wants one dimension
+            dist.all_gather_into_tensor(gathered, mine)
+            times = [RankTimes(*row) for row in gathered.view(-1, len(own)).tolist()]
             if not self._hosts:
                 self._hosts = [""] * len(times)
                 dist.all_gather_object(self._hosts, socket.gethostname())

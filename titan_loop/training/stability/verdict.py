@@ -20,6 +20,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_loop.errors import NonFiniteError, UserError
 from titan_loop.models.initialisation import local_part
+from titan_loop.ranks import warn_together
 from titan_loop.storage.transient import retries
 
 logger = logging.getLogger(__name__)
@@ -207,7 +208,8 @@ class SkippedSteps:
         self.total += 1
         windows = judged.windows
         where = f"step {judged.step} (windows {windows.start} to {windows.stop - 1})"
-        logger.warning(
+        warn_together(
+            logger,
             "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
             "in a row)",
             where,

@@ -1,0 +1,113 @@
+"""The training-free intervention against the equations, question by question."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.evaluation.task_run import TASK, random_model, write_task_run
+from tests.families.rooms import families
+from titan_loop.analysis.steps.intervention import intervention, read_intervention
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.evaluation.exam import Exam, right_at_depths
+from titan_loop.evaluation.held_out import sum_windows
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.decoder import LoopDecoder
+
+STEPS, COUNT, STRATUM = 3, 40, "3_hops"
+MODELS = {
+    **{
+        name: options
+        for name, options in families("analyse", "generate").items()
+        if name != "ponder"
+    },
+    "readout": OuroOptions(norm_placement="readout"),
+}
+"""Those whose steps start from the state; a PonderLM's start from a sum."""
+
+
+def says(model: LoopDecoder, tokens: Tensor, strength: float, after: int) -> int:
+    """Return the answer to a question; its first hop is at position 1."""
+    context = model.make_context(tokens)
+    state = model.tok_embeddings(tokens)
+    for step in range(1, STEPS + 1):
+        if step > 1:
+            state = model.advance(state, state, step - 1, context)
+        for layer in model.layers.values():
+            state = layer(state, context)
+        read = model.norm(state)
+        if model.norm_placement == "every_step":
+            state = read
+        if step == after:
+            table = model.tok_embeddings.weight
+            token = table[int((read[0, 1] @ model.lm_head.weight.T).argmax())]
+            token = token / token.square().mean().sqrt()
+            state = state.clone()
+            state[0, 1] = (1 - strength) * state[0, 1] + strength * token
+            read = model.norm(state)
+    last = read if model.norm_placement == "readout" else state
+    return int((last[0, -1] @ model.lm_head.weight.T).argmax())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("after", [1, 2])
+@torch.no_grad()
+def test_accuracy_is_that_of_every_question_alone(name, after):
+    model = random_model(MODELS[name])
+    strengths = [0.0, 0.4, 1.0]
+    found = intervention(
+        model,
+        TASK,
+        STRATUM,
+        strengths=strengths,
+        steps=STEPS,
+        count=COUNT,
+        after=after,
+        batch_rows=16,
+    )
+    wanted = torch.zeros(len(strengths))
+    for question in TASK.held_out_questions(COUNT, TASK.strata[STRATUM]):
+        *prompt, answer = TASK.encode(question).tokens.tolist()
+        for index, strength in enumerate(strengths):
+            wanted[index] += says(model, torch.tensor([prompt]), strength, after) == answer
+    assert found == pytest.approx((wanted / COUNT).tolist())
+    exam = Exam(TASK, COUNT, vocab_size=TASK.vocab_size, room=16, strata=[STRATUM])
+    (windows,) = exam.windows.values()
+    right, _ = sum_windows(windows, right_at_depths(model, [STEPS]), device=torch.device("cpu"))
+    assert found[0] == right.mean()
+
+
+def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
+    run = write_task_run(tmp_path / "run", OuroOptions())
+    words = ["analyse", "intervention", str(run), "--questions", "8"]
+    assert main([*words, "--strengths", "0", "0.5"]) == 0
+    assert "2_hops" in capsys.readouterr().out
+    record = json.loads((run / "evals" / "intervention-step-3.json").read_text())
+    assert "1_hops" not in record["accuracy"]  # nothing but the target
+    assert len(record["accuracy"]["2_hops"]) == 2
+    assert (record["task"], record["step"]) == (TASK.name, 3)
+    assert (run / "plots" / "intervention.png").is_file()
+    for wrong, message in (
+        (["--waypoint", "bridge"], "waypoint=bridge: 2_hops has none"),
+        (["--after", "3"], "after=3 must be at least 1 and below the 3 recurrent steps"),
+        (["--strengths", "1.5"], "strengths=1.5 must be between 0 and 1"),
+    ):
+        assert main([*words, *wrong]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage", [{"accuracy": []}, {"step": "x"}, {"strengths": [0.0]}, {"accuracy": {"a": ["x", 1]}}]
+)
+def test_a_damaged_record_is_one_line(tmp_path: Path, damage: dict):
+    whole = {"task": "t", "step": 4, "accuracy": {"a": [0.5, 1]}, "strengths": [0.0, 1.0]}
+    path = tmp_path / "intervention-step-4.json"
+    path.write_text(json.dumps(whole))
+    found = {"t/a/intervention/alpha:0": 0.5, "t/a/intervention/alpha:1": 1}
+    assert read_intervention(path) == (4, found)
+    path.write_text(json.dumps(whole | damage))
+    with pytest.raises(UserError, match=r"is damaged .*analyse intervention RUN"):
+        read_intervention(path)

@@ -1,0 +1,140 @@
+"""The exam after every step, and patching, against separate passes; learned and reached strata."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.evaluation.task_run import MODELS, TASK, WINDOW, random_model, walk, write_task_run
+from titan_loop.analysis.steps.patching import patching
+from titan_loop.analysis.steps.step_exam import StepExam, reach, step_exam
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.models.decoder import LoopDecoder
+
+STEPS, COUNT = 5, 9
+KL_NATS, ENTROPY_NATS = 0.05, 2.5
+
+
+@pytest.fixture(params=MODELS.values(), ids=MODELS)
+def model(request) -> LoopDecoder:
+    return random_model(request.param)
+
+
+def asked(stratum: str) -> list[tuple[list[int], int]]:
+    questions = TASK.held_out_questions(COUNT, TASK.strata[stratum])
+    examples = [TASK.encode(question).tokens.tolist() for question in questions]
+    return [(tokens[:-1], tokens[-1]) for tokens in examples]
+
+
+def margin(logits: torch.Tensor, answer: int) -> float:
+    return float(logits[answer]) - max(float(x) for i, x in enumerate(logits) if i != answer)
+
+
+@torch.no_grad()
+def test_steps_are_graded_and_halted_question_by_question(model):
+    policy = f"kl:{KL_NATS},{ENTROPY_NATS}"
+    found = step_exam(
+        model, TASK, ["2_hops", "4_hops"], steps=STEPS, count=COUNT, policies=[policy]
+    )
+    assert list(found) == ["2_hops", "4_hops"]
+    for name, exam in found.items():
+        margins, halted, right = np.zeros((COUNT, STEPS)), [], []
+        for row, (prompt, answer) in enumerate(asked(name)):
+            states = model(torch.tensor([prompt]), recurrent_steps=STEPS).hidden_RBLD
+            logits = [model.readout(state)[0, -1] for state in states]
+            margins[row] = [margin(x, answer) for x in logits]
+            logs = [x.log_softmax(-1) for x in logits]
+            step = STEPS
+            for r in range(STEPS, 1, -1):
+                p = logs[r - 1].exp()
+                kl, entropy = p @ (logs[r - 1] - logs[r - 2]), -(p @ logs[r - 1])
+                if kl < KL_NATS and entropy < ENTROPY_NATS:
+                    step = r
+            halted.append(step)
+            right.append(margins[row, step - 1] > 0)
+        np.testing.assert_allclose(exam.margin, margins.mean(0), atol=1e-9)
+        assert exam.accuracy == pytest.approx((margins > 0).mean(0))
+        assert exam.halting[policy].mean_steps == pytest.approx(np.mean(halted))
+        assert exam.halting[policy].accuracy == pytest.approx(np.mean(right))
+        assert min(halted) < STEPS
+
+
+@torch.no_grad()
+def test_a_patch_is_the_other_questions_state_at_one_place(model):
+    visits, change = patching(model, TASK, "3_hops", steps=2, count=4)
+    assert visits == [(0, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
+    assert change.shape == (5, 4)
+    questions = TASK.held_out_questions(4, TASK.strata["3_hops"])
+    pairs = [TASK.encode(q).tokens.tolist() for q in questions]
+
+    def run(tokens, at=None, position=None, other=None):
+        """Return logits of the last position and the states at all visits."""
+        states = {}
+
+        def visited(visit, state):
+            if visit == at:
+                state = state.clone()
+                state[0, position] = other[0, position]
+            states[visit] = state
+            return state
+
+        read = walk(model, torch.tensor([tokens[:-1]]), 2, visited)
+        return model.lm_head(read)[0, -1], states
+
+    passes = [run(tokens) for tokens in pairs]
+    for row, visit in enumerate(visits):
+        for position in range(4):
+            changes = []
+            for number, tokens in enumerate(pairs):
+                (clean, _), (_, others) = passes[number], passes[(number + 1) % 4]
+                patched, _ = run(tokens, visit, position, others[visit])
+                changes.append(margin(patched, tokens[-1]) - margin(clean, tokens[-1]))
+            assert change[row, position] == pytest.approx(np.mean(changes), abs=1e-9)
+
+
+def test_learned_within_the_trained_steps_and_reached_with_more():
+    def exam(*accuracy: float) -> StepExam:
+        return StepExam(np.array(accuracy), np.zeros(len(accuracy)), {})
+
+    found = [
+        exam(1, 1, 1),
+        exam(0.2, 0.96, 0.9),
+        exam(0, 0.3, 0.7),
+        exam(0, 0.59, 0.5),
+        exam(1, 1, 1),
+    ]
+    assert reach(found, 2).learned == 2
+    assert reach(found, 1).learned == 1
+    assert reach(found, 2).reached == 3
+    assert reach(found, 2).ratio == 1.5
+    assert np.isnan(reach(found[2:], 2).ratio)
+
+
+def test_the_verbs_leave_records_and_plots(tmp_path: Path, capsys):
+    run = write_task_run(tmp_path / "run", OuroOptions(exit_gate=False))
+    words = ["analyse", "steps", str(run), "--questions", "8"]
+    assert main([*words, "--exit", "kl:0.5,2", "kl:0.5,inf", "--recurrent-steps", "4"]) == 0
+    assert "learned 0, reached 0: generalisation ratio nan" in capsys.readouterr().out
+    record = json.loads((run / "evals" / "steps-step-3.json").read_text())
+    assert list(record["strata"]) == [f"{hops}_hops" for hops in range(1, 6)]
+    assert len(record["strata"]["2_hops"]["accuracy"]) == 4
+    assert list(record["strata"]["2_hops"]["halting"]) == ["kl:0.5,2", "kl:0.5,inf"]
+    assert main([*words, "--strata", "1_hops"]) == 0  # R is twice the trained 3
+    record = json.loads((run / "evals" / "steps-step-3.json").read_text())
+    assert len(record["strata"]["1_hops"]["margin"]) == 6
+    assert main(["analyse", "patching", str(run), "--questions", "3"]) == 0
+    assert "5_hops: the margin falls most" in capsys.readouterr().out
+    record = json.loads((run / "evals" / "patching-step-3.json").read_text())
+    assert np.shape(record["change"]) == (1 + 3 * 2, WINDOW)
+    plots = {"step-accuracy.png", "step-margin.png", "step-halting.png", "patching.png"}
+    assert {path.name for path in (run / "plots").iterdir()} == plots
+    for verb, wrong, message in (
+        ("patching", ["--questions", "1"], "questions=1 must be at least 2"),
+        ("steps", ["--exit", "q:0.5"], "exit=q needs an exit gate, which this model does not have"),
+    ):
+        assert main(["analyse", verb, str(run), *wrong]) == EXIT_USER_ERROR
+        assert message in capsys.readouterr().err

@@ -1,0 +1,349 @@
+"""Adaptive loops and memory: layers from their formulas, refusals, decoding, compiled blocks."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from titan_loop.compat import SPMD_BACKEND
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+
+from tests.distributed.parallel_model import (
+    parallel_model,
+    whole_gradients,
+)
+from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.errors import UserError
+from titan_loop.families.adaptive.exit_policy import Survival
+from titan_loop.families.adaptive.model import AdaptiveOptions
+from titan_loop.families.adaptive.objective import PonderCostLoss
+from titan_loop.families.adaptive.survival import survival_errors
+from titan_loop.inference.cache import FullCache
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import ExitPolicy, StaticStep
+from titan_loop.inference.rows import Request
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder, decoder_config
+
+EXACT = 1e-10  # both sides compute in float64
+# fp32 sums in another order, relative to the largest entry of a gradient.
+RELATIVE_TOLERANCE = 1e-5
+WINDOWS, SEQ_LEN, VOCABULARY = 4, 16, 128
+MEMORY = {"local_slots": 5, "global_slots": 7}
+
+
+def make(**options) -> LoopDecoder:
+    """A model off its symmetric start, in float64."""
+    torch.manual_seed(0)
+    model = build_decoder(AdaptiveOptions(**options), max_seq_len=SEQ_LEN)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for layer in model.layers.values():
+            if layer.control is not None:
+                layer.control.scale.fill_(-0.5).add_(torch.randn(len(layer.control.scale)))
+    return model.double().eval()
+
+
+def normed(x: Tensor, gain: Tensor, bias: Tensor | float = 0.0) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain + bias
+
+
+def read(layer, number: int, bank, h: Tensor) -> Tensor:
+    """W m of one token."""
+    reader = layer.readers[number]
+    query = normed(h, reader.query_gain)
+    scores = torch.stack(
+        [query @ normed(key, bank.key_gain) / math.sqrt(len(h)) for key in bank.keys]
+    )
+    return reader.output @ (scores.softmax(0) @ bank.values)
+
+
+def remembered(layer, shared, h_LD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Token by token: what memory makes of the states, and the mean gates of each bank."""
+    width, rows, means = layer.gates.width, [], []
+    for h in h_LD:
+        g = (layer.gates.weight @ h + layer.gates.bias).sigmoid().split(width)
+        rows.append(h + g[0] * read(layer, 0, layer.bank, h) + g[1] * read(layer, 1, shared, h))
+        means.append(torch.stack([part.mean() for part in g]))
+    return torch.stack(rows), list(torch.stack(means).T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("halting", ["remainder", "literal"])
+@pytest.mark.parametrize(
+    ("when", "gate"), [("after", "scalar"), ("before", "vector"), ("each", "scalar")]
+)
+def test_layers_are_their_formulas(halting: str, when: str, gate: str):
+    model = make(**MEMORY, halting=halting, memory_read=when, gate=gate)
+    tokens = torch.randint(VOCABULARY, (1, 9), generator=torch.Generator().manual_seed(1))
+    context = model.make_context(tokens)
+    h = model.tok_embeddings(tokens)
+    got = model(tokens)
+    for number, layer in enumerate(model.layers.values()):
+        if when == "before":
+            h, gates = remembered(layer, model.bank, h[0])
+            h = h[None]
+        alpha, norm = layer.control.scale.tolist(), layer.loop_norm
+        left, out, expected = torch.ones(1, 9, 1).double(), 0.0, 0.0
+        for t in (1, 2, 3):
+            branch = layer.block(normed(h, norm.weight, norm.bias), context)
+            h = h + math.log1p(math.exp(alpha[t - 1])) * branch
+            seen = torch.cat([h, torch.full((1, 9, 1), t / 3, dtype=torch.float64)], dim=-1)
+            w = torch.cat([layer.control.weight, layer.control.step_weight])
+            p = 1 / (1 + torch.exp(-(seen @ w + layer.control.bias)))[..., None]
+            if when == "each":
+                h, gates = remembered(layer, model.bank, h[0])
+                h = h[None]
+            p_halt = left if t == 3 and halting == "remainder" else left * p
+            left = left * (1 - p)
+            out, expected = out + p_halt * h, expected + t * p_halt
+        h = out
+        if when == "after":
+            h, gates = remembered(layer, model.bank, h[0])
+            h = h[None]
+        torch.testing.assert_close(
+            got.aux["iterations"][number], expected[..., 0], atol=EXACT, rtol=0
+        )
+        for name, mean in zip(("local", "global"), gates, strict=True):
+            torch.testing.assert_close(
+                got.aux[f"{name}_gates"][number, 0], mean, atol=EXACT, rtol=0
+            )
+        scales = torch.tensor(alpha).double().exp().log1p()
+        torch.testing.assert_close(got.aux["scales"][number], scales, atol=EXACT, rtol=0)
+    read_state = normed(h, model.norm.weight, model.norm.bias)
+    torch.testing.assert_close(got.hidden_RBLD[0], read_state, atol=EXACT, rtol=0)
+
+
+@torch.no_grad()
+def test_one_iteration_with_closed_gates_is_a_scaled_block():
+    model = make(**MEMORY, max_iterations=1, gate_bias=3.0)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    context, h = model.make_context(tokens), model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        layer.gates.weight.zero_()
+        layer.gates.bias.fill_(-800.0)  # the sigmoid is 0 in float64
+        normed_h = normed(h, layer.loop_norm.weight, layer.loop_norm.bias)
+        h = h + F.softplus(layer.control.scale) * layer.block(normed_h, context)
+    expected = model.norm(h)
+    torch.testing.assert_close(model(tokens).hidden_RBLD[0], expected, atol=EXACT, rtol=0)
+    assert model(tokens).aux["iterations"].eq(1).all()
+
+
+@torch.no_grad()
+def test_plain_layers_are_the_blocks_alone():
+    model = make(max_iterations=None)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    context, h = model.make_context(tokens), model.tok_embeddings(tokens)
+    for layer in model.layers.values():
+        h = layer.block(h, context)
+    output = model(tokens)
+    assert torch.equal(output.hidden_RBLD[0], model.norm(h))
+    assert output.aux == {}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("halting", ["remainder", "literal"])
+def test_halting_weights_add_up_to_one_unless_they_are_literal(halting: str):
+    """Where iterations change nothing, the mixture is the state times the sum of the weights."""
+    model = make(halting=halting)
+    tokens = torch.randint(VOCABULARY, (2, 9))
+    for layer in model.layers.values():
+        layer.control.scale.fill_(-800.0)
+    state = model._through_layers(model.tok_embeddings(tokens), model.make_context(tokens))[0]
+    shares = state / model.tok_embeddings(tokens)
+    if halting == "remainder":
+        torch.testing.assert_close(shares, torch.ones_like(shares), atol=EXACT, rtol=0)
+    else:
+        assert shares.max() < 1 - 1e-6
+
+
+@pytest.mark.parametrize(("bias", "cost"), [(-800.0, 1.0), (800.0, 0.0), (0.7, None)])
+def test_the_ponder_cost_is_between_0_and_1(bias: float, cost: float | None):
+    model = make()
+    with torch.no_grad():
+        for layer in model.layers.values():
+            layer.control.bias.fill_(bias)
+    tokens = torch.randint(VOCABULARY, (2, 10))
+    labels = tokens[:, 1:].clone()
+    labels[0, :4] = IGNORE_INDEX
+    loss_fn = PonderCostLoss.Config(ponder_weight=0.5).build()
+    loss_fn.set_lm_head(model.lm_head)
+    output = model(tokens[:, :-1])
+    loss, metrics = loss_fn(output, labels, 14.0)
+    loss.backward()
+    loss = loss.detach()
+    valid = labels != IGNORE_INDEX
+    iterations = [float(layer[valid].mean()) for layer in output.aux["iterations"].detach()]
+    by_hand = (sum(iterations) / 2 - 1) / (3 - 1)
+    assert float(metrics["loops/cost"]) == pytest.approx(by_hand, abs=EXACT)
+    assert float(loss) == pytest.approx(float(metrics["ce/step_1"]) + 0.5 * by_hand, abs=1e-6)
+    assert [float(metrics[f"loops/layer_{n}"]) for n in (1, 2)] == pytest.approx(iterations)
+    scales = F.softplus(model.layers["1"].control.scale).tolist()
+    assert [float(metrics[f"loop_scale/layer_2_{t}"]) for t in (1, 2, 3)] == pytest.approx(scales)
+    assert 0 < by_hand < 1 if cost is None else by_hand == pytest.approx(cost, abs=EXACT)
+
+
+@torch.no_grad()
+def test_the_state_in_the_loop_keeps_increments_that_bf16_would_round_away():
+    torch.manual_seed(0)
+    model = build_decoder(AdaptiveOptions(n_layers=1), max_seq_len=SEQ_LEN).bfloat16()
+    layer = model.layers["0"]
+    layer.control.float()
+    h = torch.randn(1, 4, 64).sign().bfloat16()
+    out, _ = layer(h, model.make_context(torch.zeros(1, 4, dtype=torch.int64)), (None,) * 3)
+    assert out.dtype == torch.float32
+    moved = (out - h.float()).abs()
+    assert moved.min() > 0
+    assert moved.median() < 2**-9  # half a unit in the last place of 1 in bf16
+
+
+def test_controls_do_not_decay_unless_asked_and_banks_are_tables():
+    for decays in (False, True):
+        model = build_decoder(
+            AdaptiveOptions(**MEMORY, gate="vector", decay_controls=decays, scale_rate=10.0),
+            max_seq_len=SEQ_LEN,
+            device="meta",
+        )
+        for name, parameter in model.named_parameters():
+            group = model.parameter_group(name, parameter)
+            if ".control." in name or ".gates." in name:
+                assert group.decays == decays, name
+                assert not group.is_hidden_matrix
+                assert group.rate_factor == (10.0 if name.endswith("control.scale") else 1.0)
+            elif name.endswith(("bank.keys", "bank.values")):
+                assert group.decays
+                assert not group.is_hidden_matrix
+            else:
+                assert group.decays == (parameter.ndim == 2), name
+
+
+def test_the_papers_sizes():
+    def count(**options) -> int:
+        model = build_decoder(
+            AdaptiveOptions(size="published", **options), max_seq_len=2, device="meta"
+        )
+        return sum(p.numel() for p in model.parameters())
+
+    assert round(count(max_iterations=None, n_layers=36) / 1e6) == 332
+    base, loops = count(max_iterations=None), count()
+    assert loops - base == 12 * (3 + 768 + 2 + 2 * 768)  # α, W_h and b_h, the loop's norm
+    banks = 12 * 2 * 1024 * 768 + 2 * 512 * 768 + 13 * 768
+    readers = 2 * 12 * (768**2 + 768)
+    gates = 12 * 2 * (768 + 1)
+    memory = count(local_slots=1024, global_slots=512) - loops
+    assert memory == banks + readers + gates
+    flops = decoder_config(AdaptiveOptions(size="published"), max_seq_len=2).training_flops(2, 1)
+    assert flops.matrices == 6 * 3 * 12 * (4 * 768**2 + 2 * 768 * 3072)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_iterations": 0}, "model.max_iterations=0 must be at least 1"),
+        ({"local_slots": 0}, "model.local_slots=0 must be at least 1"),
+        ({"global_slots": -3}, "model.global_slots=-3 must be at least 1"),
+        ({"halting": "soft"}, "model.halting=soft is unknown"),
+        ({"gate": "scaler", "local_slots": 2}, "model.gate=scaler is unknown; nearest: scalar"),
+        ({"memory_read": "before"}, "model.memory_read=before has no effect without memory"),
+        ({"max_iterations": None, "scale_init": -3.0}, "model.scale_init=-3.0 has no effect"),
+        ({"scale_rate": 0.0}, "model.scale_rate=0.0 must be above 0"),
+        ({"exit_gate": True}, "model.exit_gate=True: family adaptive has no exit gate"),
+    ],
+)
+def test_options_that_make_no_model_are_refused(options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        decoder_config(AdaptiveOptions(**options), max_seq_len=SEQ_LEN)
+
+
+def test_more_than_one_step_is_refused():
+    model = build_decoder(AdaptiveOptions(), max_seq_len=SEQ_LEN)
+    with pytest.raises(UserError, match="loops inside its layers, not over them; use 1"):
+        model(torch.zeros(1, 4, dtype=torch.int64), recurrent_steps=4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("when", ["after", "each"])
+@pytest.mark.parametrize("policy", [StaticStep(), Survival(0.4)], ids=["mixture", "survival"])
+def test_generation_equals_the_full_forward(when: str, policy: ExitPolicy):
+    """Rows of several lengths that make room for others, with a slot for each iteration."""
+    model = make(**MEMORY, memory_read=when)
+    prompts = [[5, 9, 77, 3, 20], [64], [1, 2, 3]]
+    requests = [Request(prompt=prompt, max_new_tokens=6) for prompt in prompts]
+    engine = Engine(model, exit_policy=policy, kv_cache="averaged")
+    assert engine.stack.make_cache(FullCache, steps=1, rows=1, capacity=1).shape.layers == 6
+    completions = engine.complete(requests, rows=2)
+    seen = []
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = list(request.prompt)
+        for token in completion.tokens:
+            output = model(torch.tensor([tokens]))
+            assert token == int(model.readout(output.hidden_RBLD[0])[0, -1].argmax())
+            seen.append(output.aux["iterations"].flatten())
+            tokens.append(token)
+    if isinstance(policy, Survival):
+        assert {*torch.cat(seen).tolist()} == {1.0, 2.0, 3.0}
+        Engine(model).complete(requests[:1])
+    assert not isinstance(model.exit_policy, Survival)
+
+
+def windows(model: LoopDecoder, count: int = 20) -> HeldOutWindows:
+    tokens = torch.randint(VOCABULARY, (count, 10), generator=torch.Generator().manual_seed(3))
+    labels = tokens[:, 1:].clone()
+    labels[::2, :5] = IGNORE_INDEX
+    positions = torch.arange(9).expand(count, 9)
+    return HeldOutWindows(tokens[:, :-1], positions, labels, torch.zeros_like(labels))
+
+
+@torch.no_grad()
+def test_what_survival_costs_is_measured_against_the_mixture():
+    model = make()
+    asked = windows(model)
+    mixture, first, last = survival_errors(model, asked, [1.0, 1e-30])
+    assert first.iterations == [1.0, 1.0]
+    assert last.iterations == [3.0, 3.0]
+    assert all(1 < ran < 3 for ran in mixture.iterations)
+    assert (mixture.divergence_nats, mixture.same_token) == (0.0, 1.0)
+    assert min(first.divergence_nats, last.divergence_nats) > 1e-3
+    valid = asked.labels != IGNORE_INDEX
+    log_prob = []
+    for model.exit_policy in (None, Survival(1.0)):
+        state = model(asked.input, asked.positions).hidden_RBLD[0]
+        log_prob.append(model.readout(state)[valid].log_softmax(-1))
+    expected = F.kl_div(log_prob[1], log_prob[0], log_target=True, reduction="batchmean")
+    assert first.divergence_nats == pytest.approx(float(expected), abs=1e-9)
+    assert first.nats == pytest.approx(float(F.nll_loss(log_prob[1], asked.labels[valid])))
+    for layer in model.layers.values():
+        layer.control.bias.fill_(800.0)  # the mixture is the first iteration alone
+    _, certain = survival_errors(model, asked, [0.5])
+    assert certain.divergence_nats == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [None, FullAC.Config()], ids=["none", "full"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's own
+def test_compiled_blocks_change_no_number(checkpointing):
+    """With a back end that leaves kernels alone; the loop around the blocks stays eager."""
+    config = decoder_config(AdaptiveOptions(scale_init=0.0, **MEMORY), max_seq_len=SEQ_LEN)
+    tokens = torch.randint(VOCABULARY, (2, SEQ_LEN), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        model, _ = parallel_model(
+            config,
+            ParallelismConfig(spmd_backend=SPMD_BACKEND),
+            ac_config=checkpointing,
+            compile_config=CompileConfig(
+                enable=compiled, components=["model"], backend="aot_eager"
+            ),
+        )
+        layer = next(iter(model.layers.values()))
+        assert (layer.block._compiled_call_impl is not None) == compiled
+        output = model(tokens, torch.arange(SEQ_LEN).expand(2, SEQ_LEN))
+        output.hidden_RBLD[0].square().mean().backward()
+        found.append(whole_gradients(model))
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name

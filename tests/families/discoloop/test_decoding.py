@@ -1,0 +1,156 @@
+"""DiscoLoop and PonderLM against their equations, their inference, and what they refuse."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.inference.generation import check_generation
+from tests.inference.reference import CONTEXT, prompts
+from tests.models.reference import Weights, reference_forward
+from titan_loop.errors import UserError
+from titan_loop.families.discoloop.model import DecodingOptions, DiscoLoopOptions
+from titan_loop.families.discoloop.ponder import PonderOptions
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import KLAndEntropy
+from titan_loop.inference.rows import Request
+from titan_loop.models.context import LoopContext
+from titan_loop.models.family import build_decoder, decoder_config
+
+ROTATION = 2e-5  # the rotary table is fp32: 1e-7 relative, amplified by 8 layers
+STEPS = 4
+FAMILIES: dict[str, DecodingOptions] = {
+    "discoloop": DiscoLoopOptions(exit_gate=True, channel_strength=0.7, temperature=0.5),
+    "discoloop-learned": DiscoLoopOptions(exit_gate=True, channel_gate="learned", top_k=5),
+    "ponder": PonderOptions(exit_gate=True),
+    "ponder-untied": PonderOptions(exit_gate=True, tie_weights=False, top_k=100),
+}
+
+
+def make_model(options: OuroOptions):
+    """Return the model in float64, away from its symmetric start."""
+    torch.manual_seed(0)
+    model = build_decoder(options, max_seq_len=CONTEXT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.double().eval()
+
+
+def decoded(options: DecodingOptions, weights: Weights, state: Tensor) -> Tensor:
+    head = weights["tok_embeddings.weight" if options.tie_weights else "lm_head.weight"]
+    logits = state @ head.T / options.temperature
+    kept = options.top_k or logits.shape[-1]
+    smallest = logits.sort(-1).values[..., -kept, None]
+    odds = torch.where(logits >= smallest, (logits - logits.amax(-1, keepdim=True)).exp(), 0.0)
+    return odds / odds.sum(-1, keepdim=True) @ weights["tok_embeddings.weight"]
+
+
+def following(options: DecodingOptions, weights: Weights, embedding: Tensor, states: list[Tensor]):
+    """Return what the step after `states` starts from."""
+    if isinstance(options, PonderOptions):
+        return embedding + sum(decoded(options, weights, state) for state in states)
+    assert isinstance(options, DiscoLoopOptions)
+    mean = decoded(options, weights, states[-1])
+    normed = mean / (mean.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    strength = options.channel_strength
+    if options.channel_gate == "learned":
+        strength = 1 / (1 + (-mean @ weights["channel.weight"] - weights["channel.bias"]).exp())
+        strength = strength.unsqueeze(-1)
+    return states[-1] + strength * normed * weights["channel.norm.weight"]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(128, (2, 16), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.cat([torch.arange(9), torch.arange(7)]).expand(2, -1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_step_starts_from_what_the_equations_say(name):
+    options, (tokens, positions) = FAMILIES[name], batch()
+    model = make_model(options)
+    output = model(tokens, positions, recurrent_steps=STEPS)
+    read, logits = reference_forward(
+        model, tokens, positions, STEPS, functools.partial(following, options)
+    )
+    for got, want in zip(output.hidden_RBLD + output.exit_logit_RBL, read + logits, strict=True):
+        torch.testing.assert_close(got, want, atol=ROTATION, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [OuroOptions, PonderOptions])
+def test_scaled_embeddings_are_larger_embeddings(kind):
+    scaled = make_model(kind(tie_weights=False, scale_embeddings=True))
+    plain = make_model(kind(tie_weights=False))
+    plain.tok_embeddings.weight.mul_(8.0)  # the square root of 64
+    got, want = (model(*batch()).hidden_RBLD for model in (scaled, plain))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generation_equals_the_full_forward(name):
+    check_generation(make_model(FAMILIES[name]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_policy_read_is_not_decoded_again(name, monkeypatch):
+    """The same tokens at the same steps, and Φ decodes the prompts alone."""
+    model = make_model(FAMILIES[name])
+    engine = Engine(model, recurrent_steps=STEPS, exit_policy=KLAndEntropy(0.3, 4.5))
+    asked = [Request(prompt=prompt, max_new_tokens=8) for prompt in prompts(9, 2, 6)]
+    decoded: list[int] = []
+
+    def note(module: object, inputs: tuple, named: dict) -> None:
+        if "decoding" in named:
+            decoded.append(inputs[0][0].shape[1])
+
+    model.lm_head.register_forward_pre_hook(note, with_kwargs=True)
+    shared = engine.complete(asked, rows=2)
+    assert all(step > 1 for completion in shared for step in completion.steps)
+    assert set(decoded) <= {9, 6}  # windows of prompts, not single tokens
+    monkeypatch.setattr(LoopContext, "_replace", lambda context, **_: context)
+    assert engine.complete(asked, rows=2) == shared
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_flops_are_those_counted(name, steps):
+    options = FAMILIES[name]
+    config = decoder_config(options, max_seq_len=CONTEXT)
+    with FlopCounterMode(display=False) as counter:  # does not know attention on a CPU
+        make_model(options)(torch.zeros(1, 16, dtype=torch.int64), recurrent_steps=steps)
+    flops = config.training_flops(16, steps)
+    forward, backward = config.decoding.training_flops(64, 128)
+    assert flops.decoding == (steps - 1) * (forward + backward)
+    wanted = (flops.matrices + flops.gate) / 3 + (steps - 1) * forward
+    assert counter.get_total_flops() == 16 * wanted
+    assert config.training_flops(16, 4, backward_steps=2).decoding == 3 * forward + 2 * backward
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DiscoLoopOptions(temperature=0.0), "model.temperature=0.0 must be above 0"),
+        (PonderOptions(temperature=float("inf")), "model.temperature=inf must be above 0 and fin"),
+        (DiscoLoopOptions(channel_strength=float("nan")), "model.channel_strength=nan must be fin"),
+        (PonderOptions(top_k=129), "model.top_k=129 must be at least 1 and at most the 128"),
+        (DiscoLoopOptions(top_k=0), "model.top_k=0 must be"),
+        (DiscoLoopOptions(tie_weights=False), "model.tie_weights=False: DiscoLoop"),
+        (DiscoLoopOptions(channel_gate="soft"), "model.channel_gate=soft is unknown"),
+        (DiscoLoopOptions(normalised_over="kept"), "model.normalised_over=kept is unknown"),
+        (
+            DiscoLoopOptions(channel_gate="learned", channel_strength=0.5),
+            "model.channel_strength=0.5 has no effect",
+        ),
+        (PonderOptions(injection="additive"), "model.injection=additive"),
+        (PonderOptions(coda_layers=1), "model.coda_layers=1"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(options, message):
+    with pytest.raises(UserError, match=message):
+        decoder_config(options, max_seq_len=8)

@@ -1,0 +1,329 @@
+"""The latent family: each mechanism is what the paper's equations say, in float64."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_loop.analysis.steps.lens import logit_margin
+from titan_loop.analysis.steps.patching import patching
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.global_windows import empty_batch
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.errors import UserError
+from titan_loop.evaluation.exam import example_windows
+from titan_loop.families.latent.model import LatentDecoder, LatentOptions
+from titan_loop.families.latent.objective import LatentSupervision
+from titan_loop.families.latent.task import DagArithmetic
+from titan_loop.models.dropout import seed_dropout
+from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.chosen_model import model_options
+from titan_loop.training.preflight import refusals
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+EXACT = 1e-10  # float64; sums in another order
+TASK = DagArithmetic(
+    modulus=5, nodes=10, leaves=3, names=16, operations="+-", most_depth=4, test_nodes=(5, 10)
+)
+EMPTY, STEPS, LENGTH = 5, 4, 80
+OPTIONS = LatentOptions(vocab_size=7, factors=(5, 17, 3), relative_window=8)
+Columns = dict[str, Tensor]
+
+
+def model_of(**options) -> LatentDecoder:
+    torch.manual_seed(0)
+    model = build_decoder(replace(OPTIONS, **options), max_seq_len=LENGTH).double()
+    assert isinstance(model, LatentDecoder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def windows(count: int = 3, key: int = 0) -> tuple[Tensor, Tensor, Tensor, Columns]:
+    """Return packed windows of graphs: tokens, positions, labels and columns."""
+    loader = TaskLoader.Config(task=TASK, all_targets=True, seed=key, prefetch=False)
+    split = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": count, "seq_len": LENGTH}
+    ((columns, labels),) = loader.build(**split).read_step(count)
+    return columns.pop("input"), columns.pop("positions"), labels, columns
+
+
+def block(model: LatentDecoder, embedded: Tensor, positions: Tensor) -> Tensor:
+    """Apply layers and norm to E."""
+    context = model.make_context(positions, positions)
+    for layer in model.layers.values():
+        embedded = layer(embedded, context)
+    return model.norm(embedded)
+
+
+def embed(model: LatentDecoder, factors: Tensor) -> Tensor:
+    """Sum Emb_f(z_f) over f, each from its own table."""
+    tables = model.tok_embeddings.weight.split(model.config.sizes)
+    return sum(table[factors[..., f]] for f, table in enumerate(tables))  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def test_the_embedding_of_a_token_begins_at_unit_scale():
+    torch.manual_seed(0)
+    model = build_decoder(OPTIONS, max_seq_len=LENGTH)
+    tokens, _, _, columns = windows()
+    embedded = embed(model, torch.cat([tokens.unsqueeze(-1), columns["factors"]], dim=-1))
+    assert 0.8 < embedded.square().mean().sqrt() < 1.2
+
+
+LEARNED = {"positions": "learned", "learned_positions": LENGTH, "relative_window": None}
+
+
+def vectors(model: LatentDecoder, positions: Tensor) -> Tensor:
+    """Return what a model with learned positions adds to every embedding."""
+    (table,) = model.positions.tables()
+    assert isinstance(table, torch.nn.Embedding)
+    return table.weight[positions]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [{}, LEARNED], ids=["by distance", "learned"])
+@pytest.mark.parametrize("state", ["discrete", "continuous"])
+def test_the_forward_pass_is_the_papers_recurrence(state, places):
+    model = model_of(state=state, **places).eval()
+    tokens, positions, _, columns = windows()
+    found = model(tokens, positions, recurrent_steps=STEPS, columns=columns).hidden_RBLD
+    added = vectors(model, positions) if places else 0.0
+    embedded = embed(model, torch.cat([tokens[..., None], columns["factors"]], -1)) + added
+    changed = 0
+    for hidden in found:
+        wanted = block(model, embedded, positions)
+        torch.testing.assert_close(hidden, wanted, atol=EXACT, rtol=0)
+        embedded = wanted
+        if state == "discrete":
+            readouts = model.lm_head.weight.split(model.config.sizes)
+            factors = torch.stack([(wanted @ w.T).argmax(-1) for w in readouts], -1)
+            changed += int((factors[..., 0] != tokens).sum())
+            embedded = embed(model, factors) + added
+    assert state == "continuous" or changed
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("state", ["discrete", "continuous"])
+def test_patching_replaces_the_embedding_that_the_first_step_reads(state):
+    """A discrete model looks up values in every step; those it has worked out stay its own."""
+    model, names = model_of(state=state).eval(), "5_nodes"
+    visits, change = patching(model, TASK, names, steps=2, count=2)
+    assert visits == [(0, 0), *((step, layer) for step in (1, 2) for layer in (1, 2))]
+    examples = [TASK.encode(q) for q in TASK.held_out_questions(2, TASK.strata[names])]
+    window = example_windows(names, examples, TASK.columns, room=LENGTH)
+    factors = torch.cat([window.input[..., None], window.columns["factors"]], -1)
+    at = (window.labels != IGNORED).int().argmax(dim=1).tolist()
+
+    def margin(row: int, embedded: Tensor) -> Tensor:
+        hidden = block(model, embedded[None], window.positions[row : row + 1])
+        if state == "discrete":
+            readouts = model.lm_head.weight.split(model.config.sizes)
+            hidden = embed(model, torch.stack([(hidden @ w.T).argmax(-1) for w in readouts], -1))
+        read = block(model, hidden, window.positions[row : row + 1])[0, at[row]]
+        return logit_margin(model.lm_head.weight[:7] @ read, window.labels[row, at[row]])
+
+    own = embed(model, factors)
+    for position in range(0, own.shape[1], 7):
+        patched = own.clone()
+        patched[:, position] = own[[1, 0], position]
+        wanted = [margin(row, patched[row]) - margin(row, own[row]) for row in (0, 1)]
+        assert change[0, position] == pytest.approx(float(sum(wanted) / 2), abs=EXACT)
+    assert change[0].any()
+
+
+def told(columns: Columns, step: int) -> Tensor:
+    """Return the value factor after `step` steps, position by position."""
+    pairs = zip(
+        columns["depth"].flatten().tolist(), columns["solved"].flatten().tolist(), strict=True
+    )
+    values = [solved if depth <= step else EMPTY for depth, solved in pairs]
+    return torch.tensor(values).view(columns["depth"].shape)
+
+
+@pytest.mark.parametrize("places", [{}, LEARNED], ids=["by distance", "learned"])
+def test_folded_steps_equal_the_loop_in_loss_and_gradients(places):
+    """One pass over T·B rows is T passes, each told what the step before should have said."""
+    tokens, positions, labels, columns = windows()
+    model = model_of(**places).train()
+    loss = supervision(model)
+    output = model(tokens, positions, recurrent_steps=STEPS, columns=columns)
+    assert len(output.hidden_RBLD) == STEPS
+    folded, metrics = loss(output, labels, 10.0, columns=columns)
+    folded.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    assert all(gradient.abs().max() > 0 for gradient in gradients.values())
+
+    model.zero_grad()
+    looped = torch.zeros((), dtype=torch.float64)
+    for step in range(1, STEPS + 1):
+        before = told(columns, step - 1)
+        embedded = embed(model, torch.cat([before[..., None], columns["factors"]], -1))
+        embedded = embedded + (vectors(model, positions) if places else 0.0)
+        hidden = block(model, embedded, positions)
+        torch.testing.assert_close(output.hidden_RBLD[step - 1], hidden, atol=EXACT, rtol=0)
+        targets = [told({**columns, "solved": labels}, step), *columns["factors"].unbind(-1)]
+        of_step = [
+            F.cross_entropy((hidden @ w.T).flatten(0, 1), y.flatten(), reduction="sum") / 10
+            for w, y in zip(model.lm_head.weight.split(model.config.sizes), targets, strict=True)
+        ]
+        torch.testing.assert_close(metrics[f"ce/step_{step}"], of_step[0].detach())
+        looped = looped + sum(of_step)
+    looped.backward()
+    torch.testing.assert_close(folded, looped, atol=EXACT, rtol=EXACT)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=EXACT, rtol=EXACT)
+
+
+def supervision(model: LatentDecoder, *, masked: bool = False) -> LatentSupervision:
+    loss = LatentSupervision(LatentSupervision.Config(masked=masked))
+    loss.set_lm_head(model.lm_head)
+    return loss
+
+
+def test_the_masked_loss_leaves_out_what_is_not_due():
+    tokens, positions, labels, columns = windows()
+    answers = torch.where(columns["depth"] > 0, labels, -100)
+    model = model_of(state="continuous").train()
+    output = model(tokens, positions, recurrent_steps=2, columns=columns)
+    _, metrics = supervision(model, masked=True)(output, answers, 1.0, columns=columns)
+    for step, hidden in enumerate(output.hidden_RBLD, start=1):
+        due = (columns["depth"] > 0) & (columns["depth"] <= step)
+        logits = hidden[due] @ model.lm_head.weight[:7].T
+        wanted = F.cross_entropy(logits, labels[due], reduction="sum")
+        torch.testing.assert_close(metrics[f"ce/step_{step}"], wanted.detach())
+
+
+def test_corruption_replaces_some_values_of_the_step_before_and_repeats():
+    model = model_of(corruption=0.5, corrupted_share=0.5).train()
+    _, _, _, columns = windows(200)
+    seed_dropout(model, 1, 2)
+    values = model.told(columns, STEPS)
+    seed_dropout(model, 1, 2)
+    assert torch.equal(values, model.told(columns, STEPS))
+    seed_dropout(model, 1, 3)
+    assert not torch.equal(values, model.told(columns, STEPS))
+    clean = torch.stack([told(columns, step) for step in range(STEPS)])
+    new = torch.stack([columns["depth"] == step for step in range(STEPS)])
+    new[0] = False
+    assert torch.equal(values[~new], clean[~new])
+    changed = (values != clean)[new].double().mean()
+    # half of the graphs and steps, half of the values, 6 of 7 draws differ; rows share a coin, so
+    # that 600 coins decide: five standard deviations are 0.05
+    assert abs(changed - 0.5 * 0.5 * 6 / 7) < 0.05
+    assert set(values[new].tolist()) == set(range(7))
+    assert torch.equal(model.eval().told(columns, STEPS), clean)
+    assert model_of().corruption is None
+
+
+def test_the_head_reads_the_value_for_everybody_else():
+    model = model_of()
+    state = torch.randn(2, 6, 64, dtype=torch.float64, requires_grad=True)
+    logits = model.lm_head(state)
+    factors = model.lm_head(state, factors=True)
+    assert [part.shape[-1] for part in factors] == [7, 5, 17, 3]
+    torch.testing.assert_close(logits, factors[0], rtol=1e-12, atol=1e-12)
+    labels = torch.randint(7, (2, 6), generator=torch.Generator().manual_seed(0))
+    weight = torch.full((1, 2, 6), 0.5, dtype=torch.float64)
+    loss, _ = model.lm_head((state,), labels_BL=labels, weight_RBL=weight)
+    wanted = 0.5 * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, wanted)
+    (of_loss,) = torch.autograd.grad(loss, model.lm_head.weight)
+    (of_wanted,) = torch.autograd.grad(wanted, model.lm_head.weight)
+    torch.testing.assert_close(of_loss, of_wanted)
+
+
+def test_what_is_computed_stands_in_the_record():
+    records = [
+        decoder_config(replace(OPTIONS, **changed), max_seq_len=LENGTH).architecture()
+        for changed in (
+            {},
+            {"state": "continuous"},
+            {"factors": (5, 18, 3)},
+            {"positions": "relative"},
+        )
+    ]
+    assert len({str(record) for record in records}) == 4
+    assert records[0]["factors"] == [5, 17, 3]
+    trained = decoder_config(replace(OPTIONS, corruption=0.1), max_seq_len=LENGTH)
+    assert trained.architecture() == records[0]
+    assert trained.draws
+    flops = trained.training_flops(LENGTH, 4)
+    assert flops.readouts == 6 * 4 * 64 * (7 + 5 + 17 + 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"state": "fuzzy"}, "model.state=fuzzy is unknown"),
+        ({"exit_gate": True}, "model.exit_gate=True does not work with model.family=latent"),
+        ({"scale_embeddings": True}, "model.scale_embeddings=True does not work"),
+        ({"embedding_dropout": 0.1}, "model.embedding_dropout=0.1 does not work .* at 0.0"),
+        ({"injection": "diagonal"}, "model.injection=diagonal does not work .* at none"),
+        ({"prelude_layers": 1}, "model.prelude_layers=1 does not work .* at 0"),
+        ({"corruption": 1.5}, "model.corruption=1.5 must be from 0 to 1"),
+        ({"corruption": 0.1, "state": "continuous"}, "needs the discrete values of model.state="),
+    ],
+)
+def test_options_that_cannot_be_are_refused(changed, message):
+    with pytest.raises(UserError, match=message):
+        decoder_config(replace(OPTIONS, **changed), max_seq_len=LENGTH)
+
+
+def run(**changed) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=4 * LENGTH,
+        model=replace(OPTIONS, vocab_size=None, factors=None),
+        dataloader=TaskLoader.Config(task=TASK, all_targets=True),
+        loss=LatentSupervision.Config(),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(16 * LENGTH)),
+    )
+    config.training.seq_len = LENGTH
+    for name, value in changed.items():
+        *path, last = name.split("__")
+        part = config
+        for step in path:
+            part = getattr(part, step)
+        setattr(part, last, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model__factors": (5, 16, 3)}, "(5, 16, 3) is too small: the data needs"),
+        ({"parallelism__tensor_parallel_degree": 2}, "does not work with model.family=latent"),
+        ({"parallelism__context_parallel_degree": 2}, "does not work with model.family=latent"),
+        ({"dataloader": TaskLoader.Config()}, "the loss reads factors, depth"),
+        (
+            {
+                "recurrence__from_data": True,
+                "recurrence__max_steps": 3,
+            },
+            "recurrence.max_steps=3 is less than the 4 steps that the deepest examples need",
+        ),
+        (
+            {"recurrence__steps": Schedule.constant(3)},
+            "recurrence.steps='3' is less than the 4 steps of the deepest examples",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_is_refused(changed, message):
+    assert message in str(next(refusals(run(**changed), 2)))
+
+
+def test_the_other_factors_are_those_of_the_data():
+    options = model_options(run())
+    assert (options.vocab_size, options.factors) == (7, TASK.factor_sizes)
+    examples = [TASK.encode(question) for question in islice(TASK.questions(0), 50)]
+    for example in examples:
+        assert all(
+            example.columns["factors"][:, factor].max() < size
+            for factor, size in enumerate(options.factors)
+        )
+    assert empty_batch(1, LENGTH, TASK.columns)[0][0]["factors"].shape == (1, LENGTH, 3)

@@ -1,0 +1,385 @@
+"""Exported folders, read by a strict reader that knows the released format and nothing of ours."""
+
+import json
+import resource
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.families.ouro.hugging_face.conftest import (
+    LINEAGE,
+    STEP,
+    TOKENS,
+    VOCABULARY,
+    WINDOW,
+    Exported,
+    convert,
+    convert_killed,
+    random_model,
+    write_run,
+    write_source,
+)
+from tests.families.ouro.hugging_face.reference import run_reference
+from tests.families.ouro.hugging_face.strict_reader import read_strictly
+from titan_loop.checkpoint.manifest import reference, write_manifest
+from titan_loop.cli import main as cli
+from titan_loop.families.ouro.hugging_face import exporting
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import write_json
+
+# fp32 against float64 through 2 layers and 3 steps, at states of size 1.
+TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
+
+OURO_1_4B = OuroShape(
+    dim=2048,
+    n_layers=24,
+    n_heads=16,
+    n_kv_heads=16,
+    hidden_dim=5632,
+    vocab_size=49_152,
+    tie_weights=False,
+    rope_theta=1e6,
+    recurrent_steps=4,
+    max_positions=65_536,
+)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
+    """Return the one line that a failing `convert` prints."""
+    capsys.readouterr()
+    assert cli.main(["convert", *map(str, arguments)]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("titan-loop: error: ")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "tensors", "parameters"), [(24, 269, 1_434_652_673), (48, 533, 2_667_974_657)]
+)
+def test_the_released_models_have_as_many_tensors_and_parameters(n_layers, tensors, parameters):
+    shapes = replace(OURO_1_4B, n_layers=n_layers).tensor_shapes()
+    assert len(shapes) == tensors
+    assert sum(prod(shape) for shape in shapes.values()) == parameters
+
+
+def test_a_strict_reader_accepts_it(plain: Exported):
+    config, tensors = read_strictly(plain.folder)
+    assert len(tensors) == 11 * 2 + 5
+    assert config["vocab_size"] == VOCABULARY
+    assert config["max_position_embeddings"] == WINDOW
+    assert config["total_ut_steps"] == 3
+    assert config["rope_theta"] == 10_000.0
+    assert not config["tie_word_embeddings"]
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 0)
+    assert config["torch_dtype"] == "float32"
+
+
+def test_a_strict_reader_accepts_shards_and_what_is_not_like_ouro(grouped: Exported):
+    config, _ = read_strictly(grouped.folder)
+    assert len(list(grouped.folder.glob("*.safetensors"))) > 3
+    limit = 1e5
+    sizes = [path.stat().st_size for path in grouped.folder.glob("*.safetensors")]
+    assert max(sizes) < limit + 4096  # the header
+    assert config["num_key_value_heads"] == 2
+    assert config["tie_word_embeddings"]
+    assert config["eos_token_id"] == 2
+
+
+def test_every_weight_is_there_bit_by_bit(plain: Exported, grouped: Exported):
+    for exported in (plain, grouped):
+        ours = exported.model.state_dict()
+        theirs = tensors_of(exported.folder)
+        assert {parameter_name(name) for name in theirs} == ours.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(tensor, ours[parameter_name(name)]), name
+
+
+def test_bf16_rounds_to_nearest_even(plain: Exported, tmp_path: Path):
+    tokenizer = plain.folder / "tokenizer.json"
+    arguments = ("--output", tmp_path / "bf16", "--tokenizer", tokenizer, "--dtype", "bfloat16")
+    convert("export", plain.run, *arguments)
+    config, _ = read_strictly(tmp_path / "bf16")
+    assert config["torch_dtype"] == "bfloat16"
+    for name, tensor in tensors_of(tmp_path / "bf16").items():
+        wide = plain.model.state_dict()[parameter_name(name)]
+        bits = wide.view(torch.int32)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        assert torch.equal(tensor.view(torch.int16), bits.to(torch.int16)), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_our_model_is_the_reference_at_every_step(request, kind):
+    exported: Exported = request.getfixturevalue(kind)
+    ids = torch.randint(3, VOCABULARY, (1, 17), generator=torch.Generator().manual_seed(0))
+    reference = run_reference(exported.folder, ids[0].tolist())
+    with torch.no_grad():
+        ours = exported.model(ids)
+        assert len(ours.hidden_RBLD) == len(reference.hidden)
+        for step, hidden_BLD in enumerate(ours.hidden_RBLD):
+            for mine, theirs in (
+                (hidden_BLD, reference.hidden[step]),
+                (ours.exit_logit_RBL[step], reference.exit_logits[step]),
+                (exported.model.readout(hidden_BLD), reference.logits[step]),
+            ):
+                torch.testing.assert_close(mine[0], theirs.float(), **TOLERANCE)
+
+
+def test_generation_stops_where_training_ends_a_document_or_a_turn(plain, grouped):
+    def generation(exported: Exported) -> dict:
+        return json.loads((exported.folder / "generation_config.json").read_text())
+
+    assert generation(plain)["eos_token_id"] == 0
+    assert generation(grouped)["eos_token_id"] == [2, 0]
+    assert not (plain.folder / "chat_template.jinja").exists()
+    assert (grouped.folder / "chat_template.jinja").exists()
+    assert (plain.folder / "tokenizer.json").read_bytes() == (
+        grouped.folder / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_the_card_has_no_folder_of_this_machine_and_counts_all_stages(
+    tokenizer_file: Path, tmp_path: Path
+):
+    options = OuroOptions(vocab_size=VOCABULARY)
+    model = random_model(options)
+    first = write_run(tmp_path / "secret" / "1a", options, model)
+    second = write_run(tmp_path / "secret" / "1b", options, model)
+    config = RunDirectory(tmp_path / "secret" / "1b").read_config()
+    config["checkpoint"]["carry"] = {"parent": str(first.parent.parent)}
+    write_json(RunDirectory(tmp_path / "secret" / "1b").config_json, config)
+    manifest = json.loads((second / "manifest.json").read_text())
+    manifest["lineage"]["origin"] = reference(first)
+    manifest["lineage"]["imported_from"] = "/home/somebody/Ouro-1.4B"
+    write_manifest(second, {k: v for k, v in manifest.items() if k != "sha256"})
+    convert("export", second, "--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"{2 * TOKENS:,} tokens in all stages, {STEP} steps in the last" in card
+    lineage = json.loads(card.split("## Lineage\n")[1])["lineage"]
+    assert lineage["origin"]["path"] == f"1a/checkpoints/step-{STEP}"
+    assert lineage["imported_from"] == "Ouro-1.4B"
+    assert "secret" not in card
+
+
+def test_the_card_tells_where_the_model_comes_from(plain: Exported, grouped: Exported):
+    card = (plain.folder / "README.md").read_text()
+    lineage = json.loads(card.split("## Lineage\n")[1])
+    assert lineage["lineage"] == LINEAGE
+    assert lineage["step"] == STEP
+    assert "model: 2 layers, applied 3 times" in card
+    parameters = sum(p.numel() for p in plain.model.parameters())
+    assert f"| parameters | {parameters:,} |" in card
+    tied = (grouped.folder / "README.md").read_text()
+    assert f"| parameters | {sum(p.numel() for p in grouped.model.parameters()):,} |" in tied
+    assert "apply_chat_template" in tied
+    assert "apply_chat_template" not in card
+
+
+def test_a_checkpoint_is_named_by_its_run_or_its_folder(plain, tmp_path, capsys):
+    step = plain.run / "checkpoints" / f"step-{STEP}"
+    tokenizer = ("--tokenizer", plain.folder / "tokenizer.json")
+    convert("export", step, "--output", tmp_path / "same", *tokenizer)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "same" / name).read_bytes() == (plain.folder / name).read_bytes()
+    arguments = ("--output", tmp_path / "out")
+    assert "give its tokenizer with --tokenizer" in error_of(capsys, "export", step, *arguments)
+    assert "has no manifest.json" in error_of(capsys, "export", step.parent, *arguments)
+
+
+def test_the_tokenizer_is_that_of_the_training_data(
+    plain, tmp_path, capsys, tokenizer_file, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_source(Path("sources/my"), tokenizer_file, eos_id=1)
+    options = OuroOptions(vocab_size=VOCABULARY + 1000)
+    write_run(Path("run"), options, random_model(options), mixture=["sources/my=1"])
+    convert("export", "run", "--output", "out")  # known to be right, so padding may be wide
+    assert Path("out/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
+    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == 1
+    convert("export", "run", "--output", "other-eos", "--eos-token", "<|endoftext|>")
+    assert json.loads(Path("other-eos/config.json").read_text())["eos_token_id"] == 0
+    Path("mine.json").write_text(tokenizer_file.read_text() + " ")
+    for arguments in (["--tokenizer", "mine.json"], []):
+        assert "is not the one" in error_of(
+            capsys, "export", "run", "--output", "refused", *arguments
+        )
+        Path("sources/my/tokenizer.json").write_text(Path("mine.json").read_text())
+
+
+def test_a_model_trained_on_conversations_gets_a_chat_template(
+    tmp_path, tokenizer_file, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    write_source(Path("prose"), tokenizer_file, eos_id=0)
+    write_source(Path("chats"), tokenizer_file, eos_id=0, chat=True)
+    options = OuroOptions(vocab_size=VOCABULARY)
+    write_run(Path("run"), options, random_model(options), mixture=["prose=1", "chats=1"])
+
+    def ends(output: str) -> tuple:
+        generation = json.loads(Path(output, "generation_config.json").read_text())
+        config = json.loads(Path(output, "config.json").read_text())
+        has_template = Path(output, "chat_template.jinja").exists()
+        return has_template, config["eos_token_id"], generation["eos_token_id"]
+
+    convert("export", "run", "--output", "chat")
+    assert ends("chat") == (True, 2, [2, 0])
+    convert("export", "run", "--output", "plain", "--no-chatml")
+    assert ends("plain") == (False, 0, 0)
+
+
+def test_a_tokenizer_alone_does_not_say_whether_there_is_a_chat(plain, tmp_path, caplog):
+    arguments = ("export", plain.run, "--tokenizer", plain.folder / "tokenizer.json", "--output")
+    convert(*arguments, tmp_path / "unsaid")
+    assert "export again with --chatml" in caplog.text
+    caplog.clear()
+    convert(*arguments, tmp_path / "said", "--no-chatml")
+    assert not caplog.text
+
+
+def test_wrong_arguments_are_one_line(plain, tmp_path, capsys, tokenizer_file):
+    def error(*flags: object, run: Path = plain.run, output: Path = tmp_path / "out") -> str:
+        tokenizer = () if "--tokenizer" in flags else ("--tokenizer", tokenizer_file)
+        return error_of(capsys, "export", run, "--output", output, *tokenizer, *flags)
+
+    assert "has no manifest.json" in error(run=tmp_path)
+    assert "is not empty; choose a new folder" in error(output=plain.folder)
+    assert "is a file; choose a new folder" in error(output=tokenizer_file)
+    assert "cannot be written (Not a directory)" in error(output=tokenizer_file / "in" / "a file")
+    assert "--max-shard-gigabytes=0.0 must be a number above 0" in error("--max-shard-gigabytes", 0)
+    assert "--dtype int8 is not one of float32, bfloat16" in error("--dtype", "int8")
+    assert "has no token '<eos>'; say which with --eos-token" in error("--eos-token", "<eos>")
+    assert "is not a file" in error("--tokenizer", tmp_path / "none.json")
+    (tmp_path / "empty.json").write_text("{}")
+    assert "is not a tokenizer.json" in error("--tokenizer", tmp_path / "empty.json")
+    text = json.loads(tokenizer_file.read_text())
+    text["added_tokens"] = [t for t in text["added_tokens"] if t["content"] != "<|im_end|>"]
+    (tmp_path / "base.json").write_text(json.dumps(text).replace("<|im_end|>", "<|else|>"))
+    without = ("--tokenizer", tmp_path / "base.json", "--chatml")
+    assert "has no token '<|im_end|>'; use --no-chatml" in error(*without)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(tmp_path, capsys, tokenizer_file):
+    for vocabulary, accepted in ((VOCABULARY - 1, False), (VOCABULARY + 20, True), (600, False)):
+        options = OuroOptions(vocab_size=vocabulary, n_layers=1)
+        run = tmp_path / f"{vocabulary}"
+        write_run(run, options, random_model(options))
+        arguments = (run, "--output", tmp_path / f"out-{vocabulary}", "--tokenizer", tokenizer_file)
+        if accepted:
+            convert("export", *arguments)
+        else:
+            message = error_of(capsys, "export", *arguments)
+            assert f"has {VOCABULARY} token ids, the model's vocabulary has {vocabulary}" in message
+
+
+def test_a_model_without_a_gate_gets_one_that_never_exits_early(tmp_path, tokenizer_file):
+    options = OuroOptions(vocab_size=VOCABULARY, n_layers=1, exit_gate=False)
+    ours = random_model(options)
+    write_run(tmp_path / "run", options, ours)
+    folder = tmp_path / "out"
+    convert("export", tmp_path / "run", "--output", folder, "--tokenizer", tokenizer_file)
+    read_strictly(folder)
+    assert "trained without the gate" in (folder / "README.md").read_text()
+    ids = torch.randint(3, VOCABULARY, (1, 17), generator=torch.Generator().manual_seed(0))
+    theirs = run_reference(folder, ids[0].tolist())
+    with torch.no_grad():
+        last_BLD = ours(ids).hidden_RBLD[-1]
+    torch.testing.assert_close(last_BLD[0], theirs.hidden[-1].float(), **TOLERANCE)
+    assert max(logit.sigmoid().max() for logit in theirs.exit_logits) < 1e-12
+
+
+def test_tensors_and_manifest_of_different_shapes_are_refused(
+    tmp_path, capsys, tokenizer_file, plain
+):
+    step = next((plain.run / "checkpoints").iterdir())
+    manifest = json.loads((step / "manifest.json").read_text())
+    shutil.copytree(plain.run, tmp_path / "run")
+    copy = tmp_path / "run" / "checkpoints" / step.name
+    arguments = ("--output", tmp_path / "out", "--tokenizer", tokenizer_file)
+    manifest["trainer"]["architecture"]["hidden_dim"] = 128
+    write_manifest(copy, manifest)
+    message = error_of(capsys, "export", copy, *arguments)
+    assert "has shape (192, 64), its manifest says (128, 64)" in message
+
+
+def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, capsys):
+    output = tmp_path / "out"
+    tokenizer = plain.folder / "tokenizer.json"
+    arguments = ("export", plain.run, "--output", output, "--tokenizer", tokenizer)
+    convert_killed(write_json, exporting, *arguments)  # all is there but config.json
+    assert not output.exists()
+    (left,) = tmp_path.iterdir()
+    assert not (left / "config.json").exists()
+    assert "export or download never finished" in error_of(
+        capsys, "import", left, "--output", tmp_path / "run"
+    )
+    convert(*arguments)  # the next attempt clears it away
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    read_strictly(output)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond 50 kB: writing fails as on a full disk, for root, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("direction", ["export", "import"])
+def test_a_disk_that_fills_up_is_one_line(plain, tmp_path, capsys, small_files, direction):
+    output = ("--output", tmp_path / "out")
+    if direction == "export":
+        message = error_of(capsys, "export", plain.run, *output, "--chatml", "--tokenizer",
+                           plain.folder / "tokenizer.json", code=1)  # fmt: skip
+    else:
+        message = error_of(capsys, "import", plain.folder, *output, code=1)
+    assert "could not be finished, and nothing is left of it" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_is_pushed_or_says_how_to(
+    plain: Exported, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    class Hub:
+        def create_repo(self, repo: str, **options: object) -> None:
+            calls.append((repo, options))
+            if repo == "me/refused":
+                raise ConnectionError("no route to host\nmore")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path) -> str:
+            assert (folder_path / "config.json").is_file()
+            return f"https://hub/{repo_id}/commit/1"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    words = [
+        "convert",
+        "export",
+        str(plain.run),
+        "--tokenizer",
+        str(plain.folder / "tokenizer.json"),
+    ]
+    assert cli.main([*words, "--output", str(tmp_path / "a"), "--push", "me/mine"]) == 0
+    assert capsys.readouterr().out.endswith("https://hub/me/mine/commit/1\n")
+    assert calls == [("me/mine", {"private": True, "exist_ok": True})]
+    assert cli.main([*words, "--output", str(tmp_path / "b"), "--push", "me/refused"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "not pushed (no route to host); the export is whole in" in line
+    assert f"hf upload me/refused {tmp_path / 'b'}" in line

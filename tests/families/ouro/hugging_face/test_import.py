@@ -1,0 +1,412 @@
+"""Folders of the Ouro format, from anywhere, become runs; anything odd about one is one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported, convert, convert_killed
+from tests.families.ouro.hugging_face.test_export import OURO_1_4B, error_of, tensors_of
+from titan_loop.checkpoint import tensors
+from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.manifest import write_manifest
+from titan_loop.checkpoint.upcycling import Upcycling
+from titan_loop.cli import main as cli
+from titan_loop.families.ouro.hugging_face.importing import model_options
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.inference.loading import load_checkpoint
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.runs.conversion import upcycle_run
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+
+
+def load_run(run: Path) -> LoopDecoder:
+    """Load as every command does that takes a checkpoint, its hashes verified."""
+    loaded = load_checkpoint(run)
+    assert loaded.recurrent_steps == loaded.model.recurrent_steps
+    return loaded.model
+
+
+def assert_same(left: LoopDecoder, right: LoopDecoder) -> None:
+    mine, other = left.state_dict(), right.state_dict()
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, other[name]), name
+    assert left.recurrent_steps == right.recurrent_steps
+
+
+@pytest.mark.parametrize("kind", ["plain", "grouped"])
+def test_import_of_export_is_the_same_model_bit_by_bit(request, kind, tmp_path):
+    exported: Exported = request.getfixturevalue(kind)
+    convert("import", exported.folder, "--output", tmp_path / "run")
+    model = load_run(tmp_path / "run")
+    assert_same(model, exported.model)
+    if kind == "grouped":
+        assert model.tok_embeddings.weight is model.lm_head.weight
+    ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for mine, other in zip(
+            model(ids).hidden_RBLD, exported.model(ids).hidden_RBLD, strict=True
+        ):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bf16_weights_come_back_bit_by_bit(plain, tmp_path, dtype):
+    tokenizer = ("--tokenizer", plain.folder / "tokenizer.json")
+    convert("export", plain.run, "--output", tmp_path / "a", "--dtype", "bfloat16", *tokenizer)
+    convert("import", tmp_path / "a", "--output", tmp_path / "run", "--dtype", dtype)
+    convert("export", tmp_path / "run", "--output", tmp_path / "b", "--dtype", "bfloat16")
+    before, after = tensors_of(tmp_path / "a"), tensors_of(tmp_path / "b")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_fp16_weights_are_kept_exactly(plain, edited, tmp_path):
+    def narrow(weights: dict[str, Any]) -> None:
+        weights.update({name: tensor.half() for name, tensor in weights.items()})
+        # Subnormal and largest values, which bf16 could not hold.
+        weights["model.norm.weight"][:3] = torch.tensor([2.0**-24, 65504.0, 1 + 2.0**-10])
+
+    folder = edited(tensors=narrow)
+    convert("import", folder, "--output", tmp_path / "run")
+    state = load_run(tmp_path / "run").state_dict()
+    for name, tensor in tensors_of(folder).items():
+        assert tensor.dtype == torch.float16
+        ours = state[parameter_name(name)]
+        assert torch.equal(ours.double(), tensor.double()), name
+    assert state["norm.weight"][0] == 2.0**-24
+
+
+def test_a_killed_import_leaves_no_run(plain, tmp_path, capsys):
+    arguments = ("import", plain.folder, "--output", tmp_path / "run")
+    convert_killed(write_manifest, tensors, *arguments)  # all tensors are there, not committed
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".run.unfinished"
+    message = error_of(capsys, "export", left, "--output", tmp_path / "out")
+    assert "has no manifest.json" in message
+    convert(*arguments)  # the next attempt clears it away
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert_same(load_run(tmp_path / "run"), plain.model)
+
+
+def test_a_run_says_where_it_comes_from_and_keeps_the_tokenizer(plain, tmp_path):
+    convert("import", plain.folder, "--output", tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    assert run.read_run()["restarts"] == []
+    _, manifest = newest_good(run.checkpoints, look_at="hashes")
+    assert manifest["trainer"]["recurrent_steps"] == 3
+    assert manifest["trainer"]["tokens"] == 0
+    assert manifest["lineage"]["imported_from"] == str(plain.folder)
+    assert (run.path / "tokenizer.json").read_bytes() == (
+        plain.folder / "tokenizer.json"
+    ).read_bytes()
+    # Known from the import, so nothing has to be said on the way out.
+    convert("export", run.path, "--output", tmp_path / "again")
+    assert (tmp_path / "again" / "config.json").read_bytes() == (
+        plain.folder / "config.json"
+    ).read_bytes()
+
+
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+
+
+def test_a_chat_stays_one(grouped, tmp_path):
+    convert("import", grouped.folder, "--output", tmp_path / "run")
+    convert("export", tmp_path / "run", "--output", tmp_path / "again")
+    for name in (*TEXT_FILES, "chat_template.jinja"):
+        assert (tmp_path / "again" / name).read_bytes() == (grouped.folder / name).read_bytes()
+    convert("export", tmp_path / "run", "--output", tmp_path / "prose", "--no-chatml")
+    assert not (tmp_path / "prose" / "chat_template.jinja").exists()
+    assert json.loads((tmp_path / "prose" / "config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(edited, tmp_path):
+    folder = edited()  # whose config.json names the end of a document, as released ones do
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"chat_template": "{{ messages }}\r\n", "eos_token": {"content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert("import", folder, "--output", tmp_path / "run")
+    convert("export", tmp_path / "run", "--output", tmp_path / "again")
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 2)
+    assert (tmp_path / "again" / "chat_template.jinja").read_bytes() == b"{{ messages }}\r\n"
+
+
+def test_the_released_shapes_have_their_names():
+    assert model_options(OURO_1_4B).size == "1.4b"
+    assert OuroShape.from_config(OURO_1_4B.to_config(dtype="bfloat16", bos_id=0, eos_id=0)) == (
+        OURO_1_4B
+    )
+
+
+Edit = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def edited(plain: Exported, tmp_path: Path) -> Callable[..., Path]:
+    """Return `edit(config=…, tensors=…)`, a copy of the plain folder with changes."""
+
+    def edit(*, config: Edit | None = None, tensors: Edit | None = None) -> Path:
+        folder = tmp_path / "edited"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(plain.folder, folder)
+        if config is not None:
+            content = json.loads((folder / "config.json").read_text())
+            config(content)
+            (folder / "config.json").write_text(json.dumps(content))
+        if tensors is not None:
+            weights = load_file(folder / "model.safetensors")
+            tensors(weights)
+            save_file(weights, folder / "model.safetensors")
+        return folder
+
+    return edit
+
+
+def set_to(**fields: Any) -> Edit:
+    return lambda content: content.update(fields)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 1e6},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_theta": 1000000, "rope_parameters": {"rope_theta": 1e6, "type": "default"}},
+    ],
+    ids=["released", "transformers 5", "both"],
+)
+def test_both_spellings_of_the_rope_base(edited, tmp_path, rope):
+    convert("import", edited(config=set_to(**rope)), "--output", tmp_path / "run")
+    assert RunDirectory(tmp_path / "run").read_config()["model"]["rope_theta"] == 1e6
+
+
+def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain):
+    optional = ("head_dim", "layer_types", "num_key_value_heads", "rope_scaling", "torch_dtype")
+
+    def strip(config: dict[str, Any]) -> None:
+        for name in (*optional, "max_window_layers", "sliding_window", "early_exit_threshold"):
+            del config[name]
+        config["early_exit_step"] = None
+
+    folder = edited(config=strip)
+    (folder / "tokenizer.json").unlink()
+    convert("import", folder, "--output", tmp_path / "run")
+    assert_same(load_run(tmp_path / "run"), plain.model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type='qwen2' is not what titan_loop computes"),
+        ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+        ({"rope_parameters": {"rope_theta": 5.0}}, "rope_theta and rope_parameters disagree"),
+        ({"head_dim": 32}, "head_dim=32"),
+        ({"total_ut_steps": 0}, "total_ut_steps=0 must be a positive integer"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be a positive integer"),
+        (
+            {"num_hidden_layers": 3, "layer_types": None},
+            "does not have the 38 tensors of its config.json: 11 missing",
+        ),
+        (
+            {"num_hidden_layers": 1, "layer_types": None},
+            "11 unknown (model.layers.1.input_layernorm.weight, ",
+        ),
+        ({"intermediate_size": 200}, "has shape (192, 64), config.json says (200, 64)"),
+        ({"vocab_size": 299}, "embed_tokens.weight has shape (300, 64), config.json says (299"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight and"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not what"),
+        ({"head_dim": [16]}, "head_dim=[16] must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size=True must be a positive integer"),
+        ({"rope_theta": "abc"}, "rope_theta='abc' must be a positive number"),
+        ({"rope_theta": -1}, "rope_theta=-1 must be a positive number"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a positive number"),
+        ({"rope_theta": True}, "rope_theta=True must be a positive number"),
+        ({"rope_parameters": [1]}, "rope_parameters=[1] must be an object or null"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' must be an object or null"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"num_hidden_layers": 200_000_000}, "num_hidden_layers=200000000 must be at most 10000"),
+        ({"hidden_size": 10**30}, "must be at most 2147483648"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings=1000000000000 must be at"),
+        ({"total_ut_steps": 10**9}, "total_ut_steps=1000000000 must be at most 10000"),
+        ({"rope_theta": 10**400}, "must be a positive number"),
+        ({"eos_token_id": 300}, "eos_token_id=300 is not a token of the folder's tokenizer.json"),
+        ({"bos_token_id": "0"}, "bos_token_id='0' is not a token of the folder's tokenizer.json"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_another_model_is_one_line(edited, tmp_path, capsys, fields, message):
+    folder = edited(config=set_to(**fields))
+    assert message in error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_other_tensors_are_one_line(edited, tmp_path, capsys):
+    def error(change: Edit) -> str:
+        folder = edited(tensors=change)
+        return error_of(capsys, "import", folder, "--output", tmp_path / "run")
+
+    gate, norm, head = "model.early_exit_gate.bias", "model.norm.weight", "lm_head.weight"
+    assert f"1 missing ({gate})" in error(lambda tensors: tensors.pop(gate))
+    assert "1 unknown (model.rotary)" in error(
+        lambda tensors: tensors.update({"model.rotary": torch.zeros(2)})
+    )
+    assert f"{norm} has shape (1, 64), config.json says (64,)" in error(
+        lambda tensors: tensors.update({norm: torch.zeros(1, 64)})
+    )
+    assert f"{norm} is I8; only F32, BF16 and F16" in error(
+        lambda tensors: tensors.update({norm: torch.zeros(64, dtype=torch.int8)})
+    )
+    assert "lm_head.weight is missing, but config.json has tie_word_embeddings=false" in error(
+        lambda tensors: tensors.pop(head)
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_a_link_out_of_the_folder_is_refused(edited, tmp_path, capsys, name):
+    folder = edited()
+    if name == "chat_template.jinja":
+        (folder / name).write_text("a secret")
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert f"{folder / name} is a link out of its folder, to {tmp_path / 'elsewhere'}" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_links_within_the_hub_s_cache_are_followed(edited, tmp_path):
+    folder, cache = edited(), tmp_path / "hub" / "models--a--b"
+    snapshot = cache / "snapshots" / "c0ffee"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    convert("import", snapshot, "--output", tmp_path / "run")
+
+
+def test_a_template_that_is_not_text_is_one_line(edited, tmp_path, capsys):
+    folder = edited()
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert "chat_template.jinja is damaged (not UTF-8)" in message
+
+
+def test_a_tied_head_may_be_left_out(grouped, tmp_path):
+    folder = tmp_path / "tied"
+    shutil.copytree(grouped.folder, folder)
+    weights = tensors_of(folder)
+    for file in folder.glob("model*safetensors*"):
+        file.unlink()
+    del weights["lm_head.weight"]
+    save_file(weights, folder / "model.safetensors")
+    convert("import", folder, "--output", tmp_path / "run")
+    assert_same(load_run(tmp_path / "run"), grouped.model)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_one_line(edited, tmp_path, capsys):
+    folder = edited()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["one more"] = VOCABULARY
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = error_of(capsys, "import", folder, "--output", tmp_path / "run")
+    assert f"has {VOCABULARY + 1} token ids, the model's vocabulary has {VOCABULARY}" in message
+
+
+def test_an_upcycled_import_keeps_its_tokenizer(plain, tmp_path):
+    convert("import", plain.folder, "--output", tmp_path / "run")
+    layers = 2 * len(plain.model.layers)
+    upcycle_run(tmp_path / "run", tmp_path / "deeper", Upcycling(layers), ["test"])
+    found = SavedRun(tmp_path / "deeper").tokenizer()
+    assert found == (tmp_path / "deeper" / "tokenizer.json", True)
+    assert found.path.read_bytes() == (plain.folder / "tokenizer.json").read_bytes()
+
+
+def test_another_tokenizer_than_the_imported_one_is_refused(plain, tmp_path, capsys):
+    convert("import", plain.folder, "--output", tmp_path / "run")
+    other = tmp_path / "other.json"
+    other.write_text((plain.folder / "tokenizer.json").read_text() + " ")
+    message = error_of(
+        capsys, "export", tmp_path / "run", "--output", tmp_path / "out", "--tokenizer", other
+    )
+    assert f"tokenizer {other} is not the one" in message
+
+
+def test_an_unfinished_folder_is_one_line(plain, grouped, tmp_path, capsys):
+    def error(source: Path, change: Callable[[Path], object]) -> str:
+        folder = tmp_path / "broken"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(source, folder)
+        change(folder)
+        return error_of(capsys, "import", folder, "--output", tmp_path / "run")
+
+    def truncate(path: Path, keep: int) -> None:
+        path.write_bytes(path.read_bytes()[:keep])
+
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    first = sorted(grouped.folder.glob("*.safetensors"))[0].name
+    whole = (plain.folder / single).stat().st_size
+    never = "export or download never finished"
+    assert never in error(plain.folder, lambda folder: (folder / "config.json").unlink())
+    assert "config.json is damaged" in error(
+        plain.folder, lambda folder: truncate(folder / "config.json", 20)
+    )
+    assert "only safetensors are read" in error(
+        plain.folder, lambda folder: (folder / single).rename(folder / "pytorch_model.bin")
+    )
+    for keep in (0, 5, 100, whole // 2, whole - 1):
+        assert f"{single} is damaged or incomplete" in error(
+            plain.folder, lambda folder, keep=keep: truncate(folder / single, keep)
+        )
+    assert f"{first} is missing" in error(grouped.folder, lambda folder: (folder / first).unlink())
+    assert "it has no weight_map" in error(
+        grouped.folder, lambda folder: (folder / index).write_text('{"weight_map": 3}')
+    )
+
+    def edit_index(folder: Path, name: str, file: str | None) -> None:
+        content = json.loads((folder / index).read_text())
+        if file is None:
+            del content["weight_map"][name]
+        else:
+            content["weight_map"][name] = file
+        (folder / index).write_text(json.dumps(content))
+
+    norm = "model.norm.weight"
+    assert f"disagree about {norm}" in error(
+        grouped.folder, lambda folder: edit_index(folder, norm, None)
+    )
+    assert "may lie outside of its folder" in error(
+        grouped.folder, lambda folder: edit_index(folder, norm, "../other.safetensors")
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_output_that_is_there_is_not_touched(plain, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("kept")
+    message = error_of(capsys, "import", plain.folder, "--output", tmp_path / "run")
+    assert "is not empty; choose a new folder" in message
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_the_command_line_answers_mistakes(capsys):
+    assert cli.main(["convert"]) == 0
+    assert "import" in capsys.readouterr().out
+    assert error_of(capsys, "xport") == "unknown verb 'convert xport'; nearest: export, import"
+    assert "required: --output" in error_of(capsys, "import", "folder")

@@ -1,0 +1,56 @@
+"""The README's examples, run as they stand there."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+import titan_loop.families.ouro.hugging_face
+from tests.families.ouro.hugging_face.conftest import (
+    VOCABULARY,
+    random_model,
+    write_run,
+    write_source,
+)
+from tests.families.ouro.hugging_face.strict_reader import read_strictly
+from tests.readme import example, readme_of, run_example
+from titan_loop.cli import main as cli
+from titan_loop.families.ouro.model import OuroOptions
+
+README = readme_of(titan_loop.families.ouro.hugging_face)
+
+
+@pytest.fixture
+def in_a_folder_with_a_run(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_source(Path("sources/my"), tokenizer_file, eos_id=0)
+    options = OuroOptions(vocab_size=VOCABULARY)
+    write_run(Path("runs/mine"), options, random_model(options), mixture=["sources/my=1"])
+
+
+def run_commands() -> None:
+    for line in example(README, "bash").splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "titan-loop"
+        assert cli.main(arguments) == 0
+
+
+@pytest.mark.usefixtures("in_a_folder_with_a_run")
+def test_the_commands_run():
+    run_commands()
+    config, _ = read_strictly(Path("ouro-mine"))
+    assert config["torch_dtype"] == "bfloat16"
+    assert Path("runs/back/checkpoints/step-0/manifest.json").is_file()
+
+
+@pytest.mark.usefixtures("in_a_folder_with_a_run", "transformers")
+def test_the_python_example_runs():
+    run_commands()
+    names = run_example(README)
+    prompts = names["prompts"]["input_ids"]
+    for answer in (names["full"], names["shallow"], names["early"]):
+        assert answer.shape[0] == 2
+        assert prompts.shape[1] < answer.shape[1] <= prompts.shape[1] + 8
+    assert names["steps"].shape == prompts.shape

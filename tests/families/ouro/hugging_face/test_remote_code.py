@@ -1,0 +1,433 @@
+"""The exported folder in transformers: the same model, whatever the caller does with it.
+
+Runs in environments with transformers 4.57.6 and 5.x, see tools/test_hf.sh.
+"""
+
+import ast
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tests.families.ouro.hugging_face.conftest import VOCABULARY, Exported, convert
+from tests.families.ouro.hugging_face.reference import run_reference
+from tests.families.ouro.hugging_face.test_export import tensors_of
+from tests.inference.reference import q_exit_steps
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.text.chatml import Turn, render
+
+# fp32 rounding through 2 layers and up to 5 steps, at states of size 1 and logits of size 10.
+TOLERANCE = {"atol": 5e-5, "rtol": 1e-5}
+
+EXITS = [{}, {"exit_at_step": 1}, {"exit_threshold": 0.45}, {"exit_threshold": 0.8}]
+
+
+def load(transformers: ModuleType, folder: Path, **keywords: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, **keywords
+    ).eval()
+
+
+def load_tokenizer(transformers: ModuleType, folder: Path) -> Any:
+    # transformers 5 looks at the model's configuration, too, and would ask whether it may.
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.fixture(scope="session", params=["plain", "grouped"])
+def exported(request: pytest.FixtureRequest) -> Exported:
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def loaded(transformers: ModuleType, exported: Exported) -> Any:
+    return load(transformers, exported.folder)
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def states_of(model: LoopDecoder, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return our states per step and exit logits (R, B, L)."""
+    output = model(ids, recurrent_steps=model.recurrent_steps)
+    return list(output.hidden_RBLD), torch.stack(output.exit_logit_RBL)
+
+
+def our_logits(model: LoopDecoder, ids: Tensor, exits: dict[str, Any]) -> Tensor:
+    """Return (B, L, V) logits, each token at the step our own gate arithmetic chooses."""
+    hidden, exit_logit_RBL = states_of(model, ids)
+    if "exit_threshold" in exits:
+        step_BL = q_exit_steps(exit_logit_RBL, exits["exit_threshold"]) - 1
+    else:
+        step_BL = torch.full(ids.shape, exits.get("exit_at_step", len(hidden) - 1))
+    rows, columns = torch.meshgrid(*map(torch.arange, ids.shape), indexing="ij")
+    return model.readout(torch.stack(hidden)[step_BL, rows, columns])
+
+
+def layer_calls(model: Any) -> list[tuple[int, int]]:
+    """Return a list that grows by the (B, L) input of the first layer at every call."""
+    calls: list[tuple[int, int]] = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, arguments: calls.append(tuple(arguments[0].shape[:2]))
+    )
+    return calls
+
+
+def test_every_tensor_is_loaded(transformers, exported):
+    for kind in ("AutoModel", "AutoModelForCausalLM"):
+        _, report = getattr(transformers, kind).from_pretrained(
+            exported.folder, trust_remote_code=True, output_loading_info=True
+        )
+        left = {"lm_head.weight"} if kind == "AutoModel" else set()
+        assert not report["missing_keys"]
+        assert not report["mismatched_keys"]
+        assert set(report["unexpected_keys"]) == left
+
+
+def test_it_agrees_with_ours_and_with_the_reference_at_every_step(loaded, exported):
+    ids = tokens(2, 21)
+    hidden, exit_logit_RBL = states_of(exported.model, ids)
+    references = [run_reference(exported.folder, row.tolist()) for row in ids]
+    output = loaded(ids, output_hidden_states=True)
+    assert len(output.hidden_states) == len(hidden) == loaded.config.total_ut_steps
+    for step, ours in enumerate(hidden):
+        at_step = loaded(ids, exit_at_step=step)
+        of_reference = [torch.stack([getattr(r, name)[step] for r in references]).float()
+                        for name in ("hidden", "exit_logits", "logits")]  # fmt: skip
+        for theirs, expected in zip(
+            (output.hidden_states[step], output.exit_logits[..., step], at_step.logits),
+            (ours, exit_logit_RBL[step], exported.model.readout(ours)),
+            strict=True,
+        ):
+            torch.testing.assert_close(theirs, expected, **TOLERANCE)
+        for theirs, expected in zip(
+            (output.hidden_states[step], output.exit_logits[..., step], at_step.logits),
+            of_reference,
+            strict=True,
+        ):
+            torch.testing.assert_close(theirs, expected, **TOLERANCE)
+        assert at_step.exit_steps.unique().tolist() == [step]
+    torch.testing.assert_close(output.logits, our_logits(exported.model, ids, {}), **TOLERANCE)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.7, 0.95, 1.0])
+def test_a_threshold_reads_each_token_where_our_gate_does(loaded, exported, threshold):
+    ids = tokens(3, 25, seed=1)
+    _, exit_logit_RBL = states_of(exported.model, ids)
+    expected = q_exit_steps(exit_logit_RBL, threshold) - 1
+    output = loaded(ids, exit_threshold=threshold)
+    assert torch.equal(output.exit_steps, expected)
+    if 0.3 < threshold < 0.95:
+        assert len(expected.unique()) > 1  # else this would show nothing
+    ours = our_logits(exported.model, ids, {"exit_threshold": threshold})
+    torch.testing.assert_close(output.logits, ours, **TOLERANCE)
+
+
+@pytest.mark.parametrize("exits", EXITS, ids=str)
+def test_cached_is_uncached(loaded, exits):
+    ids = tokens(2, 20, seed=2)
+    whole = loaded(ids, use_cache=False, **exits)
+    cache, logits, steps = None, [], []
+    for start, end in ((0, 7), (7, 8), (8, 9), (9, 13), *((i, i + 1) for i in range(13, 20))):
+        part = loaded(ids[:, start:end], past_key_values=cache, use_cache=True, **exits)
+        cache = part.past_key_values
+        logits.append(part.logits)
+        steps.append(part.exit_steps)
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole.logits, **TOLERANCE)
+    assert torch.equal(torch.cat(steps, dim=1), whole.exit_steps)
+
+
+def test_tokens_that_exited_early_catch_up_exactly(loaded):
+    ids = tokens(2, 16, seed=3)
+    whole = loaded(ids, use_cache=False)
+    calls = layer_calls(loaded)
+    cache = loaded(ids[:, :8], use_cache=True, exit_at_step=0).past_key_values
+    cache = loaded(ids[:, 8:11], past_key_values=cache, exit_at_step=1).past_key_values
+    cache = loaded(ids[:, 11:12], past_key_values=cache, exit_at_step=0).past_key_values
+    last = loaded(ids[:, 12:], past_key_values=cache)
+    torch.testing.assert_close(last.logits, whole.logits[:, 12:], **TOLERANCE)
+    deeper = loaded.config.total_ut_steps - 2
+    assert [length for _, length in calls] == [8, 3, 11, 1, 4, 5, *[16] * deeper]
+
+
+@pytest.mark.parametrize("exits", EXITS, ids=str)
+def test_a_left_padded_batch_is_each_row_alone(loaded, exits):
+    lengths = (5, 14, 9)
+    rows = [tokens(1, length, seed=length) for length in lengths]
+    ids = torch.cat([torch.nn.functional.pad(row, (14 - row.shape[1], 0)) for row in rows])
+    mask = torch.tensor([[0] * (14 - length) + [1] * length for length in lengths])
+    together = loaded(ids, attention_mask=mask, **exits)
+    answer = loaded.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **exits)
+    assert answer.shape == (3, 20)
+    for index, row in enumerate(rows):
+        real = slice(14 - row.shape[1], None)
+        alone = loaded(row, **exits)
+        torch.testing.assert_close(together.logits[index, real], alone.logits[0], **TOLERANCE)
+        generated = loaded.generate(
+            row,
+            attention_mask=torch.ones_like(row),
+            max_new_tokens=6,
+            do_sample=False,
+            **exits,
+        )
+        assert answer[index, 14:].tolist() == generated[0, row.shape[1] :].tolist()
+
+
+def test_a_right_padded_row_is_the_row_alone(loaded):
+    row = tokens(1, 9, seed=4)
+    ids = torch.nn.functional.pad(row, (0, 5))
+    mask = torch.tensor([[1] * 9 + [0] * 5])
+    calls = layer_calls(loaded)
+    padded = loaded(ids, attention_mask=mask, exit_threshold=0.5)
+    steps = len(calls)
+    alone = loaded(row, exit_threshold=0.5)
+    assert len(calls) == 2 * steps  # padding keeps nobody waiting
+    torch.testing.assert_close(padded.logits[:, :9], alone.logits, **TOLERANCE)
+
+
+@pytest.mark.parametrize("exits", EXITS, ids=str)
+def test_generation_is_greedy_decoding_of_our_model(loaded, exported, exits):
+    ids = tokens(2, 6, seed=5)
+    expected = ids
+    for _ in range(8):
+        best = our_logits(exported.model, expected, exits)[:, -1].argmax(dim=-1)
+        expected = torch.cat([expected, best[:, None]], dim=1)
+    assert not (expected[:, 6:] <= 2).any()  # nobody stopped
+    mask = torch.ones_like(ids)
+    for cached in (True, False):
+        answer = loaded.generate(
+            ids, attention_mask=mask, max_new_tokens=8, use_cache=cached, **exits
+        )
+        assert answer.tolist() == expected.tolist()
+
+
+def test_beam_search_reorders_the_cache(loaded):
+    ids = tokens(2, 6, seed=6)
+    keywords = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "num_beams": 3}
+    for exits in EXITS:
+        cached = loaded.generate(ids, **keywords, **exits)
+        assert (
+            cached.tolist() == loaded.generate(ids, use_cache=False, **keywords, **exits).tolist()
+        )
+
+
+def test_tokens_that_wait_are_reordered_too(loaded):
+    ids = tokens(2, 10, seed=12)
+    cache = loaded(ids[:, :4], use_cache=True).past_key_values
+    cache = loaded(ids[:, 4:7], past_key_values=cache, exit_at_step=0).past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    ids = ids.flip(0)
+    rest = loaded(ids[:, 7:], past_key_values=cache)
+    torch.testing.assert_close(rest.logits, loaded(ids).logits[:, 7:], **TOLERANCE)
+
+
+def test_a_conversation_goes_on_with_its_cache(loaded):
+    first = tokens(1, 6, seed=7)
+    begun = loaded.generate(
+        first, attention_mask=torch.ones_like(first), max_new_tokens=4, return_dict_in_generate=True
+    )
+    ids = torch.cat([begun.sequences, tokens(1, 3, seed=8)], dim=1)
+    mask = torch.ones_like(ids)
+    calls = layer_calls(loaded)
+    answer = loaded.generate(
+        ids, attention_mask=mask, max_new_tokens=4, past_key_values=begun.past_key_values
+    )
+    assert calls[0] == (1, 4)  # the last answered token and the three new ones
+    assert answer.tolist() == loaded.generate(ids, attention_mask=mask, max_new_tokens=4).tolist()
+
+
+def test_steps_are_skipped_once_the_whole_batch_has_exited(transformers, plain):
+    model = load(transformers, plain.folder)
+    gate = model.model.early_exit_gate
+    gate.weight.zero_()
+    gate.weight[0, 0] = 100.0  # rows whose states are positive there exit at once, others never
+    calls = layer_calls(model)
+    ids = torch.arange(3, VOCABULARY)[:, None]
+    exits = model(ids, exit_threshold=0.5).exit_steps[:, 0]
+    at_once, never = ids[exits == 0][:4], ids[exits == 2][:4]
+    assert len(at_once) == len(never) == 4
+    for batch, steps in ((at_once, 1), (never, 3), (torch.cat([at_once, never]), 3)):
+        calls.clear()
+        model(batch, exit_threshold=0.5)
+        assert len(calls) == steps
+    calls.clear()
+    gate.bias.fill_(1e4)
+    model.generate(
+        ids[:2], attention_mask=torch.ones_like(ids[:2]), max_new_tokens=5, exit_threshold=0.99
+    )
+    assert calls == [(2, 1)] * 5
+
+
+def test_only_tokens_that_are_read_out_keep_a_prompt_going(transformers, plain):
+    model = load(transformers, plain.folder)
+    ids = tokens(1, 30, seed=9)
+    steps = model(ids, exit_threshold=0.5).exit_steps[0]
+    ids = ids[:, : int((steps == 0).nonzero()[-1]) + 1]
+    assert model(ids, exit_threshold=0.5).exit_steps.max() > 0
+    calls = layer_calls(model)
+    last = model(ids, exit_threshold=0.5, logits_to_keep=1)
+    assert len(calls) == 1
+    assert last.logits.shape == (1, 1, VOCABULARY)
+    assert last.exit_steps[0, -1] == 0
+
+
+def test_the_gate_is_fp32_in_a_bf16_model(transformers, plain):
+    model = load(transformers, plain.folder, dtype=torch.bfloat16)
+    gate = model.model.early_exit_gate
+    output = model(tokens(2, 8), output_hidden_states=True)
+    for step, hidden_BLD in enumerate(output.hidden_states):
+        exact_BL = hidden_BLD.double() @ gate.weight[0].double() + gate.bias.double()
+        torch.testing.assert_close(output.exit_logits[..., step].double(), exact_BL, **TOLERANCE)
+    gate.weight.zero_()
+    gate.bias.fill_(6.0)  # in bf16 the CDF rounds to 1 after one step
+    ids = tokens(2, 8)
+    output = model(ids, exit_threshold=0.999)
+    assert output.logits.dtype == torch.bfloat16
+    assert output.exit_logits.dtype == torch.float32
+    assert output.exit_steps.unique().tolist() == [1]
+    # A threshold of 1 never exits early, even where the CDF does round to 1.
+    gate.bias.fill_(60.0)
+    assert model(ids).exit_steps.unique().tolist() == [2]
+    assert model(ids, exit_threshold=1.0).exit_steps.unique().tolist() == [2]
+
+
+def test_the_number_of_steps_is_free_when_loading(transformers, plain):
+    model = load(transformers, plain.folder, total_ut_steps=5)
+    ids = tokens(2, 12, seed=10)
+    ours = plain.model(ids, recurrent_steps=5)
+    torch.testing.assert_close(
+        model(ids).logits, plain.model.readout(ours.hidden_RBLD[-1]), **TOLERANCE
+    )
+
+
+def test_embeddings_may_be_given_instead_of_tokens(loaded):
+    ids = tokens(2, 5)
+    embedded = loaded.get_input_embeddings()(ids)
+    assert torch.equal(loaded(inputs_embeds=embedded).logits, loaded(ids).logits)
+
+
+def test_the_loss_is_that_of_the_logits_and_trains_every_parameter(loaded):
+    ids = tokens(2, 12, seed=11)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    with torch.enable_grad():
+        output = loaded(ids, labels=labels)
+        output.loss.backward()
+    log_pmf = output.logits[:, :-1].log_softmax(dim=-1)
+    nats = -log_pmf.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    expected = torch.cat([nats[0, 3:], nats[1]]).mean()
+    torch.testing.assert_close(output.loss, expected)
+    untrained = {name for name, parameter in loaded.named_parameters() if parameter.grad is None}
+    assert untrained == {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
+    loaded.zero_grad()
+    tied = loaded.get_input_embeddings().weight is loaded.get_output_embeddings().weight
+    assert tied == loaded.config.tie_word_embeddings
+
+
+def test_it_is_the_same_after_save_pretrained_and_import(loaded, exported, tmp_path):
+    loaded.save_pretrained(tmp_path / "saved")
+    convert("import", tmp_path / "saved", "--output", tmp_path / "run")
+    convert(
+        *("export", tmp_path / "run", "--output", tmp_path / "again"),
+        *("--tokenizer", exported.folder / "tokenizer.json"),
+    )
+    before, after = tensors_of(exported.folder), tensors_of(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+
+
+TEXT = "in 2024 there were 31415 loops\n\tand <|endoftext|> café 漢字"
+
+
+def test_the_tokenizer_is_the_same_and_splits_digits(transformers, exported, tokenizer_file):
+    theirs = load_tokenizer(transformers, exported.folder)
+    original = Tokenizer.from_file(str(tokenizer_file))
+    assert theirs(TEXT)["input_ids"] == original.encode(TEXT).ids
+    assert set(theirs(TEXT)) == {"input_ids", "attention_mask"}
+    digits = theirs.convert_ids_to_tokens(theirs("31415")["input_ids"])
+    assert digits == list("31415")
+    assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    assert theirs.pad_token_id == 0
+    assert theirs.padding_side == "left"
+    assert theirs.eos_token_id == (2 if theirs.chat_template else 0)
+
+
+def test_a_chat_is_rendered_as_in_training(transformers, grouped, plain):
+    tokenizer = load_tokenizer(transformers, grouped.folder)
+    turns = [Turn("system", "Count."), Turn("user", "1 2 3"), Turn("assistant", "4")]
+    messages = [turn._asdict() for turn in turns]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == render(turns)
+    asked = tokenizer.apply_chat_template(messages[:2], tokenize=False, add_generation_prompt=True)
+    assert render(turns).startswith(asked)
+    assert asked.endswith("<|im_start|>assistant\n")
+    assert load_tokenizer(transformers, plain.folder).chat_template is None
+
+
+def test_the_example_on_the_card_runs(transformers, exported, monkeypatch, capsys):
+    monkeypatch.chdir(exported.folder.parent)
+    card = (exported.folder / "README.md").read_text()
+    used = card.split("## Use\n")[1].split("\n`generate`")[0]
+    exec(compile(textwrap.dedent(used), "README.md", "exec"), {})
+    (answer,) = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
+    asked = "<|im_start|>user\nHello!" if "apply_chat_template" in used else "Once upon a time"
+    assert answer.startswith(asked)
+    assert len(answer) > len(asked)
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("plain", [0]), ("grouped", [2, 0])])
+def test_generation_stops_at_the_right_token(transformers, request, kind, stops):
+    folder = request.getfixturevalue(kind).folder
+    ids = tokens(1, 4)
+    for token in (0, 2):
+        model = load(transformers, folder)
+        model.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCABULARY, 64))
+        bias = torch.zeros(VOCABULARY).index_fill_(0, torch.tensor([token]), 1.0)
+        model.lm_head.bias = torch.nn.Parameter(bias)  # says only this token
+        answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
+        assert answer.shape[1] == 4 + (1 if token in stops else 3)
+    assert model.config.eos_token_id == stops[0]
+
+
+def test_what_cannot_work_is_refused(transformers, plain):
+    model = load(transformers, plain.folder)
+    ids = tokens(2, 5)
+    with pytest.raises(ValueError, match="must be the OuroCache"):
+        model(ids, past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match=r"it must be \(batch, 5\)"):
+        model(ids, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"exit_at_step=3 must be in 0 \.\.\. 2"):
+        model(ids, exit_at_step=3)
+    with pytest.raises(ValueError, match=r"exit_threshold=1\.5"):
+        model(ids, exit_threshold=1.5)
+    with pytest.raises(ValueError, match="either exit_at_step or exit_threshold"):
+        model(ids, exit_threshold=0.5, exit_at_step=1)
+    with pytest.raises(ValueError, match="exit_treshold"):
+        model.generate(ids, max_new_tokens=2, exit_treshold=0.5)
+    with pytest.raises(ValueError, match="assisted generation is not supported"):
+        model.generate(ids[:1], max_new_tokens=2, assistant_model=load(transformers, plain.folder))
+    cache = model(ids).past_key_values
+    model.config.total_ut_steps = 4
+    with pytest.raises(ValueError, match="start with a new cache"):
+        model(ids[:, :1], past_key_values=cache)
+    configuration = type(model.config)
+    for wrong in (
+        {"hidden_act": "gelu"},
+        {"rope_parameters": {"rope_type": "yarn"}},
+        {"layer_types": ["sliding_attention"] * 24},
+        {"use_sliding_window": True},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong)).removesuffix("_parameters")):
+            configuration(**wrong)

@@ -1,0 +1,111 @@
+"""All ranks train the same model, whatever each of them sees of the disk."""
+
+import errno
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from titan_loop.checkpoint import manifest
+from titan_loop.errors import EXIT_CRASH, exit_code
+from titan_loop.storage import json_files
+from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.training.run import run_training
+
+pytestmark = pytest.mark.multiprocess
+
+BASE = 500_000.0
+STEPS = 2
+
+
+@dataclass
+class Trained:
+    """Notes which model is trained."""
+
+    rope_theta: list[float] = field(default_factory=list)
+
+    def on_train_start(self, trainer: Any) -> None:
+        """Note it."""
+        self.rope_theta.append(trainer.model_config.architecture()["rope_theta"])
+
+    def on_step_end(self, trainer: Any, metrics: Any) -> None:
+        """Do nothing."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        """Do nothing."""
+
+
+def train_parent(source: Path, run: Path) -> None:
+    act_as_launched(2)
+    config = tiny_config(source, run, steps=STEPS)
+    config.model.rope_theta = BASE
+    run_training(config, command=["test"])
+
+
+@pytest.fixture
+def parent(source: Path, gloo_pool, tmp_path: Path) -> Path:
+    gloo_pool(2).run(train_parent, source, tmp_path / "parent")
+    return tmp_path / "parent"
+
+
+def stale(path: Path, *, fix: str) -> Any:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+
+def fork(source: Path, parent: Path, run: Path, blind: int) -> float:
+    """Train from a parent whose manifest rank `blind` cannot read; return the RoPE base."""
+    act_as_launched(2)
+    config = tiny_config(source, run, steps=STEPS)
+    config.checkpoint.carry.parent = str(parent)
+    trained = Trained()
+    config.callbacks = (trained,)
+    if dist.get_rank() == blind:
+        manifest.read_json_object = stale
+    try:
+        run_training(config, command=["test"])
+    finally:
+        manifest.read_json_object = json_files.read_json_object
+    return trained.rope_theta[0]
+
+
+def test_a_rank_with_a_stale_view_trains_the_model_that_rank_zero_found(
+    source, parent, gloo_pool, tmp_path
+):
+    assert gloo_pool(2).run(fork, source, parent, tmp_path / "run", 1) == [BASE, BASE]
+
+
+def failed_fork(source: Path, parent: Path, run: Path) -> tuple[int, str]:
+    try:
+        fork(source, parent, run, 0)
+    except Exception as error:
+        return exit_code(error), str(error)
+    return 0, ""
+
+
+def test_all_ranks_end_alike_where_rank_zero_cannot_read(source, parent, gloo_pool, tmp_path):
+    first, second = gloo_pool(2).run(failed_fork, source, parent, tmp_path / "run")
+    assert first == second
+    assert first[0] == EXIT_CRASH
+    assert "manifest.json cannot be read (Stale file handle)" in first[1]
+
+
+def other_config_on_rank_one(source: Path, run: Path) -> tuple[int, str]:
+    act_as_launched(2)
+    config = tiny_config(source, run, steps=STEPS)
+    config.model.rope_theta = BASE / (1 + dist.get_rank())
+    try:
+        run_training(config, command=["test"])
+    except Exception as error:
+        return exit_code(error), str(error)
+    return 0, ""
+
+
+def test_ranks_with_another_config_are_named(source, gloo_pool, tmp_path):
+    first, second = gloo_pool(2).run(other_config_on_rank_one, source, tmp_path / "run")
+    assert first == second
+    assert first[0] == EXIT_CRASH
+    assert "the resolved config of rank 1 differs from that of rank 0" in first[1]
+    assert not (tmp_path / "run" / "run.json").exists()

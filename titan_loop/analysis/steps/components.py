@@ -1,0 +1,85 @@
+"""Principal components of the last token's state after every recurrent step."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from titan_loop.analysis.drawing import depth_colors, draw_panels
+from titan_loop.analysis.steps.findings import Figure, Findings
+from titan_loop.analysis.steps.items import ITEMS, item_states, open_items
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def principal_components(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the states of all steps on their first two principal components.
+
+    Args:
+        states: Shape (items, R, D), of one layer.
+
+    Returns:
+        Shape (items, R, 2), and the (2,) shares of the variance; axes are common to all steps.
+    """
+    flat = states.reshape(-1, states.shape[-1]).astype(np.float64)
+    centred = flat - flat.mean(axis=0)
+    _, singular, axes = np.linalg.svd(centred, full_matrices=False)
+    shares = singular[:2] ** 2 / np.sum(singular**2)
+    return (centred @ axes[:2].T).reshape(*states.shape[:2], 2), shares
+
+
+def analyse_components(
+    run: Path,
+    *,
+    items: str = ITEMS,
+    recurrent_steps: int | None = None,
+    limit: int | None = None,
+) -> Findings:
+    """Draw the last prompt token's state after every step on two principal components.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer; items are
+            coloured by their right answer.
+        recurrent_steps: R; default that of training.
+        limit: Number of items, the first ones.
+    """
+    loaded, chosen = open_items(run, items, limit)
+    steps = recurrent_steps or loaded.recurrent_steps
+    points, shares = principal_components(item_states(loaded, chosen, steps)[:, :, -1])
+    kinds = np.array([-1 if item.answer is None else item.answer for item in chosen])
+    record = {
+        "items": items,
+        "variance": shares.tolist(),
+        "points": points.tolist(),
+        "right_answers": [item.answer for item in chosen],
+    }
+    figure = Figure(
+        "States of the last token",
+        "After every step, on two principal components common to all; one colour an answer.",
+        partial(_draw, points, kinds, shares),
+    )
+    return Findings(name="pca", loaded=loaded, record=record, figures={"pca.png": figure})
+
+
+def _draw(points: np.ndarray, kinds: np.ndarray, shares: np.ndarray, path: Path) -> Path:
+    """Draw the last token's states, a panel for each step.
+
+    Args:
+        points: Shape (items, R, 2).
+        kinds: Label of each item, shape (items,).
+        shares: The (2,) shares of the variance.
+        path: The PNG to write.
+    """
+    names = {f"after step {step + 1}": step for step in range(points.shape[1])}
+    colors: Any = depth_colors(len(np.unique(kinds)))
+
+    def draw(axes: "Axes", name: str) -> None:
+        for kind, color in zip(np.unique(kinds), colors, strict=True):
+            chosen = points[kinds == kind, names[name]]
+            axes.plot(*chosen.T, "o", color=color, markersize=3, label=str(kind))
+
+    title = f"Principal components ({shares[0]:.0%} and {shares[1]:.0%} of the variance)"
+    return draw_panels(list(names), draw, path, title=title, legend=True)

@@ -1,0 +1,109 @@
+"""Input and output of an analysis: a run, and a record with lines, tables and plots."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.task import Task
+from titan_loop.errors import UserError, nearest
+from titan_loop.inference.loading import Loaded, load_checkpoint
+from titan_loop.models.family import Use
+from titan_loop.storage.json_files import write_json
+from titan_loop.tables import columns
+
+Rows = Sequence[Sequence[str]]
+
+
+class Figure(NamedTuple):
+    """One plot of an analysis.
+
+    Attributes:
+        title: Heading in the report.
+        text: Caption below the heading.
+        draw: Writes the PNG at a path, and returns the path.
+    """
+
+    title: str
+    text: str
+    draw: Callable[[Path], Path]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """The result of one analysis of one checkpoint.
+
+    Attributes:
+        name: Verb, which names the record.
+        loaded: The checkpoint.
+        record: JSON fields of evals/NAME-step-N.json.
+        lines: Lines for the terminal.
+        figures: File name in plots/ → figure.
+        tables: Title → rows, header first; printed, and shown in the report.
+    """
+
+    name: str
+    loaded: Loaded
+    record: Mapping[str, Any]
+    lines: Sequence[str] = ()
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    tables: Mapping[str, Rows] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return the tables and lines for the terminal."""
+        blocks = ["\n".join(columns(rows)) + "\n" for rows in self.tables.values()]
+        return "\n".join([*blocks, *self.lines])
+
+    def save(self) -> list[Path]:
+        """Write the record, with titles for the report, and the plots; return the paths."""
+        directory, manifest = self.loaded.run.directory, self.loaded.manifest
+        directory.evaluations.mkdir(parents=True, exist_ok=True)
+        path = directory.evaluations / f"{self.name}-step-{manifest['step']}.json"
+        shown = {
+            "figures": {name: [figure.title, figure.text] for name, figure in self.figures.items()},
+            "tables": dict(self.tables),
+        }
+        record = {"manifest_sha256": manifest["sha256"], "step": manifest["step"], **self.record}
+        write_json(path, {**record, **shown})
+        plots = [figure.draw(directory.plots / name) for name, figure in self.figures.items()]
+        return [path, *plots]
+
+
+def open_task(
+    run: Path,
+    strata: Sequence[str],
+    questions: int,
+    *,
+    least: int = 1,
+    use: Use = "analyse",
+) -> tuple[Loaded, Task, list[str]]:
+    """Return a run on a generated task, the task, and the names of its strata to ask.
+
+    Args:
+        run: Run, or one of its checkpoints.
+        strata: Names; none for all.
+        questions: Number of questions asked for.
+        least: Smallest number that is allowed.
+        use: Use that the run's family must have.
+
+    Raises:
+        UserError: Too few questions, no such stratum, or a run on text.
+    """
+    if questions < least:
+        raise UserError(f"questions={questions} must be at least {least}")
+    loaded = load_checkpoint(run, use=use)
+    task = recorded_task(loaded.manifest["data"])
+    if task is None:
+        raise UserError(f"{run} was trained on text; this analysis asks a generated task's exam")
+    for name in strata:
+        if name not in task.strata:
+            raise UserError(f"strata={name}: {task.name} has none{nearest(name, task.strata)}")
+    return loaded, task, [*(strata or task.strata)]
+
+
+def chosen_steps(recurrent_steps: int | None, loaded: Loaded) -> int:
+    """Return R as asked for, else as trained; raises `UserError` below 1."""
+    if recurrent_steps is not None and recurrent_steps < 1:
+        raise UserError(f"recurrent_steps={recurrent_steps} must be at least 1")
+    return recurrent_steps or loaded.recurrent_steps

@@ -1,0 +1,202 @@
+"""Logit lens: the head's reading of the state after every layer of every recurrent step.
+
+    question ─► states at its waypoints ─► final norm, head ─► right? margin, by step and layer
+
+A waypoint is a position and the token that a model has to know there: of a question of two hops the
+bridge at the first relation and the target at the second.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §5.2 and Figure 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_loop.analysis.drawing import depth_colors, draw_panels
+from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
+from titan_loop.analysis.steps.layer_states import at_layer_visits
+from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.tasks.task import Task
+from titan_loop.evaluation.exam import example_windows
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.tables import columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What is read of one waypoint of the questions of a stratum.
+
+    Attributes:
+        stratum: Name of the stratum.
+        waypoint: Name of the waypoint.
+        accuracy: Share of questions whose waypoint is the likeliest token, (R, layers).
+        margin: Mean logit of the waypoint over that of the strongest other token, (R, layers).
+    """
+
+    stratum: str
+    waypoint: str
+    accuracy: np.ndarray
+    margin: np.ndarray
+
+
+@torch.no_grad()
+def logit_lens(
+    model: LoopDecoder,
+    task: Task,
+    stratum: str,
+    *,
+    steps: int,
+    count: int,
+    batch_rows: int = 64,
+) -> list[Lens]:
+    """Return what is read of every waypoint of a stratum's exam.
+
+    Args:
+        model: In evaluation mode.
+        task: The task that the model was trained on.
+        stratum: Name of a stratum, whose questions have the same waypoints.
+        steps: R.
+        count: Number of questions.
+        batch_rows: Questions in one forward pass.
+    """
+    device = model.tok_embeddings.weight.device
+    questions = task.held_out_questions(count, task.strata[stratum])
+    windows = example_windows(
+        stratum,
+        [task.encode(q) for q in questions],
+        task.columns,
+        room=model.config.max_seq_len,
+    )
+    names = list(task.waypoints(questions[0]))
+    at = torch.tensor([[task.waypoints(q)[name] for name in names] for q in questions])
+    margins = []
+    for start in range(0, count, batch_rows):
+        rows = range(start, min(start + batch_rows, count))
+        batch = windows.rows(rows, device)
+        margins.append(_margins(model, batch, at[start : rows.stop].to(device), steps))
+    margin = torch.cat(margins).double()
+    right = (margin > 0).double()
+    return [
+        Lens(stratum, name, right[..., w].mean(0).numpy(), margin[..., w].mean(0).numpy())
+        for w, name in enumerate(names)
+    ]
+
+
+def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: int) -> Tensor:
+    """Return the margins of W waypoints in B windows, (B, R, layers, W), on the host."""
+    position_BW, token_BW = at_BW2.unbind(-1)
+    row_B1 = torch.arange(len(at_BW2), device=at_BW2.device).unsqueeze(1)
+    visits: list[Tensor] = []
+
+    def look(step: int, layer: int, state_BLD: Tensor) -> None:
+        logits_BWV = model.readout(model.norm(state_BLD[row_B1, position_BW]))
+        visits.append(logit_margin(logits_BWV, token_BW).cpu())
+
+    with at_layer_visits(model, look):
+        model(
+            batch.input,
+            batch.positions,
+            recurrent_steps=steps,
+            collect="last",
+            columns=batch.columns or None,
+        )
+    return torch.stack(visits, dim=1).unflatten(1, (steps, len(model.looped_layers())))
+
+
+def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
+    """Return the logit of a token over that of the strongest other one, at least fp32.
+
+    Args:
+        logits: (…, V).
+        token: (…) ids.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    own = wide.gather(-1, token.unsqueeze(-1))
+    others = wide.scatter(-1, token.unsqueeze(-1), -torch.inf)
+    return own.squeeze(-1) - others.amax(-1)
+
+
+def analyse_lens(
+    run: Path,
+    *,
+    strata: tuple[str, ...] = (),
+    recurrent_steps: int | None = None,
+    questions: int = 256,
+) -> Findings:
+    """Read bridge and target off the states after every layer of every step (logit lens).
+
+    For runs on a generated task. Norm and head read the state as it is, without the layers of a
+    coda. Writes evals/lens-step-N.json and a plot that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        strata: Strata of the task's exam; default all.
+        recurrent_steps: R; default that of training.
+        questions: Number of questions of each stratum.
+    """
+    loaded, task, names = open_task(run, strata, questions)
+    steps = chosen_steps(recurrent_steps, loaded)
+    lenses = [
+        lens
+        for name in names
+        for lens in logit_lens(loaded.model, task, name, steps=steps, count=questions)
+    ]
+    layers = range(1, len(loaded.model.looped_layers()) + 1)
+    visits = [f"{step}.{layer}" for step in range(1, steps + 1) for layer in layers]
+    rows = [["stratum", "waypoint", *visits]]
+    rows += [
+        [lens.stratum, lens.waypoint, *(f"{share:.0%}" for share in lens.accuracy.flat)]
+        for lens in lenses
+    ]
+    record = {
+        "questions": questions,
+        "strata": [
+            {
+                "stratum": lens.stratum,
+                "waypoint": lens.waypoint,
+                "accuracy": lens.accuracy.tolist(),
+                "margin": lens.margin.tolist(),
+            }
+            for lens in lenses
+        ],
+    }
+    figure = Figure(
+        "Logit lens",
+        "Share of questions whose bridge, or target, the head would say at its position after "
+        "every layer of every recurrent step.",
+        partial(_draw, lenses),
+    )
+    return Findings(
+        name="lens",
+        loaded=loaded,
+        record=record,
+        lines=columns(rows, left=(0, 1)),
+        figures={"lens.png": figure},
+    )
+
+
+def _draw(lenses: Sequence[Lens], path: Path) -> Path:
+    strata = list(dict.fromkeys(lens.stratum for lens in lenses))
+    waypoints = list(dict.fromkeys(lens.waypoint for lens in lenses))
+    colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
+
+    def draw(axes: "Axes", stratum: str) -> None:
+        for waypoint, color in colors.items():  # also those of other panels, for the legend
+            curve = [x for x in lenses if (x.stratum, x.waypoint) == (stratum, waypoint)]
+            values = 100 * curve[0].accuracy.ravel() if curve else np.array([])
+            at = np.arange(1, len(values) + 1) / lenses[0].accuracy.shape[1]
+            axes.plot(at, values, color=color, marker="o", markersize=3, label=waypoint)
+        axes.set_ylim(-3, 103)
+        axes.set_xlabel("recurrent steps, layer by layer")
+
+    title = "Logit lens: the waypoint is the likeliest token"
+    return draw_panels(strata, draw, path, title=title, label="% of questions", legend=True)

@@ -1,0 +1,294 @@
+"""A task's exam after every recurrent step: right answers, logit margins, and where policies halt.
+
+    exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
+
+With hops or sizes as strata this shows how many steps a question needs, what more steps than were
+trained are worth, and *overthinking*: a margin that falls again with further steps.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §6.3 (Figures 5, 8 and 9) and Appendix F
+(generalisation ratio).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchtitan.components.loss import IGNORE_INDEX
+
+from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels
+from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
+from titan_loop.analysis.steps.lens import logit_margin
+from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.tasks.task import Task
+from titan_loop.evaluation.exam import ACCURACY, Exam, right_at_readings
+from titan_loop.evaluation.held_out import Forward, sum_windows
+from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading, states_at
+from titan_loop.inference.exit_policy import require_exit_policy
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.tables import columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Halting:
+    """What an exit policy makes of the questions of a stratum."""
+
+    accuracy: float
+    mean_steps: float
+
+
+@dataclass(frozen=True)
+class StepExam:
+    """One stratum.
+
+    Attributes:
+        accuracy: Share of right answers after each of R steps.
+        margin: Mean logit of the answer over that of the strongest other token, likewise.
+        halting: Policy → what it makes of the questions; it decides for each on its own.
+    """
+
+    accuracy: np.ndarray
+    margin: np.ndarray
+    halting: Mapping[str, Halting]
+
+
+def step_exam(
+    model: LoopDecoder,
+    task: Task,
+    strata: Sequence[str],
+    *,
+    steps: int,
+    count: int,
+    policies: Sequence[str] = (),
+) -> dict[str, StepExam]:
+    """Return stratum → what is found after every step.
+
+    Args:
+        model: In evaluation mode.
+        task: The task that the model was trained on.
+        strata: Names of strata.
+        steps: R, which may exceed the trained one.
+        count: Number of questions of each stratum.
+        policies: Exit policies as `--exit` takes them, within these R.
+
+    Raises:
+        UserError: A policy is unknown, or the model does not have it.
+    """
+    depths = depth_readings(range(1, steps + 1))
+    adaptive = [policy_reading(name, steps) for name in policies]
+    for reading in adaptive:
+        require_exit_policy(model, reading.policy)
+    readings, device = [*depths, *adaptive], model.tok_embeddings.weight.device
+    exam = Exam(
+        task,
+        count,
+        vocab_size=model.config.vocab_size,
+        room=model.config.max_seq_len,
+        strata=strata,
+    )
+    forward = right_at_readings(model, readings)
+    graded = exam.grade(
+        [reading.name for reading in readings],
+        lambda windows: sum_windows(windows, forward, device=device),
+    )
+    found = {}
+    for name, windows in exam.windows.items():
+        sums_RW, _ = sum_windows(windows, _margins_at(model, depths), device=device)
+        labels_W = (windows.labels != IGNORE_INDEX).sum(dim=1).numpy()
+        results = graded[name]
+        found[name.partition("/")[2] or next(iter(task.strata))] = StepExam(
+            accuracy=np.array([results[depth.name].metrics[ACCURACY] for depth in depths]),
+            margin=(sums_RW / labels_W).mean(axis=1),
+            halting={
+                reading.name: Halting(
+                    results[reading.name].metrics[ACCURACY], results[reading.name].mean_steps or 0.0
+                )
+                for reading in adaptive
+            },
+        )
+    return found
+
+
+def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
+    """Return the margins of the labels, summed over each window, at every depth."""
+
+    @torch.no_grad()
+    def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
+        chosen_BL = windows.labels != IGNORE_INDEX
+        states = states_at(
+            model, windows.input, chosen_BL, len(depths), windows.positions, windows.columns
+        )
+        labels_T, lengths = windows.labels[chosen_BL], chosen_BL.sum(dim=1).tolist()
+        margins = [
+            logit_margin(model.readout(state_TD.unsqueeze(0))[0], labels_T) for state_TD in states
+        ]
+        sums_RB = torch.stack(
+            [part.double().sum(1) for part in torch.stack(margins).split(lengths, 1)], dim=1
+        )
+        return sums_RB, torch.zeros_like(sums_RB)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far down a task's strata, from easy to hard, a model gets.
+
+    Attributes:
+        learned: Number of strata that are right at 95 % within the trained steps.
+        reached: Number of strata that are right at 60 % after some number of steps.
+    """
+
+    learned: int
+    reached: int
+
+    @property
+    def ratio(self) -> float:
+        """The generalisation ratio; 1 is no extrapolation."""
+        return self.reached / self.learned if self.learned else float("nan")
+
+
+def reach(
+    found: Sequence[StepExam], trained_steps: int, *, learned: float = 0.95, solved: float = 0.6
+) -> Reach:
+    """Count strata up to the first that misses the accuracy.
+
+    Args:
+        found: All strata of the task, from easy to hard.
+        trained_steps: Largest R of training.
+        learned: Accuracy that counts as learned.
+        solved: Accuracy that counts as reached.
+    """
+
+    def count(passes: list[bool]) -> int:
+        return next((index for index, passed in enumerate(passes) if not passed), len(passes))
+
+    return Reach(
+        count([bool(exam.accuracy[:trained_steps].max() >= learned) for exam in found]),
+        count([bool(exam.accuracy.max() >= solved) for exam in found]),
+    )
+
+
+def analyse_steps(
+    run: Path,
+    *,
+    strata: tuple[str, ...] = (),
+    recurrent_steps: int | None = None,
+    exit: tuple[str, ...] = (),
+    questions: int = 256,
+) -> Findings:
+    """Ask the exam after every step: accuracy, logit margin, and where exit policies halt.
+
+    For runs on a generated task. With strata from easy to hard it also counts how many are learned
+    (95 % within the trained steps) and reached (60 % after any number of steps); their ratio is the
+    generalisation ratio. Writes evals/steps-step-N.json and plots that `report` shows.
+
+    Args:
+        run: Run, for its newest checkpoint, or its checkpoints/step-N.
+        strata: Strata of the task's exam; default all.
+        recurrent_steps: R; default twice that of training.
+        exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the
+            change alone.
+        questions: Number of questions of each stratum.
+    """
+    loaded, task, names = open_task(run, strata, questions)
+    recurrence = loaded.manifest["trainer"].get("recurrence", {})
+    trained = recurrence.get("max_steps") or loaded.recurrent_steps
+    depth = chosen_steps(recurrent_steps or 2 * trained, loaded)
+    found = step_exam(loaded.model, task, names, steps=depth, count=questions, policies=exit)
+    shown = sorted({1, trained, depth, *(2**power for power in range(depth.bit_length()))})
+    rows = [["stratum", *(f"R={step}" for step in shown), *exit]]
+    for name, exam in found.items():
+        row = [name, *(f"{exam.accuracy[step - 1]:.3f}" for step in shown)]
+        row += [f"{h.accuracy:.3f} in {h.mean_steps:.1f}" for h in exam.halting.values()]
+        rows.append(row)
+    lines = columns(rows)
+    record: dict[str, Any] = {"questions": questions, "trained_steps": trained, "strata": {}}
+    for name, exam in found.items():
+        record["strata"][name] = {
+            "accuracy": exam.accuracy.tolist(),
+            "margin": exam.margin.tolist(),
+            "halting": {policy: asdict(halting) for policy, halting in exam.halting.items()},
+        }
+    if task.levels > 1 and not strata:
+        far = reach([*found.values()], trained)
+        lines.append(
+            f"learned {far.learned}, reached {far.reached}: generalisation ratio {far.ratio:.2f}"
+        )
+        record |= {"learned": far.learned, "reached": far.reached}
+    figures = {
+        "step-accuracy.png": Figure(
+            "The exam after every recurrent step",
+            "Share of right answers; the line is the trained number of steps.",
+            partial(_draw_accuracy, found, trained),
+        ),
+        "step-margin.png": Figure(
+            "Logit margin over recurrent steps",
+            "Logit of the right answer over that of the strongest other token; a margin that falls "
+            "again is overthinking. The bar is the trained number of steps.",
+            partial(_draw_margins, found, trained),
+        ),
+    }
+    if exit:
+        figures["step-halting.png"] = Figure(
+            "Where exit policies halt",
+            "Mean recurrent steps, and the share of right answers.",
+            partial(_draw_halting, found),
+        )
+    return Findings(name="steps", loaded=loaded, record=record, lines=lines, figures=figures)
+
+
+def _draw_accuracy(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
+    def draw(axes: "Axes") -> None:
+        shares = 100 * np.array([exam.accuracy for exam in found.values()]).T
+        steps = len(shares)
+        image = axes.imshow(
+            shares,
+            origin="lower",
+            aspect="auto",
+            vmin=0,
+            vmax=100,
+            cmap="viridis",
+            extent=(-0.5, len(found) - 0.5, 0.5, steps + 0.5),
+        )
+        axes.figure.colorbar(image, label="% right")
+        axes.axhline(trained_steps + 0.5, color="tab:red", linestyle="--", linewidth=1)
+        axes.set_xticks(range(len(found)), found, rotation=45, ha="right")
+        axes.set_ylabel("recurrent steps")
+        axes.grid(visible=False)
+
+    return draw_axes(draw, path)
+
+
+def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path) -> Path:
+    def draw(axes: "Axes") -> None:
+        for (name, exam), color in zip(found.items(), depth_colors(len(found)), strict=True):
+            steps = range(1, len(exam.margin) + 1)
+            axes.plot(steps, exam.margin, color=color, label=name)
+        axes.axhline(0, color="0.6", linewidth=0.8)
+        axes.axvline(trained_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
+        axes.set_xlabel("recurrent steps")
+        axes.set_ylabel("logit margin of the answer")
+        axes.figure.legend(loc="outside right upper", frameon=False)
+
+    return draw_axes(draw, path)
+
+
+def _draw_halting(found: Mapping[str, StepExam], path: Path) -> Path:
+    panels = {"mean recurrent steps": "mean_steps", "share of right answers": "accuracy"}
+    policies = next(iter(found.values())).halting
+
+    def draw(axes: "Axes", name: str) -> None:
+        for policy in policies:
+            values = [getattr(exam.halting[policy], panels[name]) for exam in found.values()]
+            axes.plot(range(len(found)), values, marker="o", markersize=3, label=policy)
+        axes.set_xticks(range(len(found)), found, rotation=60, ha="right")
+
+    return draw_panels(list(panels), draw, path, title="Exit policies", columns=2, legend=True)

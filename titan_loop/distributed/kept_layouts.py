@@ -1,0 +1,33 @@
+"""Meshes that the stages of a recipe share, with their process groups.
+
+A stage makes a dozen groups, and on GPUs each keeps its buffers. They cannot be left at a stage's
+end either: torch caches the specs of DTensors, and takes equal meshes for the same.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_pg_timeouts
+
+_kept: dict[tuple[Any, ...], tuple[Any, ParallelDims]] = {}
+
+
+def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
+    """Return the equal layout of an earlier stage, or keep this one; collective.
+
+    Args:
+        new: A stage's layout, without meshes.
+        timeout: Longest wait of a first step's collectives; an earlier stage has lowered it.
+    """
+    degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
+    key = (*degrees, new.world_size, new.spmd_backend)
+    world = dist.group.WORLD
+    group, layout = _kept.get(key, (None, new))
+    if group is not world:
+        _kept[key] = world, new
+        return new
+    set_pg_timeouts(timeout, layout)
+    return layout

@@ -1,0 +1,286 @@
+"""A layer that loops: how often is up to each token, and what it cannot hold stands in memory.
+
+    h⁽ᵗ⁾ = h⁽ᵗ⁻¹⁾ + softplus(α_t) · Block(LN(h⁽ᵗ⁻¹⁾))                      t = 1 … N_max
+    p_t = σ(W_h [h⁽ᵗ⁾; t/N_max] + b_h)
+    p_halt⁽ᵗ⁾ = p_t Π_{i<t} (1 − p_i),   h_out = Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾,   E[n] = Σ_t t · p_halt⁽ᵗ⁾
+
+With `remainder` the last iteration takes the mass that is left, so that Σ p_halt = 1; `literal` is
+as printed, and shrinks the state. A *survival* threshold τ replaces the mixture where no gradient
+is wanted: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ.
+
+| symbol | code |
+|---|---|
+| Block | `block`, with its own norms and residual sums; alone where the layer does not loop |
+| LN | `loop_norm` |
+| α_t; W_h, b_h | `LoopControl`, in fp32 |
+| banks | `memory_bank.py`; read before the loop, after it, or in each iteration after its p_t |
+
+Inside the loop the state is fp32 whatever the block computes in: at the start softplus(α) = 9e-4,
+which bf16 would round away.
+
+Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.1, Eq. 3–5; halting after
+Banino et al. 2021 (PonderNet).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.protocols.module import Module, ModuleList
+
+from titan_loop.families.adaptive.memory_bank import BankReader, MemoryBank, MemoryGates, wide_dtype
+from titan_loop.models.attention import LoopAttention
+from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.gpt2_block import GPT2Block
+from titan_loop.models.memory_parts import LayerBytes, Spread
+
+Halting = Literal["remainder", "literal"]
+MemoryRead = Literal["after", "before", "each"]
+
+
+class LayerReport(NamedTuple):
+    """What a layer says of itself.
+
+    Attributes:
+        iterations_BL1: E[n], or the iterations that ran under a survival threshold; None without
+            loops.
+        scales: softplus(α_t), N_max detached scalars.
+        gates: Mean gate of every bank, (B, L, 1) each, detached.
+    """
+
+    iterations_BL1: Tensor | None = None
+    scales: tuple[Tensor, ...] = ()
+    gates: tuple[Tensor, ...] = ()
+
+
+class LoopControl(Module):
+    """Loop scales and halting router of one layer."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """D and N_max."""
+
+        dim: int
+        max_iterations: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(config.max_iterations))
+        self.weight = nn.Parameter(torch.empty(config.dim))
+        self.step_weight = nn.Parameter(torch.empty(1))
+        self.bias = nn.Parameter(torch.empty(1))
+
+    def forward(
+        self, hidden_BLD: Tensor, branch_BLD: Tensor, iteration: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return h⁽ᵗ⁾, p_t as (B, L, 1) and softplus(α_t).
+
+        Args:
+            hidden_BLD: h⁽ᵗ⁻¹⁾.
+            branch_BLD: Block(LN(h⁽ᵗ⁻¹⁾)).
+            iteration: t.
+        """
+        scale_1 = F.softplus(self.scale[iteration - 1 : iteration])
+        hidden_BLD = hidden_BLD + scale_1 * branch_BLD
+        progress = iteration / len(self.scale)
+        logit_BL1 = (hidden_BLD * self.weight).sum(dim=-1, keepdim=True)
+        logit_BL1 = logit_BL1 + progress * self.step_weight + self.bias
+        return hidden_BLD, logit_BL1.sigmoid(), scale_1.detach()
+
+
+class AdaptiveLayer(Module):
+    """A block, its loop and its memory; any of the two may be missing."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Parts of the layer; `readers` are those of its own bank and of the shared one."""
+
+        block: GPT2Block.Config
+        loop_norm: LayerNorm.Config | None = None
+        control: LoopControl.Config | None = None
+        halting: Halting = "remainder"
+        bank: MemoryBank.Config | None = None
+        shared_bank: MemoryBank.Config | None = None
+        readers: tuple[BankReader.Config, ...] = ()
+        gates: MemoryGates.Config | None = None
+        memory_read: MemoryRead = "after"
+
+        @property
+        def attention(self) -> Any:
+            """The block's."""
+            return self.block.attention
+
+        @property
+        def feed_forward(self) -> Any:
+            """The block's."""
+            return self.block.feed_forward
+
+        @property
+        def dropout(self) -> Any:
+            """The block's."""
+            return self.block.dropout
+
+        @property
+        def iterations(self) -> int:
+            """N_max, or 1."""
+            return 1 if self.control is None else self.control.max_iterations
+
+        @property
+        def banks(self) -> list[MemoryBank.Config]:
+            """The banks that the layer reads."""
+            return [bank for bank in (self.bank, self.shared_bank) if bank is not None]
+
+        @property
+        def reads(self) -> int:
+            """How often it reads each bank."""
+            return self.iterations if self.memory_read == "each" else 1
+
+        @property
+        def matrix_elements(self) -> int:
+            """As of `SandwichBlock`, for one iteration without memory."""
+            return self.block.matrix_elements
+
+        @property
+        def memory_elements(self) -> int:
+            """Number of weights that all reads of banks multiply, each read counted."""
+            return self.reads * sum(bank.matrix_elements for bank in self.banks)
+
+        def kept_bytes(self, spread: Spread) -> LayerBytes:
+            """As of `SandwichBlock`, for all iterations.
+
+            An iteration adds to the block's its branch, h⁽ᵗ⁾ in fp32 and, in bf16, the input of the
+            norm; a read of memory its banks' and the state it is added to.
+            """
+            block, dim = self.block.kept_bytes(spread), self.block.attention.dim
+            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
+            whole, selected, layer_input = block
+            state = 4 * dim / tp
+            if self.control is not None:
+                copied = c * dim / tp if c < 4 else 0
+                whole = self.iterations * (whole + state + c * dim / tp + copied)
+                selected, layer_input = self.iterations * (selected + state), state
+            for bank in self.banks:
+                every, some = bank.kept_bytes(spread)
+                whole, selected = whole + self.reads * every, selected + self.reads * some
+            whole += self.reads * state * bool(self.banks)
+            return LayerBytes(whole, selected, layer_input)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.block = config.block.build()
+        self.loop_norm = None if config.loop_norm is None else config.loop_norm.build()
+        self.control = None if config.control is None else config.control.build()
+        self.bank = None if config.bank is None else config.bank.build()
+        self.readers = ModuleList([reader.build() for reader in config.readers])
+        self.gates = None if config.gates is None else config.gates.build()
+
+    @property
+    def attention(self) -> LoopAttention:
+        """The block's."""
+        return self.block.attention
+
+    def forward(
+        self,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        slots: tuple[CacheSlot | None, ...],
+        shared_bank: MemoryBank | None = None,
+        survival: float | None = None,
+    ) -> tuple[Tensor, LayerReport]:
+        """Return the state after the layer, and its report.
+
+        Args:
+            hidden_BLD: State before it.
+            context: As in `LoopAttention.forward`.
+            slots: Where the keys and values of each iteration live.
+            shared_bank: The bank of all layers.
+            survival: τ; None mixes the iterations.
+        """
+        gates: tuple[Tensor, ...] = ()
+
+        def remembering(state_BLD: Tensor, when: MemoryRead) -> Tensor:
+            nonlocal gates
+            if self.gates is None or self.config.memory_read != when:
+                return state_BLD
+            banks = [bank for bank in (self.bank, shared_bank) if bank is not None]
+            read = [
+                reader(state_BLD, bank) for reader, bank in zip(self.readers, banks, strict=True)
+            ]
+            enriched_BLD, gates = self.gates(state_BLD, read)
+            return enriched_BLD.to(state_BLD.dtype)
+
+        if self.control is None:
+            hidden_BLD = self.block(remembering(hidden_BLD, "before"), context, slots[0])
+            hidden_BLD = remembering(remembering(hidden_BLD, "each"), "after")
+            return hidden_BLD, LayerReport(gates=gates)
+        hidden_BLD = remembering(hidden_BLD.to(wide_dtype(hidden_BLD)), "before")
+        loop = self._mixed if survival is None else partial(self._survived, survival=survival)
+        hidden_BLD, report = loop(
+            hidden_BLD, context, slots, lambda state: remembering(state, "each")
+        )
+        hidden_BLD = remembering(hidden_BLD, "after")
+        return hidden_BLD, report._replace(gates=gates)
+
+    def _normed(self, hidden_BLD: Tensor) -> Tensor:
+        assert self.loop_norm is not None
+        return self.loop_norm(hidden_BLD.to(self.loop_norm.weight.dtype))
+
+    def _mixed(
+        self,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        slots: tuple[CacheSlot | None, ...],
+        remembering: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, LayerReport]:
+        """Return Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾."""
+        assert self.control is not None
+        left_BL1 = torch.ones_like(hidden_BLD[..., :1])
+        out_BLD, iterations_BL1 = torch.zeros_like(hidden_BLD), torch.zeros_like(left_BL1)
+        scales = []
+        for iteration, slot in enumerate(slots, start=1):
+            branch_BLD = self.block(self._normed(hidden_BLD), context, slot)
+            hidden_BLD, halts_BL1, scale = self.control(hidden_BLD, branch_BLD, iteration)
+            hidden_BLD = remembering(hidden_BLD)
+            scales.append(scale)
+            last = iteration == len(slots) and self.config.halting == "remainder"
+            halted_BL1 = left_BL1 if last else halts_BL1 * left_BL1
+            left_BL1 = left_BL1 - halted_BL1
+            out_BLD = out_BLD + halted_BL1 * hidden_BLD
+            iterations_BL1 = iterations_BL1 + iteration * halted_BL1
+        return out_BLD, LayerReport(iterations_BL1, tuple(scales))
+
+    def _survived(
+        self,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        slots: tuple[CacheSlot | None, ...],
+        remembering: Callable[[Tensor], Tensor],
+        *,
+        survival: float,
+    ) -> tuple[Tensor, LayerReport]:
+        """Return each token's state after the iteration at which it halts.
+
+        A token that has halted keeps its state. Others attend to the keys and values of that state,
+        which are all that is computed once every token has halted.
+        """
+        assert self.control is not None
+        left_BL1 = torch.ones_like(hidden_BLD[..., :1])
+        iterations_BL1 = torch.zeros_like(left_BL1)
+        for iteration, slot in enumerate(slots, start=1):
+            going_BL1, normed_BLD = left_BL1 >= survival, self._normed(hidden_BLD)
+            if not bool(going_BL1.any()):
+                if slot is not None:
+                    self.attention.remember(self.block.attention_norm(normed_BLD), context, slot)
+                continue
+            branch_BLD = self.block(normed_BLD, context, slot)
+            next_BLD, halts_BL1, _ = self.control(hidden_BLD, branch_BLD, iteration)
+            hidden_BLD = torch.where(going_BL1, remembering(next_BLD), hidden_BLD)
+            left_BL1 = torch.where(going_BL1, left_BL1 * (1 - halts_BL1), left_BL1)
+            iterations_BL1 = iterations_BL1 + going_BL1.to(left_BL1.dtype)
+        return hidden_BLD, LayerReport(iterations_BL1)

@@ -1,0 +1,236 @@
+"""Adaptive loops and memory: every layer decides how often it loops, and reads learned memory.
+
+    h ← layer_ℓ(h, banks),   ℓ = 1 … N,   logits = W_head norm(h)
+
+The recurrence is inside the layers (`models/adaptive_layer.py`), so R is 1. Blocks are GPT-2's with
+rotary positions. With `max_iterations=None` layers are plain blocks, h ← Block(h): the paper's
+baselines, wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and
+iteration.
+
+Initialisation is GPT-2's (see `gpt2_block.py`), with output projections scaled by
+1/√(2·layers). α starts at `scale_init`; router and gates at 0, so that p_t = 1/2, but b_g; keys and
+values at the standard deviation of a matrix.
+
+Source: Frey et al. 2026, "Adaptive loops and memory in transformers". The printed 332M of 36 layers
+follow from a two-matrix feed-forward part and an untied head; the base model then has 162M, not
+"200M". Deviations and what the paper leaves open: the last iteration takes the remaining mass
+(`halting`); gates are one number a token and bank (`gate`), as in its Figure 1; memory is read
+once, after the loop (`memory_read`); Eq. 5–10 taken literally give 34M parameters of memory instead
+of about 10M.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, get_args
+
+from torch import nn
+from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.nn_modules import LayerNorm
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.adaptive.decoder import AdaptiveDecoder
+from titan_loop.families.adaptive.layer import (
+    AdaptiveLayer,
+    Halting,
+    LoopControl,
+    MemoryRead,
+)
+from titan_loop.families.adaptive.memory_bank import BankReader, MemoryBank, MemoryGates
+from titan_loop.models.family import (
+    RUNTIME_OPTIONS,
+    Family,
+    FamilyName,
+    ModelOptions,
+    ModelSize,
+)
+from titan_loop.models.gpt2_block import (
+    NORM_EPS,
+    NORM_INIT,
+    FinalLayerNorm,
+    block_config,
+    matrix_init,
+)
+from titan_loop.models.positions import RotateHalf
+from titan_loop.models.readout import LMHead
+
+SIZES = {
+    "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=1),
+    "published": ModelSize(768, 12, 12, 3072, vocab_size=50_304, recurrent_steps=1),
+}
+
+_ROPE_THETA = 10_000.0
+
+Gate = Literal["scalar", "vector"]
+
+
+@dataclass(kw_only=True, slots=True)
+class AdaptiveOptions(ModelOptions):
+    """Which model with adaptive loops and memory to train."""
+
+    family: FamilyName = field(default="adaptive", init=False)
+
+    recurrent_steps: int | None = 1
+    """Must be 1: the layers loop, not the stack."""
+
+    exit_gate: bool = False
+    """Must be False: every layer has a halting router instead."""
+
+    max_iterations: int | None = 3
+    """N_max, the most iterations of a layer; None applies each layer once and as it is."""
+
+    halting: Halting = "remainder"
+    """What the last iteration weighs: the remainder, so that the weights add up to 1; or its own
+    halting probability, literal, as printed."""
+
+    scale_init: float = -7.0
+    """Initial α of the loop scales softplus(α)."""
+
+    scale_rate: float = 1.0
+    """Learning rate of α over the scheduled one."""
+
+    decay_controls: bool = False
+    """Whether weight decay applies to loop scales, router and gates, too."""
+
+    local_slots: int | None = None
+    """Slots of every layer's own memory bank; None for no such bank."""
+
+    global_slots: int | None = None
+    """Slots of the memory bank that all layers share; None for no such bank."""
+
+    gate: Gate = "scalar"
+    """What lets memory in: scalar, a number for each token and bank, or vector, one for each of its
+    values."""
+
+    gate_bias: float = 3.0
+    """Initial b_g: −3 closes the gates, 3 opens them."""
+
+    memory_read: MemoryRead = "after"
+    """When a layer reads memory: after its loop, before it, or in each iteration."""
+
+
+def _check(options: AdaptiveOptions) -> None:
+    """Raise `UserError` for options that make no model."""
+    if options.exit_gate:
+        raise UserError("model.exit_gate=True: family adaptive has no exit gate")
+    for name in ("max_iterations", "local_slots", "global_slots"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"model.{name}={value} must be at least 1; None leaves it out")
+    kinds = {"halting": Halting, "gate": Gate, "memory_read": MemoryRead}
+    for name, kind in kinds.items():
+        if (value := getattr(options, name)) not in get_args(kind):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kind))}")
+    if not options.scale_rate > 0:
+        raise UserError(f"model.scale_rate={options.scale_rate} must be above 0")
+    without = {
+        "loops (model.max_iterations)": (
+            options.max_iterations,
+            ("halting", "scale_init", "scale_rate"),
+        )
+    }
+    banks = options.local_slots or options.global_slots
+    without["memory (model.local_slots, model.global_slots)"] = (
+        banks,
+        ("gate", "gate_bias", "memory_read"),
+    )
+    default = AdaptiveOptions()
+    for what, (there, names) in without.items():
+        for name in names:
+            if there is None and getattr(options, name) != getattr(default, name):
+                raise UserError(
+                    f"model.{name}={getattr(options, name)} has no effect without {what}; leave it "
+                    "out"
+                )
+
+
+def decoder_config(
+    options: AdaptiveOptions, shape: ModelSize, max_seq_len: int
+) -> AdaptiveDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    _check(options)
+    dim, matrix = shape.dim, matrix_init(shape.dim)["weight"]
+    rotation = RotateHalf.Config(
+        dim=dim // shape.n_heads, max_seq_len=max_seq_len, theta=_ROPE_THETA
+    )
+    output_init = matrix_init(dim, scale=(2 * shape.n_layers) ** -0.5)
+
+    def bank(slots: int | None) -> MemoryBank.Config | None:
+        if slots is None:
+            return None
+        init = {"keys": matrix, "values": matrix, "key_gain": nn.init.ones_}
+        return MemoryBank.Config(slots=slots, dim=dim, param_init=init)
+
+    def layer() -> AdaptiveLayer.Config:
+        own, shared = bank(options.local_slots), bank(options.global_slots)
+        banks = sum(each is not None for each in (own, shared))
+        config = AdaptiveLayer.Config(
+            block=block_config(shape, options.attention, rotation, output_init),
+            halting=options.halting,
+            bank=own,
+            shared_bank=shared,
+            readers=tuple(
+                BankReader.Config(
+                    dim=dim, param_init={"query_gain": nn.init.ones_, "output": matrix}
+                )
+                for _ in range(banks)
+            ),
+            memory_read=options.memory_read,
+        )
+        if options.max_iterations is not None:
+            config.loop_norm = LayerNorm.Config(
+                normalized_shape=dim, eps=NORM_EPS, param_init=NORM_INIT
+            )
+            config.control = LoopControl.Config(
+                dim=dim,
+                max_iterations=options.max_iterations,
+                param_init={
+                    "scale": partial(nn.init.constant_, val=options.scale_init),
+                    **dict.fromkeys(("weight", "step_weight", "bias"), nn.init.zeros_),
+                },
+            )
+        if banks:
+            config.gates = MemoryGates.Config(
+                banks=banks,
+                dim=dim,
+                width=1 if options.gate == "scalar" else dim,
+                param_init={
+                    "weight": nn.init.zeros_,
+                    "bias": partial(nn.init.constant_, val=options.gate_bias),
+                },
+            )
+        return config
+
+    head = LMHead.Config(
+        in_features=dim, out_features=shape.vocab_size, param_init={"weight": matrix}
+    )
+    if options.readout_chunk_tokens is not None:
+        head.chunk_tokens = options.readout_chunk_tokens
+    return AdaptiveDecoder.Config(
+        dim=dim,
+        vocab_size=shape.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size, embedding_dim=dim, param_init={"weight": matrix}
+        ),
+        layers=[layer() for _ in range(shape.n_layers)],
+        bank=bank(options.global_slots),
+        norm_placement="readout",
+        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
+            normalized_shape=dim, eps=NORM_EPS, param_init=NORM_INIT
+        ),
+        lm_head=head,
+        enable_weight_tying=options.tie_weights,
+        recurrent_steps=shape.recurrent_steps,
+        decay_controls=options.decay_controls,
+        scale_rate=options.scale_rate,
+    )
+
+
+ADAPTIVE = Family(
+    name="adaptive",
+    options=AdaptiveOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    uses=frozenset({"generate", "held_out"}),
+    exit_policies=frozenset({"static", "survival"}),
+    runtime_options=RUNTIME_OPTIONS | {"scale_init", "scale_rate", "decay_controls", "gate_bias"},
+)

@@ -1,0 +1,211 @@
+"""DiscoLoop: between two steps the state is decoded, re-embedded and added to itself.
+
+    h_{r+1} = f(h̃_r)      h̃_r = h_r + α_r ⊙ RMSNorm(Φ(h_r)),  r = 1 … R − 1      h̃_0 = W[x]
+    Φ(h) = Σ_v p_v W[v]    p = softmax(W h / τ)
+    α fixed, or σ(⟨w_α, Φ(h)⟩ + b_α) per token, shared by all steps
+
+| symbol | code |
+|---|---|
+| f | the looped layers, and their norm |
+| Φ, τ | `DecodingDecoder.decode`, `model.temperature` |
+| RMSNorm, α | `DecodedChannel` |
+| α* | `model.channel_strength` |
+| K | `model.top_k`; the paper keeps 128 tokens in language models, all in the others |
+
+The paper leaves open whether RMSNorm has a gain: here it has one that starts at 1. The learned gate
+starts at α = 1/2. The loss is the last step's cross entropy, unless there is an exit gate.
+
+Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §4 Eq. 4–6, Appendix B.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common.decoder_sharding import norm_config
+from torchtitan.protocols.module import Module
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.discoloop.decoding import DecodingDecoder
+from titan_loop.families.ouro.model import SIZES
+from titan_loop.models.context import LoopContext
+from titan_loop.models.family import Family, FamilyName, ModelSize
+from titan_loop.models.final_norm import FinalNorm
+from titan_loop.models.loop_config import NORM_EPS, loop_config
+from titan_loop.models.loop_options import LoopOptions
+from titan_loop.models.recurrence import Carry
+from titan_loop.models.sharding import mixed_states
+from titan_loop.models.soft_decode import Decoding, NormalisedOver
+from titan_loop.models.units import Unit
+
+ChannelGate: TypeAlias = Literal["fixed", "learned"]
+"""How strongly Φ is added: by a constant, or by a gate that reads Φ."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DecodingOptions(LoopOptions):
+    """Options of every family with a decoded channel."""
+
+    exit_gate: bool = False
+    """Whether there is an exit gate; without one the loss is that of the last step."""
+
+    tie_weights: bool = True
+    """Whether embedding and head share one matrix."""
+
+    temperature: float = 1.0
+    """τ, what logits are divided by before they become probabilities between two steps."""
+
+    top_k: int | None = None
+    """Number of tokens whose embeddings are mixed between two steps; None for all of them."""
+
+    normalised_over: NormalisedOver = "top_k"
+    """Tokens over which the probabilities of the kept ones add up to 1: themselves, or the whole
+    vocabulary."""
+
+    def decoding(self, vocab_size: int) -> Decoding:
+        """Return how Φ decodes; raises `UserError` for what cannot be decoded."""
+        if self.coda_layers:
+            raise UserError(
+                f"model.coda_layers={self.coda_layers}: a state is decoded between two steps "
+                "without layers of its own; leave it at 0"
+            )
+        decoding = Decoding(self.temperature, self.top_k, self.normalised_over)
+        decoding.check(vocab_size)
+        return decoding
+
+
+@dataclass(kw_only=True, slots=True)
+class DiscoLoopOptions(DecodingOptions):
+    """Which DiscoLoop model to train."""
+
+    family: FamilyName = field(default="discoloop", init=False)
+
+    channel_gate: ChannelGate = "fixed"
+    """How strongly the decoded embedding is added: fixed, or learned, a gate for each token."""
+
+    channel_strength: float = 1.0
+    """α* of the fixed gate."""
+
+
+class DecodedChannel(Module):
+    """Adds the normed Φ to the state."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """The norm, and the gate's width or constant."""
+
+        norm: FinalNorm.Config
+        strength: float | None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.norm = config.norm.build()
+        self.strength = config.strength
+        if config.strength is None:
+            self.weight = nn.Parameter(torch.empty(config.norm.normalized_shape))
+            self.bias = nn.Parameter(torch.empty(1))
+
+    def forward(self, hidden_BLD: Tensor, decoded_BLD: Tensor) -> Tensor:
+        """Return h̃; the gate computes in the dtype of its weights, fp32 in training."""
+        normed_BLD = self.norm(decoded_BLD)
+        if self.strength is not None:
+            return hidden_BLD + self.strength * normed_BLD
+        logit_BL1 = (decoded_BLD * self.weight).sum(dim=-1, keepdim=True) + self.bias
+        return hidden_BLD + logit_BL1.sigmoid().to(hidden_BLD.dtype) * normed_BLD
+
+
+class DiscoLoopDecoder(DecodingDecoder):
+    """A looped decoder with a discrete channel beside the continuous one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DecodingDecoder.Config):
+        """Architecture of a DiscoLoop model."""
+
+        channel: DecodedChannel.Config
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """Declare placements; the gate's weights are placed like a norm's gain."""
+            DecodingDecoder.Config.set_sharding(self, enable_sp=enable_sp)
+            self.channel.norm.sharding_config = norm_config(enable_sp=enable_sp)
+            self.channel.sharding_config = mixed_states(
+                "hidden_BLD", "decoded_BLD", weights=("weight", "bias"), enable_sp=enable_sp
+            )
+
+        def architecture(self) -> dict[str, Any]:
+            """Return the options of a decoder with Φ and those of the channel."""
+            strength = self.channel.strength
+            return {
+                **DecodingDecoder.Config.architecture(self),
+                "channel_gate": "learned" if strength is None else "fixed",
+                "channel_strength": 1.0 if strength is None else strength,
+            }
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.channel = config.channel.build()
+
+    def advance(
+        self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
+    ) -> Carry:
+        """Return h̃; arguments as in the base class."""
+        mixed_BLD = self.channel(hidden_BLD, self.decode(hidden_BLD, context))
+        return super().advance(carry, mixed_BLD, step, context)
+
+    def units(self) -> list[Unit]:
+        """List the units, the channel's own among them."""
+        channel = Unit(
+            "decoded channel", (self.channel,), visits=0, between=1, fp32=True, kept=True
+        )
+        return [*super().units(), channel]
+
+
+def decoder_config(
+    options: DiscoLoopOptions, shape: ModelSize, max_seq_len: int
+) -> DiscoLoopDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    kinds = get_args(ChannelGate)
+    if options.channel_gate not in kinds:
+        raise UserError(
+            f"model.channel_gate={options.channel_gate} is unknown"
+            f"{nearest(options.channel_gate, kinds)}"
+        )
+    learned = options.channel_gate == "learned"
+    if learned and options.channel_strength != 1.0:
+        raise UserError(
+            f"model.channel_strength={options.channel_strength} has no effect with "
+            "model.channel_gate=learned; leave it out"
+        )
+    if not math.isfinite(options.channel_strength):
+        raise UserError(f"model.channel_strength={options.channel_strength} must be finite")
+    if not options.tie_weights:
+        raise UserError(
+            "model.tie_weights=False: DiscoLoop decodes and encodes with one matrix; leave it True"
+        )
+    norm = FinalNorm.Config(
+        normalized_shape=shape.dim, eps=NORM_EPS, param_init={"weight": nn.init.ones_}
+    )
+    return loop_config(
+        DiscoLoopDecoder.Config,
+        options,
+        shape,
+        max_seq_len,
+        decoding=options.decoding(shape.vocab_size),
+        channel=DecodedChannel.Config(
+            norm=norm,
+            strength=None if learned else options.channel_strength,
+            param_init={"weight": nn.init.zeros_, "bias": nn.init.zeros_},
+        ),
+    )
+
+
+DISCOLOOP = Family(
+    name="discoloop",
+    options=DiscoLoopOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    uses=frozenset({"analyse", "generate", "held_out", "upcycle"}),
+)

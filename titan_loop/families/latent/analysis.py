@@ -1,0 +1,150 @@
+"""`titan-loop analyse circuits | repair RUN`: inside a model that reasons in a latent space."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan_loop.analysis.steps.findings import Figure, Findings
+from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.errors import UserError
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport
+from titan_loop.families.latent.circuit_plots import draw_frequencies, draw_variance
+from titan_loop.families.latent.circuits import classify_errors, find_circuits, places
+from titan_loop.families.latent.model import LatentDecoder
+from titan_loop.families.latent.repair import share_repaired
+from titan_loop.families.latent.task import DagArithmetic, Size
+from titan_loop.inference.loading import Loaded, load_checkpoint
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.tables import columns
+
+
+def circuits(
+    run: Path, *, nodes: int | None = None, samples: int = 128, graphs: int = 32, seed: int = 0
+) -> Findings:
+    """Show which heads copy names and values, how sums are computed, and what goes wrong.
+
+    Head groups by relative variance, norm amplification of their OV matrices, the DFT of the last
+    layer's feed-forward activations over all values of the operands, and errors by their source.
+    Writes evals/circuits-step-N.json and plots.
+
+    Args:
+        run: Run of the family latent, or its checkpoints/step-N.
+        nodes: Nodes of the graphs; default that of training.
+        samples: Number of names that an operand is changed to.
+        graphs: Number of graphs whose errors are counted.
+        seed: Chooses the graph of the probe, and the names.
+    """
+    loaded, task = _open(run, nodes)
+    nodes = nodes or task.nodes
+    if nodes < 4 or samples < 2 or graphs < 1:
+        raise UserError("nodes, samples and graphs must be at least 4, 2 and 1")
+    found = find_circuits(loaded.model, task, nodes=nodes, samples=samples, seed=seed)  # type: ignore[arg-type]
+    drawn = task.held_out_questions(graphs, Size(nodes, None), seed=seed + 1)
+    errors = classify_errors(loaded.model, task, found, drawn)  # type: ignore[arg-type]
+    record = {"nodes": nodes, "seed": seed, **asdict(found), "errors": dict(errors)}
+    figures = {
+        "head-groups.png": Figure(
+            "Head groups",
+            "Relative variance of each head's output at the result of an equation, where one name "
+            "(first layer) or one value (last layer) changes.",
+            partial(draw_variance, found),
+        ),
+        "frequencies.png": Figure(
+            "Sums in the frequency domain",
+            "Mean norm of the DFT over all values of the operands, by pattern of frequencies; "
+            "where all are equal (j j, j j j), it is a function of the sum.",
+            partial(draw_frequencies, found),
+        ),
+    }
+    return Findings(
+        name="circuits",
+        loaded=loaded,
+        record=record,
+        lines=[f"of all values of the probe {100 * found.right:.1f} % are right"],
+        figures=figures,
+        tables=circuit_tables(record),
+    )
+
+
+def repair(
+    run: Path, *, strata: tuple[str, ...] = (), questions: int = 128, seed: int = 0
+) -> Findings:
+    """Corrupt values that were worked out in the step before; count graphs repaired in one step.
+
+    The shares are kept with the results of the checkpoint's tasks, as the task repair.
+
+    Args:
+        run: Run of the family latent, or its checkpoints/step-N.
+        strata: Sizes of graphs, such as 16_nodes; default all of the task's.
+        questions: Number of graphs of each size.
+        seed: Chooses steps and values.
+    """
+    if questions < 1:
+        raise UserError(f"questions={questions} must be at least 1")
+    loaded, task = _open(run, None)
+    for name in strata:
+        if name not in task.strata:
+            raise UserError(f"strata={name}: {task.name} has only {', '.join(task.strata)}")
+    report = TaskReport(
+        step=loaded.manifest["step"],
+        tokens=loaded.manifest["trainer"]["tokens"],
+        trained_recurrent_steps=loaded.recurrent_steps,
+        manifest_sha256=loaded.manifest["sha256"],
+    )
+    rows = [["repaired in one step", "share"]]
+    for name in strata or task.strata:
+        share = share_repaired(loaded.model, task, name, count=questions, seed=seed)  # type: ignore[arg-type]
+        result = ReadingResult(metrics={"acc,none": share}, mean_steps=1.0)
+        report.tasks[f"repair/{name}"] = {"static:1": result}
+        rows.append([name, f"{share:.3f}"])
+    saved = report.save(loaded.run.directory)
+    shares = dict(rows[1:])
+    record = {"questions": questions, "seed": seed, "repaired": shares}
+    lines = [*columns(rows), str(saved)]
+    return Findings(name="repair", loaded=loaded, record=record, lines=lines)
+
+
+def _open(run: Path, nodes: int | None) -> tuple[Loaded, DagArithmetic]:
+    """Return a latent-space model with room for the task's largest graphs, and its task."""
+    task = recorded_task(SavedRun.open(run).checkpoint().manifest["data"])
+    if not isinstance(task, DagArithmetic):
+        raise UserError(f"{run} was not trained on {DagArithmetic.name}; this analysis is of that")
+    if nodes is not None and not task.leaves <= nodes < task.names:
+        raise UserError(
+            f"nodes={nodes} must be from {task.leaves}, the leaves, to {task.names - 1}, less "
+            "than names"
+        )
+    largest = task.positions(max(task.nodes, nodes or 0, *task.test_nodes) + 1)
+    loaded = load_checkpoint(run, use="analyse", context_tokens=largest)
+    if not isinstance(loaded.model, LatentDecoder) or not loaded.model.discrete:
+        raise UserError(f"{run} is no discrete model of the family latent; this analysis is of one")
+    return loaded, task
+
+
+def circuit_tables(record: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Return title → rows, the header first; a table without rows is left out.
+
+    Args:
+        record: Fields of `Circuits` and `errors`, as `evals/circuits-step-N.json` has them.
+    """
+    named = places(len(record["value_groups"]))
+    heads = [["heads that belong to", *named]]
+    for name in ("name", "value"):
+        groups = [" ".join(map(str, group)) or "-" for group in record[f"{name}_groups"]]
+        heads.append([f"{name}s", *groups, *[""] * (len(named) - len(groups))])
+    gains = [["norm amplification", *next(iter(record["amplification"].values()), {})]]
+    for group, factors in record["amplification"].items():
+        gains.append([group, *(f"{value:.2f}" for value in factors.values())])
+    norms = [["mean norm of the DFT", *next(iter(record["frequencies"].values()))]]
+    for site, patterns in record["frequencies"].items():
+        norms.append([site, *(f"{value:.3g}" for value in patterns.values())])
+    errors = [["equations", *record["errors"]], ["count", *map(str, record["errors"].values())]]
+    tables = {
+        "Heads by what moves them": heads,
+        "What heads of a group pass on": gains,
+        "Frequencies of the last layer": norms,
+        "What went wrong": errors,
+    }
+    return {title: rows for title, rows in tables.items() if len(rows) > 1}

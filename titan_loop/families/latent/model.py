@@ -1,0 +1,389 @@
+"""Recursion in a latent space of factored, discrete states: one layer of a graph a step.
+
+    E^0 = Σ_f Emb_f(z_f^0)
+    H^t = Block(E^{t-1})                                t = 1 … T
+    z_f^t = argmax W_f H^t,   E^t = Σ_f Emb_f(z_f^t)    discrete
+    E^t = H^t                                           continuous
+
+| symbol | code |
+|---|---|
+| z_f | carry of a discrete model, (B, L, 4) int64: value, syntax, variable, operation |
+| Emb_f | `tok_embeddings`, the rows of all factors in one table |
+| Block | `step`: all layers and the final norm |
+| W_f | `lm_head`, the rows of all factors in one matrix; the value's come first |
+| T | `recurrent_steps`, at least the depth of the deepest node |
+
+The value of a variable is EMPTY (the last but one of the value factor) until its node's turn comes.
+Since argmax stops gradients, the steps of a discrete model are independent problems once it is told
+what the step before should have said. Training therefore folds them into the batch (`forward`):
+
+    z^{t-1} = solved where depth ≤ t-1, else EMPTY      rows (t, b) of one step, t = 1 … T
+
+*Self-correction*: with a small probability, values that were worked out just before a step are
+replaced by any; the labels stay. A baseline without recursion has R = 1, one trained end to end has
+a continuous state and the loss of the last step (`ExpectedExitLoss`); `LatentSupervision` is the
+loss of every step.
+
+Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
+Reasoning" (003), section 4.1, Eq. 2 and 4, Appendix B; corruption as in the authors' code (0.05,
+then 0.5 a value).
+Deviations: layers, norms and initialisation are Ouro's, so that the embedding of a token, a sum of
+four, has unit scale as every H^t; readouts have no bias; the coin of the corruption is tossed for
+every graph and step, not for a batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.common.embedding import Embedding
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.context import AttentionMask, LoopContext
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.dropout import Drawing
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.flops import Flops
+from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.loop_config import loop_config
+from titan_loop.models.loop_options import LoopOptions
+from titan_loop.models.memory_parts import LayerBytes, MemoryPart, Spread
+from titan_loop.models.output import Collect, LoopOutput
+from titan_loop.models.positions import PositionKind
+from titan_loop.models.readout import LMHead, Vocabulary
+from titan_loop.models.recurrence import Carry
+
+State = Literal["discrete", "continuous"]
+
+_ABSENT = (
+    "exit_gate",
+    "tie_weights",
+    "scale_embeddings",
+    "embedding_dropout",
+    "injection",
+    "prelude_layers",
+)
+"""Options of Ouro's that the recurrence above has no place for."""
+
+SIZES = {
+    "debugmodel": ModelSize(64, 2, 4, 192, vocab_size=9),
+    "small": ModelSize(128, 2, 4, 256, vocab_size=9),
+    "l2_h16_d256": ModelSize(256, 2, 16, 704, vocab_size=25),
+    "l4_h16_d384": ModelSize(384, 4, 16, 1024, vocab_size=25),
+    "l8_h16_d256": ModelSize(256, 8, 16, 704, vocab_size=25),
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class LatentOptions(LoopOptions):
+    """Which latent-space model to train; `vocab_size` is that of the value factor."""
+
+    family: FamilyName = field(default="latent", init=False)
+
+    state: State = "discrete"
+    """What a step starts from: discrete, the factors that the step before says; continuous, its
+    hidden state."""
+
+    factors: tuple[int, int, int] | None = None
+    """Number of syntax symbols, variables and operations; None takes those of the data."""
+
+    corruption: float = 0.0
+    """Probability, in training, that values are corrupted before a step of a discrete model; the
+    paper's self-correction has 0.05."""
+
+    corrupted_share: float = 0.5
+    """Share of the values worked out in the step before that are then replaced."""
+
+    exit_gate: bool = False
+    """There is none: the number of steps follows from the graph."""
+
+    positions: PositionKind = "deberta"
+    """What positions do: deberta adds to the scores by distance, of queries and of keys; or one of
+    Ouro's."""
+
+    relative_window: int | None = 64
+    """Largest distance that relative positions tell from larger ones."""
+
+
+class FactorEmbedding(Embedding):
+    """The sum of one row of every factor's table."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        """Rows of all factors, and how many of them each factor has."""
+
+        sizes: tuple[int, ...]
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sizes = config.sizes
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (B, L, factors) int64 to (B, L, D)."""
+        first_F = input.new_tensor([sum(self.sizes[:factor]) for factor in range(len(self.sizes))])
+        return super().forward(input + first_F).sum(dim=-2)
+
+
+class _ValueRows(Vocabulary):
+    """The rows of the value factor, which stand first."""
+
+    def local(self, head_weight_VD: Tensor, hidden_RBLD: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return head_weight_VD[: self.rows], tuple(hidden_RBLD)
+
+
+class FactorHead(LMHead):
+    """The readouts of all factors; to whoever asks for logits or a loss, that of the value."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LMHead.Config):
+        """Widths, and how many rows each factor has."""
+
+        sizes: tuple[int, ...]
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.sizes = config.sizes
+        self.vocabulary = _ValueRows(config.sizes[0])
+
+    def forward(self, input: Any, *, factors: bool = False, **loss: Any) -> Any:
+        """Return as `LMHead`, or logits (B, L, V_f) of every factor of a state (B, L, D)."""
+        if factors:
+            return F.linear(input, self.weight).split(self.sizes, dim=-1)
+        if isinstance(input, Tensor):
+            return F.linear(input, self.weight[: self.sizes[0]])
+        return super().forward(input, **loss)
+
+
+class Corruption(Drawing):
+    """Replaces values that a discrete model has just worked out, in training."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Drawing.Config):
+        """Probability a graph and step, share of the values, and how many values there are."""
+
+        probability: float
+        share: float
+        values: int
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+
+    def forward(self, value_TBL: Tensor, new_TBL: Tensor) -> Tensor:
+        """Return values of which some that are new are drawn uniformly from all.
+
+        Args:
+            value_TBL: Value factor before each step.
+            new_TBL: Whether it was worked out in the step before.
+        """
+        device = value_TBL.device
+        coin_TB1 = torch.rand(*value_TBL.shape[:2], 1, device=device) < self.config.probability
+        each_TBL = torch.rand(value_TBL.shape, device=device) < self.config.share
+        any_TBL = torch.randint_like(value_TBL, self.config.values)
+        return torch.where(coin_TB1 & each_TBL & new_TBL, any_TBL, value_TBL)
+
+
+class LatentDecoder(LoopDecoder):
+    """A looped decoder of factored tokens; see the module's docstring."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LoopDecoder.Config):
+        """Ouro's, what a step starts from, and the corruption."""
+
+        columns: ClassVar[tuple[str, ...]] = ("factors", "depth", "solved")
+
+        state: State
+        sizes: tuple[int, ...]
+        corruption: Corruption.Config | None
+
+        @property
+        def draws(self) -> bool:
+            """Whether layers or the corruption draw random numbers in training."""
+            return self.corruption is not None or any(layer.dropout for layer in self.layers)
+
+        def check_spreading(self, *, tensor_parallel: int, context_parallel: int) -> None:
+            """Refuse all but data parallelism."""
+            degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+            for name, degree in degrees.items():
+                if degree > 1:
+                    raise UserError(
+                        f"parallelism.{name}_degree={degree} does not work with model.family="
+                        "latent; leave it at 1"
+                    )
+
+        def architecture(self) -> dict[str, Any]:
+            """Return Ouro's record, the kind of state and the sizes of the other factors."""
+            inherited = LoopDecoder.Config.architecture(self)
+            return {**inherited, "state": self.state, "factors": [*self.sizes[1:]]}
+
+        def training_flops(
+            self,
+            seq_len: int,
+            recurrent_steps: float,
+            trainable: Trainable = "all",
+            backward_steps: float | None = None,
+        ) -> Flops:
+            """Return Ouro's FLOPs, with a readout of all factors in every step."""
+            flops = LoopDecoder.Config.training_flops(
+                self, seq_len, recurrent_steps, trainable, backward_steps
+            )
+            return flops._replace(readouts=6 * recurrent_steps * self.dim * sum(self.sizes))
+
+        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
+            """Return Ouro's; a discrete model's steps are rows of one pass."""
+            parts = LoopDecoder.Config.memory_parts(self, spread)
+            if self.state == "continuous":
+                return parts
+            return [
+                MemoryPart(
+                    LayerBytes(*(spread.recurrent_steps * size for size in kept)),
+                    "once",
+                    recomputed,
+                    visits,
+                )
+                for kept, _, recomputed, visits in parts
+            ]
+
+    config: Config
+    tok_embeddings: FactorEmbedding
+    lm_head: FactorHead
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.discrete = config.state == "discrete"
+        self.corruption = None if config.corruption is None else config.corruption.build()
+
+    def start(self, tokens: Tensor, context: LoopContext) -> Carry:
+        """Return z^0 of a discrete model, else E^0."""
+        assert context.columns is not None
+        factors_BLF = torch.cat((tokens.unsqueeze(-1), context.columns["factors"]), dim=-1)
+        return factors_BLF if self.discrete else self._embedded(factors_BLF, context)
+
+    def input(self, carry: Carry, context: LoopContext) -> Tensor:
+        """Return E^{t-1}, (B, L, D)."""
+        return self._embedded(carry, context) if self.discrete else carry
+
+    def _embedded(self, factors_BLF: Tensor, context: LoopContext) -> Tensor:
+        return self.positions.embedded(self.tok_embeddings(factors_BLF), context.positions_BL)
+
+    def advance(
+        self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
+    ) -> Carry:
+        """Return z^t of a discrete model, else H^t."""
+        if not self.discrete:
+            return hidden_BLD
+        logits = self.lm_head(self.read(hidden_BLD, context), factors=True)
+        return torch.stack([logits_BLV.argmax(dim=-1) for logits_BLV in logits], dim=-1)
+
+    def forward(  # type: ignore[override]
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_masks: AttentionMask | None = None,
+        *,
+        recurrent_steps: int | None = None,
+        collect: Collect = "all",
+        columns: Mapping[str, Tensor] | None = None,
+    ) -> LoopOutput:
+        """Run T steps, in training of a discrete model all at once: arguments as of the base."""
+        steps = self.recurrent_steps if recurrent_steps is None else recurrent_steps
+        if not (self.training and self.discrete):
+            return super().forward(
+                tokens,
+                positions,
+                attention_masks,
+                recurrent_steps=steps,
+                collect=collect,
+                columns=columns,
+            )
+        assert columns is not None
+        folded = {
+            name: values.repeat(steps, *[1] * (values.ndim - 1)) for name, values in columns.items()
+        }
+        positions = None if positions is None else positions.repeat(steps, 1)
+        value_SL = self.told(columns, steps).flatten(0, 1)  # S = T·B rows
+        context = self.make_context(value_SL, positions, columns=folded)
+        (hidden_SLD,) = self.recurrence.run(self, self.start(value_SL, context), 1, context)
+        states = self.state_gather(self.read(hidden_SLD, context)).chunk(steps)
+        first_step = steps if collect == "last" else 1
+        return LoopOutput(tuple(states[first_step - 1 :]), (), first_step)
+
+    def told(self, columns: Mapping[str, Tensor], steps: int) -> Tensor:
+        """Return the value factor before each of T steps, (T, B, L), in training corrupted."""
+        depth_BL, solved_BL = columns["depth"], columns["solved"]
+        before_T11 = torch.arange(steps, device=depth_BL.device).view(-1, 1, 1)
+        value_TBL = torch.where(depth_BL <= before_T11, solved_BL, self.config.vocab_size - 2)
+        if self.corruption is None or not self.training:
+            return value_TBL
+        return self.corruption(value_TBL, (depth_BL == before_T11) & (depth_BL > 0))
+
+
+def decoder_config(
+    options: LatentOptions, shape: ModelSize, max_seq_len: int
+) -> LatentDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    if options.state not in get_args(State):
+        raise UserError(
+            f"model.state={options.state} is unknown{nearest(options.state, get_args(State))}"
+        )
+    defaults = LatentOptions()
+    for name in _ABSENT:
+        value, absent = getattr(options, name), getattr(defaults, name)
+        if value != absent:
+            raise UserError(
+                f"model.{name}={value} does not work with model.family=latent; leave it at {absent}"
+            )
+    for name in ("corruption", "corrupted_share"):
+        if not 0 <= getattr(options, name) <= 1:
+            raise UserError(f"model.{name}={getattr(options, name)} must be from 0 to 1")
+    if options.corruption and options.state == "continuous":
+        raise UserError(
+            f"model.corruption={options.corruption} needs the discrete values of "
+            "model.state=discrete; leave it at 0"
+        )
+    sizes = (shape.vocab_size, *(options.factors or (5, 9, 2)))
+    head = FactorHead.Config(
+        in_features=shape.dim,
+        out_features=sum(sizes),
+        param_init={"weight": partial(normal_matrix, std=options.initializer_range)},
+        sizes=sizes,
+    )
+    if options.readout_chunk_tokens is not None:
+        head.chunk_tokens = options.readout_chunk_tokens
+    embedding = FactorEmbedding.Config(
+        num_embeddings=sum(sizes),
+        embedding_dim=shape.dim,
+        param_init={"weight": partial(normal_matrix, std=len(sizes) ** -0.5)},
+        sizes=sizes,
+    )
+    corruption = Corruption.Config(
+        probability=options.corruption, share=options.corrupted_share, values=shape.vocab_size
+    )
+    return loop_config(
+        LatentDecoder.Config,
+        options,
+        shape,
+        max_seq_len,
+        tok_embeddings=embedding,
+        lm_head=head,
+        state=options.state,
+        sizes=sizes,
+        corruption=corruption if options.corruption else None,
+    )
+
+
+LATENT = Family(
+    name="latent",
+    options=LatentOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    uses=frozenset({"analyse"}),
+    exit_policies=frozenset({"static"}),
+    runtime_options=RUNTIME_OPTIONS | {"corruption", "corrupted_share"},
+    data_options=frozenset({"vocab_size", "factors"}),
+)

@@ -1,0 +1,303 @@
+"""A folder of the Ouro format becomes a committed checkpoint.
+
+config.json ─► OuroShape ─► names and shapes that must be there, no more and no less
+*.safetensors ─► one tensor at a time, file by file ─► write_checkpoint
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
+from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
+from titan_loop.errors import UserError
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.families.ouro.hugging_face.tokenizer_files import (
+    PADDING_ROWS,
+    TEMPLATE,
+    TOKENIZER_CONFIG,
+)
+from titan_loop.families.ouro.model import SIZES, OuroOptions
+from titan_loop.models.family import decoder_config
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.json_files import read_json_object
+from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.storage.staged_folder import staged_folder
+from titan_loop.text.text_format import TextFormat
+from titan_loop.text.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_NAME,
+    check_vocabulary,
+    load_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CONFIG = "config.json"
+_AGAIN = "download it again"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_NAMED = 3
+"""Number of tensors that a message names."""
+
+
+class OuroFolder:
+    """A checked folder of the Ouro format.
+
+    Args:
+        path: Holds config.json and safetensors; a tokenizer.json is checked if it is there.
+
+    Raises:
+        UserError: Anything about it is not as the format says.
+
+    Attributes:
+        shape: Shape of its model.
+        tokenizer: Its tokenizer.json; None without one.
+        text: How text ends and conversations are rendered; None without a tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _refuse_links_outside(path)
+        config = _read_config(path)
+        self.shape = OuroShape.from_config(config)
+        self._files = SafetensorsFolder(path)
+        self._check_tensors()
+        tokenizer = path / TOKENIZER_NAME
+        self.tokenizer = tokenizer if tokenizer.exists() else None
+        self.text: TextFormat | None = None
+        if self.tokenizer is not None:
+            loaded = load_tokenizer(tokenizer)
+            check_vocabulary(
+                loaded, self.shape.vocab_size, str(tokenizer), most_spare_rows=PADDING_ROWS
+            )
+            self.text = _text_format(path, config, loaded)
+
+    @property
+    def names(self) -> list[str]:
+        """The format's tensors, in the order in which reading them is cheap."""
+        return self._files.names
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return one tensor in the wanted type."""
+        return self._files.read(name).to(dtype)
+
+    def lineage(self) -> dict[str, Any]:
+        """Return what a manifest says of where the weights come from."""
+        digest = hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest()
+        return {"imported_from": str(self.path.resolve()), "config_sha256": digest}
+
+    def _check_tensors(self) -> None:
+        expected, found = self.shape.tensor_shapes(), self._files.shapes
+        if self.shape.tie_weights and _HEAD not in found:
+            expected.pop(_HEAD)  # transformers writes a tied matrix once
+        missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
+        if _HEAD in missing:
+            raise UserError(
+                f"{self.path}: {_HEAD} is missing, but config.json has tie_word_embeddings=false; "
+                "the folder is incomplete, or that field is wrong"
+            )
+        if missing or extra:
+            raise UserError(
+                f"{self.path} does not have the {len(expected)} tensors of its config.json: "
+                + "; ".join(
+                    f"{len(names)} {what} ({_some(names)})"
+                    for what, names in (("missing", missing), ("unknown", extra))
+                    if names
+                )
+            )
+        for name, shape in expected.items():
+            if found[name] != shape:
+                raise UserError(
+                    f"{self.path}: {name} has shape {found[name]}, config.json says {shape}; one "
+                    "of them is of another model"
+                )
+        if self.shape.tie_weights and _HEAD in found:
+            if not torch.equal(self._files.read(_HEAD), self._files.read(_EMBEDDING)):
+                raise UserError(
+                    f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} and "
+                    f"{_EMBEDDING} differ; set it to false, or repair the weights"
+                )
+            self._files.close()
+
+
+def model_options(shape: OuroShape) -> OuroOptions:
+    """Return the options that build a model of this shape, every one of them explicit."""
+    size = next(
+        (
+            name
+            for name, known in SIZES.items()
+            if (known.dim, known.n_layers, known.n_heads, known.hidden_dim)
+            == (shape.dim, shape.n_layers, shape.n_heads, shape.hidden_dim)
+        ),
+        OuroOptions().size,
+    )
+    return OuroOptions(
+        size=size,
+        vocab_size=shape.vocab_size,
+        recurrent_steps=shape.recurrent_steps,
+        n_layers=shape.n_layers,
+        dim=shape.dim,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        hidden_dim=shape.hidden_dim,
+        tie_weights=shape.tie_weights,
+        rope_theta=shape.rope_theta,
+    )
+
+
+def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -> None:
+    """Write a committed checkpoint of step 0 that holds the folder's weights.
+
+    Memory is one shard of the folder and one tensor.
+
+    Args:
+        folder: Checked.
+        checkpoint: New folder.
+        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
+    """
+    shapes = folder.shape.tensor_shapes()
+    entries = {
+        parameter_name(name): LazyTensor(shapes[name], dtype, partial(folder.read, name, dtype))
+        for name in folder.names
+    }
+    if _HEAD not in folder.names:
+        produce = partial(folder.read, _EMBEDDING, dtype)
+        entries[parameter_name(_HEAD)] = LazyTensor(shapes[_HEAD], dtype, produce)
+    config = decoder_config(model_options(folder.shape), max_seq_len=1)
+    content = {
+        "step": 0,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stage_end": True,
+        "trainer": {
+            "step": 0,
+            "tokens": 0,
+            "recurrent_steps": folder.shape.recurrent_steps,
+            "architecture": config.architecture(),
+        },
+        "data": {},
+        "lineage": {"parent": None, **folder.lineage()},
+    }
+    write_checkpoint(checkpoint, entries, content)
+
+
+def import_run(
+    folder: OuroFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
+) -> Path:
+    """Write a new run whose one checkpoint, of step 0, has the weights of an Ouro folder.
+
+    Args:
+        folder: Checked.
+        output: The new run directory.
+        command: Recorded in the new `run.json`.
+        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: `output` is not empty.
+    """
+    config = {
+        "total_tokens": 0,  # none are trained on here
+        "model": asdict(model_options(folder.shape)),
+        "training": {"seq_len": folder.shape.max_positions},
+        "dataloader": {"mixture": []},
+        "text": None if folder.text is None else asdict(folder.text),
+    }
+    with staged_folder(output) as staged:
+        new = RunDirectory(staged)
+        import_folder(folder, new.checkpoint(0), dtype=dtype)
+        if folder.tokenizer is not None:
+            shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
+        new.create_or_open(command, config=config)
+    return RunDirectory(output).checkpoint(0)
+
+
+def _refuse_links_outside(folder: Path) -> None:
+    """Refuse links out of the folder: a template's would copy any file of this machine.
+
+    The cache of the Hugging Face hub links to its own blobs.
+    """
+    inside = folder.resolve()
+    blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
+    names = (CONFIG, TOKENIZER_NAME, TOKENIZER_CONFIG, TEMPLATE, INDEX)
+    for file in (*(folder / name for name in names), *folder.glob("*.safetensors")):
+        if file.is_symlink() and not {inside, blobs} & {*Path(os.path.realpath(file)).parents}:
+            raise UserError(
+                f"{file} is a link out of its folder, to {file.readlink()}; put the file itself "
+                "there if you trust it"
+            )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / CONFIG
+    if not file.exists():
+        raise UserError(
+            f"{path} has no {CONFIG}: it is not a model, or its export or download never finished"
+        )
+    return read_json_object(file, fix=_AGAIN)
+
+
+def _text_format(path: Path, config: dict[str, Any], tokenizer: "Tokenizer") -> TextFormat:
+    """Return how text ends: with the tokens of config.json, a turn in a chat with the tokenizer's.
+
+    The two differ in released folders, whose config.json names the end of a document.
+    """
+    try:
+        settings = read_json_object(path / TOKENIZER_CONFIG, fix=_AGAIN)
+    except FileNotFoundError:
+        settings = {}
+    template = settings.get("chat_template")
+    if (path / TEMPLATE).exists():
+        template = _read_text(path / TEMPLATE)
+    template = template if isinstance(template, str) else None
+    begin, end = (_token(config, name, tokenizer) for name in ("bos_token_id", "eos_token_id"))
+    known = END_OF_TEXT if tokenizer.token_to_id(END_OF_TEXT) is not None else None
+    end_of_text = begin or known or end or END_OF_TEXT
+    if template is not None:
+        token = settings.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token  # with its options
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None:
+            end = token
+    return TextFormat(
+        end_of_text=end_of_text,
+        turn_end=None if end == end_of_text else end,
+        chat_template=template,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path, fix=_AGAIN).decode()
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(path, "not UTF-8", _AGAIN) from error
+
+
+def _token(config: dict[str, Any], name: str, tokenizer: "Tokenizer") -> str | None:
+    """Return the token that a field, or the first of its list, names; None if there is none."""
+    value = config.get(name)
+    index = value[0] if isinstance(value, list) and value else value
+    if index is None:
+        return None
+    token = tokenizer.id_to_token(index) if type(index) is int and index >= 0 else None
+    if token is None:
+        raise UserError(
+            f"config.json: {name}={value!r} is not a token of the folder's {TOKENIZER_NAME}; name "
+            "one, or leave the field out"
+        )
+    return token
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:_NAMED]
+    return ", ".join(shown) + (", …" if len(names) > _NAMED else "")

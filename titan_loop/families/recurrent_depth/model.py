@@ -1,0 +1,140 @@
+"""Recurrent depth: GPT-2's blocks applied R times, each pass near the identity at the start.
+
+    h_0 = E[x] + P[position],   h_r = block_N(… block_1(h_{r−1}) …),   logits = E norm(h_R)
+
+Blocks are those of `models/gpt2_block.py`. There is no norm between steps; final norm and tied head
+stand at the readout only. Positions are learned (P), as for systematic generalisation, or none, as
+for depth extrapolation.
+
+Initialisation: both output projections of a block are zero, with their biases, so that R steps are
+the identity for any R. The rest is GPT-2's at its width: normal with standard deviation 0.02 at
+D = 768 and 0.02 √(768/D) elsewhere, so that projections have the same gain at every width; it is
+truncated at three deviations.
+
+Source: recurrent-depth transformers, arXiv 2604.07822, §4.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from torchtitan.models.common.embedding import Embedding
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.models.family import (
+    Family,
+    FamilyName,
+    ModelOptions,
+    ModelSize,
+)
+from titan_loop.models.gpt2_block import (
+    NORM_EPS,
+    NORM_INIT,
+    ZERO,
+    FinalLayerNorm,
+    GPT2Decoder,
+    block_config,
+    matrix_init,
+)
+from titan_loop.models.positions import (
+    LearnedPositions,
+    NoRotation,
+    Positions,
+    PositionTable,
+)
+from titan_loop.models.readout import LMHead
+
+SIZES = {
+    "debugmodel": ModelSize(64, 2, 4, 256, vocab_size=128, recurrent_steps=3),
+    "small": ModelSize(128, 2, 4, 512, vocab_size=256),
+    "published": ModelSize(768, 4, 12, 3072, vocab_size=2200),
+}
+
+
+AbsolutePositions = Literal["learned", "none"]
+
+
+@dataclass(kw_only=True, slots=True)
+class RecurrentDepthOptions(ModelOptions):
+    """Which recurrent-depth model to train."""
+
+    family: FamilyName = field(default="recurrent_depth", init=False)
+
+    exit_gate: bool = False
+    """Must be False: the family has no exit gate."""
+
+    tie_weights: bool = True
+    """Whether embedding and head share one matrix."""
+
+    positions: AbsolutePositions = "none"
+    """What positions do: learned adds a vector to the embedding, none leaves order to the causal
+    mask."""
+
+    learned_positions: int | None = None
+    """Rows of the table of learned positions, at least the tokens of a window."""
+
+    dropout: float = 0.0
+    """Share of what a layer's attention and feed-forward add to the state that is zeroed in
+    training."""
+
+
+def _positions(options: RecurrentDepthOptions, shape: ModelSize) -> Positions.Config:
+    kind, rows, kinds = options.positions, options.learned_positions, get_args(AbsolutePositions)
+    if kind not in kinds:
+        raise UserError(f"model.positions={kind} is unknown{nearest(kind, kinds)}")
+    if kind == "none":
+        if rows is not None:
+            raise UserError(
+                f"model.learned_positions={rows} has no effect with model.positions=none; leave it "
+                "out"
+            )
+        return Positions.Config()
+    if rows is None or rows < 1:
+        raise UserError("model.positions=learned needs model.learned_positions of at least 1")
+    table = PositionTable.Config(
+        num_embeddings=rows, embedding_dim=shape.dim, param_init=matrix_init(shape.dim)
+    )
+    return LearnedPositions.Config(table=table)
+
+
+def decoder_config(
+    options: RecurrentDepthOptions, shape: ModelSize, max_seq_len: int
+) -> GPT2Decoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    if options.exit_gate:
+        raise UserError("model.exit_gate=True: family recurrent_depth has no exit gate")
+    positions = _positions(options, shape)
+    positions.check_window(max_seq_len)
+    head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
+
+    rotation = NoRotation.Config(dim=head_dim, max_seq_len=max_seq_len)
+    head = LMHead.Config(in_features=shape.dim, out_features=shape.vocab_size, param_init=matrix)
+    if options.readout_chunk_tokens is not None:
+        head.chunk_tokens = options.readout_chunk_tokens
+    return GPT2Decoder.Config(
+        dim=shape.dim,
+        vocab_size=shape.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=shape.vocab_size, embedding_dim=shape.dim, param_init=matrix
+        ),
+        layers=[
+            block_config(shape, options.attention, rotation, ZERO, dropout=options.dropout)
+            for _ in range(shape.n_layers)
+        ],
+        norm_placement="readout",
+        positions=positions,
+        norm=FinalLayerNorm.Config(  # type: ignore[arg-type]  upstream names RMSNorm
+            normalized_shape=shape.dim, eps=NORM_EPS, param_init=NORM_INIT
+        ),
+        lm_head=head,
+        enable_weight_tying=options.tie_weights,
+        recurrent_steps=shape.recurrent_steps,
+    )
+
+
+RECURRENT_DEPTH = Family(
+    name="recurrent_depth",
+    options=RecurrentDepthOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    uses=frozenset({"analyse", "generate", "held_out"}),
+)

@@ -1,0 +1,59 @@
+"""Names of files that others wrote become paths here, and nowhere else.
+
+Listings of object stores, manifests, source cards and indices of weights name files. Joined as it
+is, a name such as `../../.bashrc` leads out of the folder that it is meant for.
+"""
+
+import re
+from pathlib import Path
+
+from titan_loop.errors import UserError
+
+_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)  # on Windows
+_MOST_BYTES = 255
+"""Longest name of a file on Linux."""
+
+
+def is_file_name(name: object) -> bool:
+    """Return whether `name` is the name of a file on any system, without folders."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and name.isprintable()  # no NUL, no escape sequence, no half of a surrogate pair
+        and not set(name) & set("/\\:")
+        and not _DEVICE.fullmatch(name)
+        and len(name.encode()) <= _MOST_BYTES
+    )
+
+
+def require_file_name(name: object, named_in: str | Path) -> str:
+    """Return `name` if it is the name of a file, without folders.
+
+    Raises:
+        UserError: It is something else, which `named_in` says.
+    """
+    if not is_file_name(name):
+        raise UserError(
+            f"{named_in} names the file {name!r:.80}, which may lie outside of its folder; do not "
+            "use it"
+        )
+    return str(name)
+
+
+def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
+    """Return the path of a file that may be written, in a folder or in folders below it.
+
+    Args:
+        folder: The folder; it need not exist.
+        name: Names separated by "/".
+        named_in: Where the name stands, for the message.
+
+    Raises:
+        UserError: One part is not the name of a file, or a link leads out of the folder.
+    """
+    for part in name.split("/"):
+        require_file_name(part, named_in)
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"{path} is a link out of {folder}; delete the link")
+    return path

@@ -1,0 +1,90 @@
+"""Records of `.jsonl` files that a failing disk cannot take yet: kept in memory, written later.
+
+append_or_keep ─► the records kept before, then this one, are appended
+               ─► the disk fails: warned of once, the record is kept
+the next append or save ─► tried again
+give_up_kept at the end ─► tried again; the records that are lost are counted
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from titan_loop.errors import UserError
+from titan_loop.storage.json_files import append_jsonl
+
+logger = logging.getLogger(__name__)
+
+MOST_KEPT = 10_000
+"""Records that are kept for one file; of more, the oldest are dropped."""
+
+Append: TypeAlias = Callable[[Path, Mapping[str, Any]], None]
+
+
+class _Kept:
+    def __init__(self, append: Append) -> None:
+        self.append = append
+        self.records: deque[Mapping[str, Any]] = deque()
+        self.dropped = 0
+
+
+_files: dict[Path, _Kept] = {}
+
+
+def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = append_jsonl) -> None:
+    """Append one record; a failing disk is warned of, and the record is kept for the next time.
+
+    Args:
+        path: The file.
+        record: The record; not changed later.
+        append: Appends one record to the file.
+
+    Raises:
+        UserError: The file is damaged, or may not be written.
+    """
+    kept = _files.setdefault(path, _Kept(append))
+    first = not kept.records
+    kept.records.append(record)
+    if len(kept.records) > MOST_KEPT:
+        kept.records.popleft()
+        kept.dropped += 1
+    error = _write(path, kept)
+    if error is not None and first:
+        logger.warning("%s: %s; its records are kept in memory and written later", path, error)
+
+
+def write_kept() -> None:
+    """Write the kept records, as far as the disk works."""
+    for path, kept in list(_files.items()):
+        _write(path, kept)
+
+
+def give_up_kept() -> None:
+    """Write the kept records for the last time; those that still cannot be written are counted."""
+    for path, kept in list(_files.items()):
+        error = _write(path, kept)
+        if error is not None:
+            lost = kept.dropped + len(kept.records)
+            logger.error("%s lacks %d records that could not be written: %s", path, lost, error)
+    _files.clear()
+
+
+def _write(path: Path, kept: _Kept) -> OSError | None:
+    failed_before = len(kept.records) > 1 or kept.dropped > 0
+    written = 0
+    while kept.records:
+        try:
+            kept.append(path, kept.records[0])
+        except OSError as error:
+            return error
+        except UserError:
+            del _files[path]  # waiting does not mend the file
+            raise
+        kept.records.popleft()
+        written += 1
+    if failed_before:
+        logger.warning("%s: %d kept records are written, %d lost", path, written, kept.dropped)
+    del _files[path]
+    return None

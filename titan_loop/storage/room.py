@@ -1,0 +1,97 @@
+"""Checks that a folder can be written and that its disk has room; a full disk is waited for."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from titan_loop.errors import RunFailedError
+from titan_loop.storage.transient import FULL_ERRNOS, retried, unwritable
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 600.0
+"""Longest wait for room. Half the shortest time limit of a queue is left for training."""
+
+SMALL_FILES_BYTES = 1 << 20
+"""Room for the files of a run besides its checkpoints until somebody looks."""
+
+_LOOK_SECONDS = 5.0
+
+
+def require_writable(folder: Path, called: str) -> None:
+    """Try whether files can be created in a folder, or where it will be; nothing is left behind.
+
+    A folder's permissions do not tell: some file systems let nobody create a file, so one without a
+    name is tried. A full disk passes: `wait_for_room` waits for it.
+
+    Args:
+        folder: The folder, which need not be there yet.
+        called: As for `unwritable`.
+
+    Raises:
+        UserError: The folder may not be written.
+        RunFailedError: Its disk fails.
+    """
+    try:
+        retried(lambda: _write_nameless(folder, b""))
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise unwritable(called, error) from error
+
+
+def wait_for_room(folder: Path, needed_bytes: int) -> None:
+    """Wait until a folder's disk has room, at most `WAIT_SECONDS`.
+
+    Room for small files is needed in any case. If only the rest is missing in the end, that is a
+    warning: saves will fail, and training goes on.
+
+    Args:
+        folder: The folder, which need not be there yet.
+        needed_bytes: Size of the next checkpoint, as far as it is known.
+
+    Raises:
+        RunFailedError: Not even small files can be written.
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    said = False
+    while missing := missing_bytes(folder, needed_bytes):
+        problem = f"{folder}: the disk is full, {missing:,} bytes more are needed"
+        if time.monotonic() >= deadline:
+            if missing_bytes(folder, 0):
+                raise RunFailedError(f"{problem}; make room, then start again")
+            logger.warning("%s for a checkpoint; saves will fail until there is room", problem)
+            return
+        if not said:
+            logger.warning("%s; make room, this start waits for %g s", problem, WAIT_SECONDS)
+            said = True
+        time.sleep(_LOOK_SECONDS)
+    if said:
+        logger.info("%s: there is room again", folder)
+
+
+def missing_bytes(folder: Path, needed_bytes: int) -> int:
+    """Return the number of bytes to free before so many more can be written; 0 if they can.
+
+    A quota shows only when something is written.
+    """
+    wanted = needed_bytes + SMALL_FILES_BYTES
+    try:
+        existing = retried(lambda: _write_nameless(folder, bytes(SMALL_FILES_BYTES)))
+    except OSError as error:
+        if error.errno not in FULL_ERRNOS:
+            raise unwritable(str(folder), error) from error
+        return wanted
+    return max(0, wanted - shutil.disk_usage(existing).free)
+
+
+def _write_nameless(folder: Path, content: bytes) -> Path:
+    """Write a file without a name; return the folder, or the nearest one above it that exists."""
+    existing = folder.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    with tempfile.TemporaryFile(dir=existing) as file:
+        file.write(content)
+    return existing

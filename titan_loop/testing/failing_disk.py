@@ -1,0 +1,64 @@
+"""A disk that fails on demand: what a process does below a folder raises an error of the system.
+
+An audit hook sees every open, rename and listing, whichever library asks for it. It cannot be
+removed, so this is for processes that a test forks.
+"""
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from titan_loop.storage.transient import FULL_ERRNOS
+
+_WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+_READS = {"os.listdir", "os.scandir"}
+_WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+class FailingDisk:
+    """The disk below one folder.
+
+    Args:
+        folder: The folder; its own entry is on the disk, too.
+
+    Attributes:
+        fault: Error number of every access from now on; 0 for a disk that works. A disk that is
+            full or read-only can be read, and files on a full one can be renamed and removed.
+        count: Number of accesses that failed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = str(folder.absolute())
+        self.fault = 0
+        self.count = 0
+        self._stat = os.stat
+        os.stat = self._look_at  # not audited
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.fault or event not in {"open", *_WRITES, *_READS}:
+            return
+        writes = event in _WRITES or (event == "open" and arguments[2] & _WRITING_FLAGS)
+        if self.fault in FULL_ERRNOS:
+            writes = writes and event in ("open", "os.mkdir")
+        self._fail(arguments[0], bool(writes))
+
+    def _look_at(self, path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        self._fail(path, writes=False)
+        return self._stat(path, *arguments, **keywords)
+
+    def _fail(self, path: Any, writes: bool) -> None:
+        if not self.fault or isinstance(path, int) or path is None:
+            return
+        if not (writes or self._fails_reads):
+            return
+        name = os.path.abspath(os.fsdecode(path))
+        if name == self._folder or name.startswith(f"{self._folder}{os.sep}"):
+            self.count += 1
+            raise OSError(self.fault, os.strerror(self.fault), name)
+
+    @property
+    def _fails_reads(self) -> bool:
+        return self.fault not in FULL_ERRNOS and self.fault != errno.EROFS
