@@ -5,6 +5,7 @@ import torch
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
 from tests.distributed.parallel_model import parallel_model
+from titan_loop.distributed.loop_fsdp import reshard_units
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -31,6 +32,7 @@ def loss_and_dtypes(dtype: str) -> tuple[float, set[torch.dtype], set[torch.dtyp
     output = model(tokens)
     loss, _ = loss_fn(output, tokens + 1, float(tokens.numel()))
     loss.backward()
+    reshard_units(model)  # brings the gradients of held layers
     assert all(torch.isfinite(p.grad.to_local()).all() for p in model.parameters())
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     return float(loss), {h.dtype for h in output.hidden_RBLD}, gate_dtypes
