@@ -35,6 +35,7 @@ from titan_loop.cli.main import main as titan_loop_main
 
 _LARGE_BYTES = 1 << 26
 _MAY_CHANGE = {
+    "analyse": ("run/evals/agreement-", "run/plots/agreement."),
     "checkpoint rm": ("run/checkpoints/step-4/",),
     "checkpoint tag": ("run/checkpoints/step-4/tags.json",),
     "data pack": ("source/source.json", "source/train/", "source/held_out/"),

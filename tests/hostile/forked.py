@@ -5,6 +5,7 @@ have no threads: what a child needs of torch or a process group, the child start
 """
 
 import os
+import re
 import resource
 import signal
 import sys
@@ -23,6 +24,9 @@ NOBODY = 65_534
 _LOOK_SECONDS = 0.02
 _TRACED = 70
 """Exit code of a child that an exception left, which `titan-loop` never has."""
+
+_TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.MULTILINE)
+"""At the start of a line: documents that `data show` prints have examples, which are indented."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Ending:
             return self.killed
         if self.code < 0:
             return f"died of {signal.Signals(-self.code).name}"
-        if self.code == _TRACED or "Traceback (most recent call last)" in self.output:
+        if self.code == _TRACED or _TRACEBACK.search(self.output):
             last = self.output.strip().splitlines() or ["?"]
             return f"traceback: {last[-1]:.200}"
         if self.code == 2 and self.output.count("titan-loop: error:") != 1:
