@@ -111,7 +111,7 @@ def rewritten(run: RunDirectory, change: Callable[[dict[str, Any]], object]) -> 
         (lambda c: c.pop("classes"), "'classes' is missing, which names the classes of dataload"),
         (lambda c: c["classes"].update(loss="Loss"), "classes.loss=Loss is a class that this ver"),
         (lambda c: c["classes"].update(loss="os.system"), "classes.loss=os.system is a class"),
-        (lambda c: c["classes"].update(dataloader="GlobalWindowLoader"), "is a class that this"),
+        (lambda c: c["classes"].update(dataloader="GlobalBatchLoader"), "is a class that this"),
         (lambda c: c["classes"].update({"dataloader.task": "no"}), "the task 'no', which this ve"),
         (lambda c: c["model"].update(family="no"), "model.family=no is unknown"),
         (lambda c: c["model"].update(dim="64"), "model.dim='64' must be of type"),

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_loop.data.columns import Column
-from titan_loop.data.load.batches import DataVocabulary
-from titan_loop.data.load.global_windows import GlobalWindowLoader
+from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader
 from titan_loop.data.load.windows import Window
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
@@ -36,18 +35,15 @@ IMPORTANCE = Column(name="importance", reader="loss", dtype="float32")
 DEPTH = Column(name="depth", reader="both", per_token=False)
 
 
-class ToyLoader(GlobalWindowLoader):
+class ToyLoader(GlobalBatchLoader):
     """Windows of random numbers, each a pure function of the window's number."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GlobalWindowLoader.Config):
+    class Config(GlobalBatchLoader.Config):
         """No options."""
 
         def vocabulary(self) -> DataVocabulary:
             return DataVocabulary(VOCABULARY, VOCABULARY - 1)
-
-        def source_paths(self) -> list[str]:
-            return []
 
         def few_labels(self) -> bool:
             return True
@@ -60,9 +56,6 @@ class ToyLoader(GlobalWindowLoader):
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         super().__init__(config, {"toy": "numbers"}, seq_len=seq_len, **split)
-
-    def locate(self, window: np.ndarray) -> np.ndarray:
-        return np.stack([window * 0, window * 0, window], axis=1).astype(np.uint64)
 
     def depth(self, identity: np.ndarray) -> int:
         return DEPTHS[int(identity[2]) % len(DEPTHS)]

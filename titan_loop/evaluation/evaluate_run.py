@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.windows import empty_batch
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
 from titan_loop.evaluation.held_out import at_depths, open_run, score_windows, with_total

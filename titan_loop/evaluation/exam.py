@@ -23,9 +23,9 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.held_out import HeldOutWindows
 from titan_loop.data.load.task_loader import clear, place
+from titan_loop.data.load.windows import empty_batch
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.held_out import Forward, at_readings, depth_states

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.tasks.curriculum import Curriculum
-from titan_loop.data.tasks.task import Task
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import PROMOTION, append_evaluation
 from titan_loop.evaluation.exam import ACCURACY
@@ -27,29 +26,26 @@ from titan_loop.training.callback import TrainingState
 class Promotion:
     """A `Callback` that asks the exam of the level every `interval` steps; collective.
 
-    The last level has no exam: a suite asks what it has taught.
+    The last level has no exam; a suite measures what it has taught.
 
     Args:
-        task: The task.
-        curriculum: When to ask, and what passes.
+        config: The run's loader, with its task and curriculum.
     """
 
-    def __init__(self, task: Task, curriculum: Curriculum) -> None:
-        self._task = task
-        self._curriculum = curriculum
+    def __init__(self, config: TaskLoader.Config) -> None:
+        self._task = config.task
+        self._curriculum = config.curriculum
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Say which level the run is at."""
-        logger.info(
-            "curriculum: level %d of %d of %s",
-            trainer.dataloader.level + 1,
-            self._task.levels,
-            self._task.name,
-        )
+        """Log the level that the run is at."""
+        level = trainer.dataloader.level + 1
+        logger.info("curriculum: level %d of %d of %s", level, self._task.levels, self._task.name)
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
         """Ask if it is time; go on to the next level, or stop at the limit."""
-        level = trainer.dataloader.level
+        loader = trainer.dataloader
+        assert isinstance(loader, TaskLoader)
+        level = loader.level
         if level + 1 == self._task.levels or trainer.step % self._curriculum.interval:
             return
         began = time.perf_counter()
@@ -57,7 +53,7 @@ class Promotion:
         name, accuracy = worst
         said = f"level {level + 1} of {self._task.levels}: {name} {accuracy:.1%}"
         passed = accuracy >= self._curriculum.accuracy
-        missed = "" if passed else self._missed(trainer, said)
+        missed = "" if passed else self._missed(loader, trainer.step, said)
         if missed:
             report.failures[self._task.name] = missed
         if dist.get_rank() == 0:
@@ -67,11 +63,11 @@ class Promotion:
             raise UserError(missed)
         logger.info("curriculum, step %d: %s%s", trainer.step, said, ", passed" if passed else "")
         if passed:
-            trainer.dataloader.promote()
+            loader.promote()
             if self._curriculum.restart_optimizer:
                 trainer.optimizers.restart()
-        level = trainer.dataloader.level + 1
-        trainer.metrics_processor.log_numbers({"curriculum/level": float(level)}, trainer.step)
+        level = float(loader.level + 1)
+        trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
 
     def on_train_end(self, trainer: TrainingState) -> None:
         """Do nothing."""
@@ -100,15 +96,13 @@ class Promotion:
         accuracy, name = min(accuracies)
         return report, (name, accuracy)
 
-    def _missed(self, trainer: TrainingState, said: str) -> str:
+    def _missed(self, loader: TaskLoader, step: int, said: str) -> str:
         """Return why the run stops here; empty if the level has time left."""
-        loader, limit = trainer.dataloader, self._curriculum.limit_tokens
-        windows = loader.windows_consumed - loader.level_start
-        used = windows * trainer.config.training.seq_len
+        limit, used = self._curriculum.limit_tokens, loader.level_tokens
         if not limit or used < limit:
             return ""
         return (
-            f"the curriculum stops at step {trainer.step}: {said} after {used:,} tokens of the "
+            f"the curriculum stops at step {step}: {said} after {used:,} tokens of the "
             f"level, {self._curriculum.accuracy:.1%} is asked for within {limit:,}; raise "
             "dataloader.curriculum.limit_tokens to go on from the newest checkpoint, or change the "
             "training"

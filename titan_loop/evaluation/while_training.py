@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_loop.data.load.loader import named_sources
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation
 from titan_loop.evaluation.offline_tasks import HELD_OUT
@@ -71,9 +72,9 @@ def evaluations(config: RunConfig) -> list[Callback]:
                 prefix="suite/",
             )
         )
-    curriculum, task = config.dataloader.promotion(), config.dataloader.generated_task()
-    if curriculum is not None and task is not None:
-        callbacks.append(Promotion(task, curriculum))
+    loader = config.dataloader
+    if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
+        callbacks.append(Promotion(loader))
     return callbacks
 
 

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from titan_loop.data.columns import Column
 from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
 from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.windows import Window
 
 
 class MadeUpWindows(GlobalBatchLoader):
@@ -25,10 +27,6 @@ class MadeUpWindows(GlobalBatchLoader):
             """Return the vocabulary it was given."""
             return DataVocabulary(self.vocab_size, self.vocab_size - 1)
 
-        def source_paths(self) -> list[str]:
-            """Return nothing: no data are read."""
-            return []
-
         def columns(self) -> tuple[Column, ...]:
             """Return the columns of the other loader."""
             return self.instead_of.columns()
@@ -39,6 +37,9 @@ class MadeUpWindows(GlobalBatchLoader):
 
     def __init__(self, config: Config, **split: Any) -> None:
         super().__init__(config, {}, **split)
+
+    def fill_window(self, identity: np.ndarray, window: Window) -> None:
+        """Leave the window as it is: `read` makes whole batches."""
 
     def deepest(self, windows: int) -> int:
         """Return 1: no window asks for anything."""

@@ -68,11 +68,8 @@ def recorded_recipe(path: Path) -> Recipe:
 
 def _with_paths_found(run: SavedRun) -> dict[str, Any]:
     """Return a run's config, with the paths of its data as they are from here."""
-    dataloader, held_out = dict(run.dataloader), nested(run.config, "held_out")
-    for name in ("dataset_path", "tokenizer"):  # of streamed text
-        if isinstance(path := dataloader.get(name), str) and path:
-            dataloader[name] = str(run.found(path))
-    record = {**run.config, "dataloader": dataloader}
+    held_out = nested(run.config, "held_out")
+    record = {**run.config, "dataloader": run.dataloader}
     if isinstance(held_out, dict) and isinstance(held_out.get("sources"), list):
         sources = [str(run.found(path)) for path in map(str, held_out["sources"])]
         record["held_out"] = {**held_out, "sources": sources}

@@ -323,7 +323,7 @@ class SavedRun:
     def vocabulary(self) -> str | None:
         """Return what the model's token ids stand for, as a phrase to compare and to show.
 
-        None where neither run nor checkpoint says: an import without a tokenizer, or streamed text.
+        None where neither run nor checkpoint says, as for an import without a tokenizer.
         """
         state = self.checkpoint().manifest["data"]
         if _recorded_task(state) is None and self._imported_tokenizer.is_file():

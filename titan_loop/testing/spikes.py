@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_loop.data.load.global_windows import GlobalWindowLoader
 from titan_loop.models.initialisation import local_part
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import TrainingState
@@ -37,7 +36,6 @@ class Spikes:
     def on_train_start(self, trainer: TrainingState) -> None:
         """Let the loader fill the bad windows wrongly."""
         loader = trainer.dataloader
-        assert isinstance(loader, GlobalWindowLoader)
         bad = {tuple(row) for row in loader.locate(np.array(self._bad, dtype=np.int64)).tolist()}
         last, fill = trainer.config.dataloader.vocabulary().size - 1, loader.fill_window
 

@@ -138,7 +138,8 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "recurrence.from_data=True, and the data does not say how many steps its examples need",
             "set it to False, or choose a task that says",
         )
-    needed, most = config.dataloader.most_steps(), config.recurrence.max_steps
+    task, most = config.dataloader.generated_task(), config.recurrence.max_steps
+    needed = None if task is None else task.most_steps
     if config.recurrence.from_data and needed is not None and (most or 0) < needed:
         yield Refusal(
             "recurrence.max_steps",
@@ -169,10 +170,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     yield from caught("checkpoint", config.checkpoint.check)
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
-    yield from config.stability.setting_refusals(
-        checkpoint=config.checkpoint,
-        can_jump=config.dataloader.can_jump(),
-    )
+    yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
     if config.training.global_batch_size != -1:
         yield Refusal(
             "training.global_batch_size",

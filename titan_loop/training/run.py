@@ -25,6 +25,7 @@ from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import copy_remote_sources
+from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.remote_source import is_remote
 from titan_loop.distributed.compiler import forget_compiled_stage
 from titan_loop.errors import (
@@ -308,7 +309,8 @@ def _callbacks(
                 "run_recipe, give run_training evaluations="
                 "titan_loop.evaluation.while_training.evaluations, or set it to 0"
             )
-    if config.dataloader.promotion() is not None:
+    loader = config.dataloader
+    if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
         raise UserError(
             "dataloader.curriculum.enabled has no exam without evaluations: train with run_recipe, "
             "or give run_training evaluations=titan_loop.evaluation.while_training.evaluations"

@@ -8,7 +8,6 @@ reported as the median ratio over repetitions with its range:
 - 4K windows with document positions through the loader, against a bare loop written here (memory
   map, slice, cast, positions, hash); the target is at least 0.5 of its rate. The same at 16K, 32K
   and 64K, whose cost per token must not be higher than at 4K.
-- torchtitan's text loader on raw JSONL, which tokenises while it reads.
 - Cost per window, and of opening ten sources, at 1e6, 1e9 and 1e12 tokens a source, as a long run
   sees it: every shard has been read from before. The time in the system's open, pread and close is
   listed beside it: at 1e6 all tokens are in memory, from 1e9 on almost none, as in a long run. The
@@ -54,10 +53,8 @@ from conditions import begin, parser_of
 from timing import ratios, spread
 
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.data.load.text_stream import TextStreamLoader
 from titan_loop.data.load.windows import SourceWindows
 from titan_loop.data.open_files import open_file_limit
-from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 
 VOCABULARY = 50_000
@@ -93,7 +90,6 @@ def main() -> int:
             for seed, name in enumerate("abc")
         ]
         _compare(sources, options)
-        _text_loader(Path(folder), sources, options)
     with tempfile.TemporaryDirectory() as folder:
         _sizes(Path(folder), options)
     return 0
@@ -214,35 +210,6 @@ def _opened(sources: list[Path]) -> Streams:
             read(source, shard, 0, 1)
     shards = [len(of_source) for of_source in files]
     return Streams(shards, files[0][0].stat().st_size // 2, HOLE_EOS, read)
-
-
-def _text_loader(folder: Path, sources: list[Path], options: argparse.Namespace) -> None:
-    """Compare with torchtitan's loader, which tokenises raw text while it reads."""
-    text = folder / "text"
-    text.mkdir()
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    lines = [json.dumps({"text": path.read_text(errors="replace")}) for path in files]
-    (text / "text.jsonl").write_text("\n".join(lines) + "\n")
-    tokenizer = train_tokenizer([text / "text.jsonl"], vocab_size=8192, output=folder)
-    streamed = TextStreamLoader.Config(dataset_path=str(text), tokenizer=str(tokenizer)).build(
-        dp_world_size=1, dp_rank=0, seq_len=4096, local_batch_size=_local_batch(4096)
-    )
-    streamed.read_step(_local_batch(4096))
-    loader = _loader(sources, 4096)
-    seconds: list[list[float]] = []
-    for repetition in range(options.repetitions):
-        pair = _alternate(
-            lambda: loader.read_step(GLOBAL_BATCH // 4096),
-            lambda: streamed.read_step(GLOBAL_BATCH // 4096),
-            first=repetition % 2,
-        )
-        seconds.append(pair)
-    mine, theirs = ([pair[which] for pair in seconds] for which in (0, 1))
-    rate = GLOBAL_BATCH / statistics.median(theirs) / 1e6
-    print(
-        f"\ntorchtitan's text loader, 4096: {rate:.2f} Mtok/s; the loader reads prepared tokens "
-        f"{spread(ratios(theirs, mine), 2)} times as fast"
-    )
 
 
 def _sizes(folder: Path, options: argparse.Namespace) -> None:

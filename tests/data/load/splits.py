@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from titan_loop.data.load.batches import Batch
+from titan_loop.data.load.windows import Batch
 
 L = 12
 GLOBAL_BATCH = 24

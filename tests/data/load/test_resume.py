@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.data.load.batches import data_changes, match_sources
+from titan_loop.data.load.changes import data_changes, match_sources
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prepare.packing import pack_source

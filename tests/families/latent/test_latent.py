@@ -11,8 +11,8 @@ from torch import Tensor
 from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.analysis.steps.patching import patching
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.global_windows import empty_batch
 from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.load.windows import empty_batch
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.families.latent.model import LatentDecoder, LatentOptions

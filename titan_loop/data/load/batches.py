@@ -1,9 +1,11 @@
-"""The interface of a loader: global batches, and a position that proves what was read.
+"""The base of every loader: global batches of numbered windows, and a position that proves them.
 
 A job consumes windows; a global batch is the next run of them, over all ranks and micro-batches. A
-loader's state is the number of windows consumed, a hash of them, and a description of the data in a
-few readable fields. A resume in other data is refused because the descriptions differ, or accepted
-with a record of the differences.
+loader says which window has number k, a pure function, so the *set* of windows of a global batch is
+the same for every split into ranks, local batches and accumulation steps. Its state is the number
+of windows consumed, a hash of them, and a description of the data in a few readable fields. A
+resume in other data is refused because the descriptions differ, or accepted with a record of the
+differences.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -13,46 +15,37 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import hashlib
 import json
 import logging
+import struct
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from titan_loop.data.columns import Column
-from titan_loop.data.load.jumps import joined, jumped_before, next_windows
-from titan_loop.data.tasks.curriculum import Curriculum
+from titan_loop.data.columns import LABELLED, Column
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.changes import data_changes
+from titan_loop.data.load.jumps import joined, next_windows
+from titan_loop.data.load.windows import Batch, Window, empty_batch
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
 
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""({"input", "positions"}, labels): int64 tensors (b, L); beside the first, declared columns."""
-
-SOURCES = "sources"
-"""Field of a description that lists the sources."""
-
-_NAMES = {
-    "seq_len": "training.seq_len",
-    "seed": "dataloader.seed",
-    "when_exhausted": "dataloader.when_exhausted",
-}
-
-Fields = Mapping[str, Any]
+_WINDOW_ID = struct.Struct("<QQQ")
 
 
 class DataVocabulary(NamedTuple):
     """Sizes that a model takes from its data.
 
     Attributes:
-        size: Tokens of the tokenizer.
-        largest_token: Largest id that occurs, which may be beyond them.
+        size: Number of tokens of the tokenizer.
+        largest_token: Largest id that occurs, which may lie beyond them.
         options: Further model options that follow from the data, with the least that fits.
     """
 
@@ -93,30 +86,38 @@ class BatchesRead(NamedTuple):
 
 
 class GlobalBatchLoader(BaseDataLoader):
-    """The interface the trainer uses: global batches, a position in the data, and its hash.
+    """Base of all loaders. A subclass locates and fills windows; the rest is done here.
+
+    With dp ranks and local batch b, window k of the global batch that starts at window s goes to
+
+        micro-batch m = (k - s) // (dp b),   rank r = (k - s) % (dp b) // b,   row (k - s) % b
+
+    While a step trains, a thread reads the next global batch; it counts as consumed only when the
+    training loop takes it.
 
     Args:
-        config: Its `accept_change` and `columns`.
+        config: `prefetch`, `accept_change`, and the columns.
         description: Everything the data and its order depend on, in readable JSON fields; starts
             the hash. A saved position is only valid where the description is the same.
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This process's data-parallel rank.
         local_batch_size: Windows in a micro-batch of one rank.
         seq_len: L.
-        tokenizer: torchtitan's, not used: loaders read token ids, or bring a tokenizer.
+        tokenizer: torchtitan's, not used: loaders read token ids.
         snapshot_every_n_steps: torchtitan's, not used: the state is current at every step.
 
     Attributes:
         columns: Declared columns of the batches, in the description where there are any.
         windows_consumed: Windows read or jumped over by all ranks together since the job's start.
         jumped: Ranges (first, stop) of windows that are jumped over.
-        data_hash: 32 hexadecimal digits over the description and what was read, in order.
+        data_hash: 32 hexadecimal digits over the description and the windows' identities, in order:
+            equal on all ranks, and independent of the grouping of windows into batches.
         accepted: One record for every change of the data that was accepted when resuming.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """Options of every loader, and what it can say before it is built."""
+        """Options of every loader, and answers that need no loader."""
 
         prefetch: bool = True
         """Read the next global batch in a thread while this one trains."""
@@ -129,8 +130,8 @@ class GlobalBatchLoader(BaseDataLoader):
             raise NotImplementedError
 
         def source_paths(self) -> list[str]:
-            """Return the prepared sources that have a held-out split; none for generated tasks."""
-            raise NotImplementedError
+            """Return the prepared sources, which may have held-out text; none for tasks."""
+            return []
 
         def source_weights(self) -> dict[str, float]:
             """Return the shares of `source_paths` in the data, by path; any positive sum."""
@@ -140,29 +141,19 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the generated task whose examples are read; None for text."""
             return None
 
+        def columns(self) -> tuple[Column, ...]:
+            """Return the columns that batches have besides tokens, positions and labels."""
+            task = self.generated_task()
+            return () if task is None else task.columns
+
         def knows_depth(self) -> bool:
             """Return whether the loader can say how many recurrent steps its windows need."""
-            return False
-
-        def most_steps(self) -> int | None:
-            """Return how many recurrent steps its deepest window may need, if that is known."""
-            return None
+            task = self.generated_task()
+            return task is not None and task.knows_depth
 
         def few_labels(self) -> bool:
             """Return whether so few tokens have a label that the readout should skip the others."""
             return False
-
-        def columns(self) -> tuple[Column, ...]:
-            """Return the columns that batches have besides tokens, positions and labels."""
-            return ()
-
-        def can_jump(self) -> bool:
-            """Return whether its windows have numbers, so that some can be jumped over."""
-            return False
-
-        def promotion(self) -> Curriculum | None:
-            """Return the curriculum that decides on the level of the task; None without."""
-            return None
 
     def __init__(
         self,
@@ -176,9 +167,10 @@ class GlobalBatchLoader(BaseDataLoader):
         tokenizer: Any = None,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
+        self._prefetch = config.prefetch
         self._accept_change = config.accept_change
+        self._few_labels = config.few_labels()
         self.columns = config.columns()
-        self._promotion = config.promotion()
         shown = dict(description)
         if self.columns:
             shown["columns"] = [column.description() for column in self.columns]
@@ -193,21 +185,33 @@ class GlobalBatchLoader(BaseDataLoader):
         self._initial_hash = hashlib.blake2b(hashed.encode(), digest_size=16).hexdigest()
         self.data_hash = self._initial_hash
         self.accepted: list[dict[str, Any]] = []
+        # Not torchdata.nodes: its Prefetcher puts a traceback into the message of an error, and
+        # its shutdown returns after half a second, while its thread still reads our files.
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
-    @abstractmethod
-    def read(self, position: Position) -> BatchesRead:
-        """Read this rank's part of a global batch, without consuming it.
+    def locate(self, window: np.ndarray) -> np.ndarray:
+        """Return the identity of each global window: uint64, shape (len(window), 3).
 
         Raises:
-            UserError: If the data ends, or a file can no longer be read.
+            UserError: If there are no such windows.
         """
+        identity = np.zeros((len(window), 3), dtype=np.uint64)
+        identity[:, 2] = window
+        return identity
+
+    @abstractmethod
+    def fill_window(self, identity: np.ndarray, window: Window) -> None:
+        """Build the window with this identity (a row of what `locate` returns)."""
+
+    def depth(self, identity: np.ndarray) -> int:
+        """Return the recurrent steps that a window needs; only for loaders that know it."""
+        raise NotImplementedError
 
     def deepest(self, windows: int) -> int:
-        """Return the recurrent steps that the deepest of the next `windows` windows needs.
-
-        The same on every rank, and nothing is consumed; only for loaders that know the depth.
-        """
-        raise NotImplementedError
+        """Return the largest depth of the next windows, over all ranks, without consuming them."""
+        identity = self.locate(self.next_windows(self.windows_consumed, windows))
+        return max(self.depth(row) for row in identity)
 
     def progress(self) -> list[SourceProgress]:
         """Return how far each source has been read; none for generated tasks."""
@@ -232,30 +236,13 @@ class GlobalBatchLoader(BaseDataLoader):
 
     @property
     def level(self) -> int:
-        """Level of the curriculum that the next window is of."""
+        """Level of the curriculum that the next window is of; 0 without one."""
         return 0
-
-    @property
-    def level_start(self) -> int:
-        """First window of that level."""
-        return 0
-
-    def promote(self) -> None:
-        """Go on to the next level of the curriculum with the next window; equal on all ranks."""
-        raise NotImplementedError
 
     @property
     def rate_start_tokens(self) -> int:
         """Tokens at which the schedule of the learning rate began; 0 unless a level restarts it."""
-        curriculum = self._promotion
-        restarts = curriculum is not None and curriculum.restart_learning_rate
-        if not restarts:
-            return 0
-        return (self.level_start - jumped_before(self.level_start, self.jumped)) * self._seq_len
-
-    def jump(self, windows: Iterable[tuple[int, int]]) -> None:
-        """Leave out ranges (first, stop) of windows from now on; equal on all ranks."""
-        self.jumped = joined([*self.jumped, *windows])
+        return 0
 
     def next_windows(self, first: int, count: int) -> np.ndarray:
         """Return the numbers of the `count` windows from `first` on that are not jumped over."""
@@ -280,14 +267,66 @@ class GlobalBatchLoader(BaseDataLoader):
                 f"{self._local_batch_size}: change one of the three"
             )
         position = Position(self.windows_consumed, global_batch_windows, self.data_hash)
-        read = self.read(position)
+        ahead = self._take_ahead()
+        if ahead is not None and ahead[0] == position:
+            read = ahead[1].result()
+        else:
+            read = self.read(position)
         numbers = self.next_windows(self.windows_consumed, global_batch_windows)
         self.windows_consumed = int(numbers[-1]) + 1
         self.data_hash = read.data_hash
+        if self._prefetch:
+            self._read_ahead(Position(self.windows_consumed, global_batch_windows, self.data_hash))
         return read.batches
 
+    def read(self, position: Position) -> BatchesRead:
+        """Read this rank's part of a global batch without consuming it.
+
+        A pure function of the position.
+
+        Raises:
+            UserError: If the data ends, or a file can no longer be read.
+        """
+        first, count, data_hash = position
+        identity = self.locate(self.next_windows(first, count))
+        by_rank = identity.reshape(-1, self._dp_world_size, self._local_batch_size, 3)
+        batches: list[Batch] = []
+        for identities in by_rank[:, self._dp_rank]:
+            batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
+            for row, window in zip(identities, windows, strict=True):
+                self.fill_window(row, window)
+            if self._few_labels:
+                inputs, labels = batch
+                inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()
+            batches.append(batch)
+        digest = bytes.fromhex(data_hash)
+        for row in identity.tolist():
+            digest = hashlib.blake2b(digest + _WINDOW_ID.pack(*row), digest_size=16).digest()
+        return BatchesRead(batches, digest.hex())
+
+    def _read_ahead(self, position: Position) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead = position, self._thread.submit(self.read, position)
+
+    def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
+        """Return what the thread was reading, once it is done: it shares its caches with us."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead[1].exception()
+        return ahead
+
     def close(self) -> None:
-        """Stop reading ahead, in loaders that do; nothing read ahead was consumed."""
+        """End the reading thread; what it has read is forgotten, and was never consumed."""
+        self._take_ahead()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
+    def jump(self, windows: Iterable[tuple[int, int]]) -> None:
+        """Leave out ranges (first, stop) of windows from now on; equal on all ranks."""
+        self._take_ahead()
+        self.jumped = joined([*self.jumped, *windows])
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield this rank's micro-batches one at a time, without end."""
@@ -340,6 +379,7 @@ class GlobalBatchLoader(BaseDataLoader):
         Raises:
             UserError: As `check_state`.
         """
+        self._take_ahead()
         changes = self.check_state(state_dict)
         if not state_dict:
             return
@@ -367,63 +407,12 @@ class GlobalBatchLoader(BaseDataLoader):
             self.data_hash = str(state_dict["data_hash"])
 
     def _restore(self, state_dict: dict[str, Any]) -> None:
-        """Take over what a subclass keeps besides the position; the data is the same."""
+        """Restore a subclass's own state; the data is the same."""
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Decide where to continue in data that is not the state's; return what to record."""
+        """Choose where to continue in other data than the state's; return the record of it."""
         return {}
 
     def _hashed_description(self) -> dict[str, Any]:
         """Return the part of the description that decides what is read."""
         return self._description
-
-
-def data_changes(saved: Fields, here: Fields) -> list[str]:
-    """Return one phrase per difference, "FIELD OLD → NEW"; none if the data is the same.
-
-    Sources are matched by their path, then by their contents: a folder that was moved is the same.
-
-    Args:
-        saved: The description in the checkpoint.
-        here: The description of this start; `sources`, if there, lists one per source.
-    """
-    changes = _field_changes(saved, here, ignored=(SOURCES,))
-    saved_sources, here_sources = saved.get(SOURCES, []), here.get(SOURCES, [])
-    matches = match_sources(saved_sources, here_sources)
-    for source, match in zip(here_sources, matches, strict=True):
-        if match is None:
-            changes.append(f"source {source['path']} is new (share {source['share']:g})")
-        elif found := _field_changes(saved_sources[match], source, ignored=("path",)):
-            changes.append(f"source {source['path']}: {', '.join(found)}")
-    changes += [
-        f"source {source['path']} is gone"
-        for index, source in enumerate(saved_sources)
-        if index not in matches
-    ]
-    known = [match for match in matches if match is not None]
-    if known != sorted(known):
-        changes.append("the sources are in another order")
-    return changes
-
-
-def match_sources(saved: Sequence[Fields], here: Sequence[Fields]) -> list[int | None]:
-    """Return for each source of `here` which one of `saved` it is, or None if it is new."""
-    matches: list[int | None] = [None] * len(here)
-    for field in ("path", "contents"):
-        for index, source in enumerate(here):
-            if matches[index] is None:
-                candidates = (
-                    number
-                    for number, known in enumerate(saved)
-                    if number not in matches and known[field] == source[field]
-                )
-                matches[index] = next(candidates, None)
-    return matches
-
-
-def _field_changes(saved: Fields, here: Fields, ignored: Sequence[str]) -> list[str]:
-    return [
-        f"{_NAMES.get(key, key)} {saved.get(key)} → {here.get(key)}"
-        for key in {**saved, **here}
-        if key not in ignored and saved.get(key) != here.get(key)
-    ]

@@ -10,8 +10,7 @@ import torch
 
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.global_windows import empty_batch
-from titan_loop.data.load.windows import CutWindows
+from titan_loop.data.load.windows import CutWindows, empty_batch
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError

@@ -13,14 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.load.batches import (
-    SOURCES,
-    Batch,
-    DataVocabulary,
-    SourceProgress,
-    match_sources,
-)
-from titan_loop.data.load.global_windows import GlobalWindowLoader
+from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader, SourceProgress
+from titan_loop.data.load.changes import SOURCES, match_sources
 from titan_loop.data.load.mixture import (
     CappedMixture,
     Exhausted,
@@ -28,7 +22,7 @@ from titan_loop.data.load.mixture import (
     parse_mixture,
     weight_shares,
 )
-from titan_loop.data.load.windows import CutWindows, PackedWindows, SourceWindows, Window
+from titan_loop.data.load.windows import Batch, CutWindows, PackedWindows, SourceWindows, Window
 from titan_loop.data.open_files import OpenFiles
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SHORT_DIGEST, SourceCard
@@ -85,7 +79,7 @@ class SourceDemand(NamedTuple):
         return self.needed_tokens / self.available_tokens
 
 
-class WindowLoader(GlobalWindowLoader):
+class WindowLoader(GlobalBatchLoader):
     """Mixes the windows of prepared sources in an order that only seed and position decide.
 
     Attributes:
@@ -99,7 +93,7 @@ class WindowLoader(GlobalWindowLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GlobalWindowLoader.Config):
+    class Config(GlobalBatchLoader.Config):
         """What to read; the window length and batch sizes come from `training`."""
 
         mixture: list[str] = field(default_factory=list)
@@ -123,10 +117,6 @@ class WindowLoader(GlobalWindowLoader):
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
-
-        def can_jump(self) -> bool:
-            """Return True."""
-            return True
 
         def source_paths(self) -> list[str]:
             """Return the folders of the mixture."""

@@ -11,8 +11,8 @@ import tyro
 from titan_loop.data.columns import Column
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.batches import DataVocabulary
-from titan_loop.data.load.global_windows import GlobalWindowLoader
+from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader
+from titan_loop.data.load.jumps import jumped_before
 from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
@@ -21,7 +21,7 @@ from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 
 
-class TaskLoader(GlobalWindowLoader):
+class TaskLoader(GlobalBatchLoader):
     """Draws a task's examples; window k is a pure function of task, seed and k.
 
     An example is a document: positions restart with it. Examples stand one after another and the
@@ -34,7 +34,7 @@ class TaskLoader(GlobalWindowLoader):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(GlobalWindowLoader.Config):
+    class Config(GlobalBatchLoader.Config):
         """The task; the window length and batch sizes come from `training`."""
 
         seed: int = 0
@@ -56,37 +56,13 @@ class TaskLoader(GlobalWindowLoader):
             task = self.task
             return DataVocabulary(task.vocab_size, task.vocab_size - 1, task.model_options)
 
-        def can_jump(self) -> bool:
-            """Return True."""
-            return True
-
-        def source_paths(self) -> list[str]:
-            """Return nothing: the task is generated."""
-            return []
-
         def generated_task(self) -> Task:
             """Return the task."""
             return self.task
 
-        def columns(self) -> tuple[Column, ...]:
-            """Return the columns that the task declares."""
-            return self.task.columns
-
         def few_labels(self) -> bool:
             """Return whether windows hold one example: padding, and often one answer."""
             return self.window == "example"
-
-        def knows_depth(self) -> bool:
-            """Return whether the task says how many steps its questions need."""
-            return self.task.knows_depth
-
-        def most_steps(self) -> int | None:
-            """Return how many steps the deepest training question may need, if that is known."""
-            return self.task.most_steps
-
-        def promotion(self) -> Curriculum | None:
-            """Return the curriculum, if it is on."""
-            return self.curriculum if self.curriculum.enabled else None
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
         task = config.task
@@ -141,8 +117,23 @@ class TaskLoader(GlobalWindowLoader):
         """First window of the level; 0 for the level the job began with."""
         return self._promotions[-1] if self._promotions else 0
 
+    @property
+    def level_tokens(self) -> int:
+        """Tokens consumed since the level began."""
+        return (self.windows_consumed - self.level_start) * self._seq_len
+
+    @property
+    def rate_start_tokens(self) -> int:
+        """Tokens at which the schedule of the learning rate began (see the base class)."""
+        if not (self._config.curriculum.enabled and self._config.curriculum.restart_learning_rate):
+            return 0
+        return (self.level_start - jumped_before(self.level_start, self.jumped)) * self._seq_len
+
     def promote(self) -> None:
-        """Go on to the next level with the next window; what was read ahead is read again."""
+        """Go on to the next level with the next window; equal on all ranks.
+
+        Windows of the old level that were read ahead are forgotten.
+        """
         assert self._config.curriculum.enabled
         assert self.level + 1 < self._config.task.levels
         self._take_ahead()

@@ -10,17 +10,22 @@ elsewhere. A packed window's contents never change.
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from titan_loop.data.columns import OWN_NAMES, Column
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.packed_index import PackedIndex
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""({"input", "positions"}, labels): int64 tensors (b, L); beside the first, declared columns."""
 
 _BLOCK = 1024  # windows located ahead: in one call, they take little more than twice one's time
 
@@ -73,6 +78,28 @@ class Window(NamedTuple):
 @lru_cache(maxsize=8)
 def _ordinals(length: int) -> np.ndarray:
     return np.arange(length)
+
+
+def empty_batch(
+    count: int, seq_len: int, columns: Sequence[Column] = ()
+) -> tuple[Batch, list[Window]]:
+    """Return a batch to be filled, and its rows as windows over the same memory."""
+    own = {name: torch.empty(count, seq_len, dtype=torch.int64) for name in OWN_NAMES}
+    named = {
+        column.name: torch.empty(
+            column.batch_shape(count, seq_len), dtype=getattr(torch, column.dtype)
+        )
+        for column in columns
+    }
+    windows = [
+        Window(
+            **{name: values.numpy()[row] for name, values in own.items()},
+            columns={name: values.numpy()[row, ...] for name, values in named.items()},
+        )
+        for row in range(count)
+    ]
+    labels = own.pop("labels")
+    return (own | named, labels), windows
 
 
 class SourceWindows(ABC):

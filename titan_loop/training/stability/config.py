@@ -82,18 +82,8 @@ class StabilityConfig:
         if self.norms_interval < 0:
             yield self._refusal("norms_interval", "is negative", "0 measures nothing")
 
-    def setting_refusals(
-        self,
-        *,
-        checkpoint: LoopCheckpointManager.Config,
-        can_jump: bool,
-    ) -> Iterator[Refusal]:
-        """Yield what a run cannot do that this asks for.
-
-        Args:
-            checkpoint: How the run saves checkpoints.
-            can_jump: Whether its loader can jump over windows.
-        """
+    def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
+        """Yield what a run cannot do that this asks for."""
         if not self.skip_spikes:
             return
         saves = checkpoint.enable and not checkpoint.load_only
@@ -111,12 +101,6 @@ class StabilityConfig:
                 f"checkpoint.keep_latest_k={kept} of checkpoints {interval} steps apart may leave "
                 f"none from before the first of the spikes within stability.window={self.window}",
                 f"keep at least {needed}, or all (0)",
-            )
-        if self.rewinds and not can_jump:
-            yield self._refusal(
-                "rewinds",
-                "needs a loader whose windows have numbers to jump over",
-                "prepare the text with titan-loop data tokenize, or set stability.rewinds=0",
             )
 
     def _refusal(self, name: str, problem: str, fix: str) -> Refusal:
