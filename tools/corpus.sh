@@ -41,7 +41,7 @@ titan_loop() {
 
 local_text() { # local_text CORPUS FLAGS...: code, prose and mathematics
     if [ ! -f "$1/text/card.json" ]; then
-        titan_loop data local-python "$1/text" "${@:2}"
+        "$VENV/bin/python" -m tools.demo.local_python "$1/text" "${@:2}"
     fi
 }
 local_tokenizer() { # local_tokenizer CORPUS
@@ -76,7 +76,7 @@ packed_source() { # packed_source CORPUS NAME WINDOW
 miniature_corpus() { # miniature_corpus CORPUS CHAT_MEGABYTES FLAGS...: all the miniature reads
     local_text "$1" "${@:3}"
     if [ ! -f "$1/text/chat/card.json" ]; then
-        titan_loop data local-chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
+        "$VENV/bin/python" -m tools.demo.local_chats "$1/text/chat" --held-out-fraction 0.1 --megabytes "$2"
     fi
     local_sources "$1"
     local_source "$1" chat --chat

@@ -35,54 +35,6 @@ class Documents:
     text_key: str = "text"
 
 
-def local_python(
-    output: str,
-    *,
-    code_megabytes: float = 12.0,
-    prose_megabytes: float = 8.0,
-    math_megabytes: float = 6.0,
-    held_out_fraction: float = 0.05,
-    at_least_megabytes: float = 0.0,
-) -> None:
-    """Build a three-domain corpus from this Python installation, without a network.
-
-    Writes OUTPUT/{code,prose,math}/{train,held_out}.jsonl.
-
-    Args:
-        output: Folder of the corpus.
-        code_megabytes: Most text of code.
-        prose_megabytes: Most text of prose.
-        math_megabytes: Most text of mathematics.
-        held_out_fraction: Share of documents held out.
-        at_least_megabytes: Fail with less text than this in total.
-    """
-    from titan_loop.demo.local_python import build_local_python_corpus
-
-    build_local_python_corpus(
-        output,
-        code_megabytes=code_megabytes,
-        prose_megabytes=prose_megabytes,
-        math_megabytes=math_megabytes,
-        held_out_fraction=held_out_fraction,
-        at_least_megabytes=at_least_megabytes,
-    )
-
-
-def local_chats(output: str, *, megabytes: float = 1.0, held_out_fraction: float = 0.05) -> None:
-    """Build chats from the docstrings of this Python installation, without a network.
-
-    Writes OUTPUT/{train,held_out}.jsonl with questions and answers, for tokenize --chat.
-
-    Args:
-        output: Folder of the chats.
-        megabytes: Most text.
-        held_out_fraction: Share of documents held out; use the value given to local-python.
-    """
-    from titan_loop.demo.local_chats import build_local_chats
-
-    build_local_chats(output, megabytes=megabytes, held_out_fraction=held_out_fraction)
-
-
 def fetch(name: str, *, output: Path, files: int | None = None) -> None:
     """Download a public data set or tokenizer from the Hugging Face Hub.
 
@@ -333,8 +285,6 @@ def _plan_stage(name: str, config: "LoopTrainer.Config") -> str:
 
 
 VERBS = {
-    "local-python": local_python,
-    "local-chats": local_chats,
     "fetch": fetch,
     "train-tokenizer": train_tokenizer,
     "import-tokenizer": import_tokenizer,

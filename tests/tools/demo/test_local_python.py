@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
 from titan_loop.errors import UserError
+from tools.demo.local_python import DOMAINS, build_local_python_corpus, docstrings
 
 SMALL = {"code_megabytes": 0.3, "prose_megabytes": 0.3, "math_megabytes": 0.3}
 

@@ -7,6 +7,8 @@
 Every file has one role, chosen by a hash of its name, so no text stands in two domains. Which files
 are taken, and which documents are held out, is a keyed hash, too: the same environment gives the
 same corpus.
+
+    python -m tools.demo.local_python OUTPUT [--code-megabytes 12 …]
 """
 
 import ast
@@ -20,14 +22,16 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import tyro
 
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
 from titan_loop.data.tasks.mano import mano_text
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
 
@@ -93,14 +97,13 @@ class DomainFiles:
 
 
 def build_local_python_corpus(
-    output: str | Path,
+    output: Annotated[str | Path, tyro.conf.Positional],
     *,
     code_megabytes: float = 12,
     prose_megabytes: float = 8,
     math_megabytes: float = 6,
     held_out_fraction: float = 0.05,
     at_least_megabytes: float = 0,
-    command: str | None = None,
 ) -> dict[str, object]:
     """Write `output/{code,prose,math}/{train,held_out}.jsonl` and `output/card.json`.
 
@@ -111,7 +114,6 @@ def build_local_python_corpus(
         math_megabytes: Size of the math, likewise.
         held_out_fraction: Share of documents in `held_out.jsonl`, in [0, 1).
         at_least_megabytes: Smallest size of all domains together, in 10**6 bytes of text.
-        command: The command line recorded in the card; default: this process's.
 
     Returns:
         The card: per domain and split documents, bytes and SHA-256, what was dropped and why, the
@@ -147,7 +149,7 @@ def build_local_python_corpus(
         )
     written: dict[str, object] = {name: _write_domain(domain) for name, domain in domains.items()}
     packages = set().union(*(domain.packages for domain in domains.values()))
-    return write_card(output, "domains", written, licences(distributions, packages), command)
+    return write_card(output, "domains", written, licences(distributions, packages))
 
 
 def write_card(
@@ -155,7 +157,6 @@ def write_card(
     parts_name: str,
     parts: dict[str, object],
     licences_used: dict[str, dict[str, str]],
-    command: str | None,
 ) -> dict[str, object]:
     """Write and return `card.json`: the parts under their name, licences, versions and command."""
     card = {
@@ -163,7 +164,7 @@ def write_card(
         parts_name: parts,
         "licences": licences_used,
         "versions": {"python": platform.python_version()},
-        "command": shlex.join(sys.argv) if command is None else command,
+        "command": shlex.join(sys.argv),
     }
     write_json(output / "card.json", card)
     return card
@@ -354,3 +355,17 @@ def _write_domain(domain: DomainFiles) -> dict[str, object]:
         ", ".join(f"{count} {reason}" for reason, count in domain.dropped.items()) or "nothing",
     )
     return {**splits, "dropped": dict(domain.dropped), "packages": sorted(domain.packages)}
+
+
+def run(build: Callable[..., object]) -> None:
+    """Call `build` with this process's command line; a mistake ends it in one line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    try:
+        tyro.cli(build)
+    except UserError as error:
+        print(f"titan-loop: error: {error}", file=sys.stderr)
+        raise SystemExit(exit_code(error)) from error
+
+
+if __name__ == "__main__":
+    run(build_local_python_corpus)

@@ -4,8 +4,10 @@
     assistant: Convert data to floats and compute the arithmetic mean.
 
 One chat in `_ONE_IN` is a Mano expression and its value. A file's chats are in the split in which
-`titan_loop.demo.local_python` puts the document it makes of the file: text that is held out there
-is held out here.
+`tools.demo.local_python` puts the document it makes of the file: text that is held out there is
+held out here.
+
+    python -m tools.demo.local_chats OUTPUT [--megabytes 1 …]
 """
 
 import ast
@@ -16,23 +18,26 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import tyro
 
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.demo.local_python import (
+from titan_loop.errors import UserError
+from titan_loop.storage.local_path import require_local
+from tools.demo.local_python import (
     TextFile,
     document_identity,
     installed_distributions,
     licences,
     make_folder,
     python_files,
+    run,
     split_of,
     write_card,
     write_lines,
 )
-from titan_loop.errors import UserError
-from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +60,10 @@ class Chat(NamedTuple):
 
 
 def build_local_chats(
-    output: str | Path,
+    output: Annotated[str | Path, tyro.conf.Positional],
     *,
     megabytes: float = 1.0,
     held_out_fraction: float = 0.05,
-    command: str | None = None,
 ) -> dict[str, object]:
     """Write `output/{train,held_out}.jsonl` of questions and answers, and `output/card.json`.
 
@@ -67,7 +71,6 @@ def build_local_chats(
         output: The folder; made if missing. Earlier chats are replaced.
         megabytes: Size in 10**6 bytes of questions and answers; less if the installation has less.
         held_out_fraction: As for the corpus of `local_python`, to hold out the same files.
-        command: The command line recorded in the card; default: this process's.
 
     Returns:
         The card: per split chats, bytes and SHA-256, and the licence of every package used.
@@ -92,7 +95,7 @@ def build_local_chats(
             chats.add(file.package, split, chat)
             if chats.count % _ONE_IN == _ONE_IN - 1:
                 chats.add("mano", *_mano_chat(chats.count))
-    return _write(output, chats, licences(distributions, chats.packages), command)
+    return _write(output, chats, licences(distributions, chats.packages))
 
 
 class _Chats:
@@ -184,7 +187,7 @@ def _size(chat: Chat) -> int:
 
 
 def _write(
-    output: Path, chats: _Chats, licences_used: dict[str, dict[str, str]], command: str | None
+    output: Path, chats: _Chats, licences_used: dict[str, dict[str, str]]
 ) -> dict[str, object]:
     try:
         splits: dict[str, object] = {
@@ -195,7 +198,7 @@ def _write(
             }
             for split, lines in chats.lines.items()
         }
-        card = write_card(output, "splits", splits, licences_used, command)
+        card = write_card(output, "splits", splits, licences_used)
     except OSError as error:
         raise UserError(f"output {output} cannot be written ({error.strerror})") from error
     for split, lines in chats.lines.items():
@@ -203,3 +206,7 @@ def _write(
             "%s/%s: %d chats, %d bytes of text", output, split, len(lines), chats.text_bytes[split]
         )
     return card
+
+
+if __name__ == "__main__":
+    run(build_local_chats)

@@ -1,1 +1,0 @@
-"""Corpora built from the Python installation itself, for the quick start and the tests."""
