@@ -1,13 +1,17 @@
-"""One small checkpoint as stock DCP writes it, ways to change it, and code that must not run."""
+"""One small checkpoint, ways to change it, and code that must not run."""
 
+import hashlib
+import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from titan_loop.checkpoint.manifest import TABLE
+from titan_loop.checkpoint.tensor_table import TableWriter
 
 
 class Payload:
@@ -43,11 +47,20 @@ def zeros() -> dict[str, Any]:
     return empty(state())
 
 
-def rewrite(checkpoint: Path, change: Callable[[dcp.Metadata], None]) -> None:
-    path = checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
+def write(checkpoint: Path, content: dict[str, Any] | None = None) -> Path:
+    """Write the small state, or other content, without a manifest."""
+    content = state() if content is None else content
+    save(content, storage_writer=TableWriter(checkpoint), no_dist=True)
+    return checkpoint
+
+
+def rewrite(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the entries of the table, as an attacker would: with a hash that fits."""
+    path = checkpoint / TABLE
+    entries = json.loads(path.read_text())["entries"]
+    change(entries)
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, "entries": entries}))
 
 
 def assert_one_line(error: BaseException, *parts: str) -> None:

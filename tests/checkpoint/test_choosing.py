@@ -24,7 +24,7 @@ TRAINER = {"step": 1, "tokens": 8, "recurrent_steps": 4, "architecture": {}}
 def committed(folder: Path, step: int) -> Path:
     checkpoint = folder / f"step-{step}"
     checkpoint.mkdir(parents=True)
-    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+    for name in (".metadata", "tensors.json", "__0_0.distcp", "__1_0.distcp"):
         (checkpoint / name).write_bytes(f"{name} of step {step}".encode() * 100)
     content = {"step": step, "trainer": TRAINER, "data": {}, "lineage": {}}
     write_manifest(checkpoint, {**content, "files": file_records(checkpoint)})
@@ -315,4 +315,5 @@ def test_an_unfinished_older_save_is_not_worth_a_warning(tmp_path, caplog):
 def test_the_manifest_comes_back_as_it_was_written(tmp_path):
     manifest = read_manifest(committed(tmp_path, 2))
     assert manifest["step"] == 2
-    assert manifest["files"].keys() == {"__0_0.distcp", "__1_0.distcp", ".metadata"}
+    files = {"__0_0.distcp", "__1_0.distcp", ".metadata", "tensors.json"}
+    assert manifest["files"].keys() == files

@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.checkpoint.small_checkpoint import Payload, assert_one_line, rewrite, state, zeros
+from tests.checkpoint.small_checkpoint import assert_one_line, rewrite, state, write, zeros
 from titan_loop.checkpoint.loading import KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import DamagedCheckpointError
+from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.errors import UserError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -33,9 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    path = tmp_path / "step-1"
-    save(state(), checkpoint_id=path, no_dist=True)
-    return path
+    return write(tmp_path / "step-1")
 
 
 def test_whatever_dcp_writes_is_read_back(checkpoint):
@@ -131,7 +130,7 @@ def full(value: Any) -> Any:
 
 def save_sharded(checkpoint: Path) -> dict[str, Any]:
     content = sharded_state()
-    save(content, checkpoint_id=checkpoint)
+    save(content, storage_writer=TableWriter(checkpoint))
     return full(content)
 
 
@@ -169,8 +168,7 @@ def test_all_ranks_refuse_together(gloo_pool, tmp_path):
     assert all("__3_0.distcp" in text for _, text in kinds), kinds
     shard.write_bytes(whole)
 
-    marker = tmp_path / "ran"
-    rewrite(checkpoint, lambda metadata: setattr(metadata, "planner_data", Payload(marker)))
+    rewrite(checkpoint, lambda entries: entries["0.weight"]["chunks"].pop())
     kinds = pool.run(load_on_all_ranks, checkpoint)
-    assert {kind for kind, _ in kinds} == {"UserError"}
-    assert not marker.exists()
+    assert {kind for kind, _ in kinds} == {"DamagedCheckpointError"}
+    assert all("0.weight is incomplete" in text for _, text in kinds), kinds

@@ -152,8 +152,10 @@ def test_a_finished_run_whose_last_checkpoint_is_truncated_is_finished_again(
 
 def test_with_every_checkpoint_damaged_nothing_starts(source, tmp_path):
     checkpoints = train(source, tmp_path / "run", steps=2)
-    flip_a_bit(checkpoints / "step-2" / ".metadata")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*\.metadata has another"):
+    flip_a_bit(checkpoints / "step-2" / "tensors.json")
+    with pytest.raises(
+        UserError, match=r"no checkpoint in .* is usable .*tensors\.json has another"
+    ):
         train(source, tmp_path / "run")
     assert committed_steps(checkpoints) == [2]
 

@@ -174,7 +174,7 @@ def resume(folder: Path, damage: str) -> tuple[Any, ...]:
     return result
 
 
-@pytest.mark.parametrize("damage", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("damage", ["__0_0.distcp", "tensors.json", "manifest.json"])
 def test_all_ranks_fall_back_to_the_same_checkpoint(gloo_pool, tmp_path, damage):
     for result in gloo_pool(2).run(resume, tmp_path, damage):
         assert result == (True, 2, 2.0)

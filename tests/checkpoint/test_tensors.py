@@ -25,6 +25,7 @@ from titan_loop.checkpoint.manifest import (
     write_manifest,
 )
 from titan_loop.checkpoint.model import load_model
+from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -242,7 +243,7 @@ def save_on_ranks(checkpoint: Path) -> None:
         "uneven": distribute_tensor(uneven, mesh, [Replicate(), Shard(0)]),
         "same": distribute_tensor(w, mesh, [Replicate(), Replicate()]),
     }
-    save(state, checkpoint_id=checkpoint)
+    save(state, storage_writer=TableWriter(checkpoint))
     if torch.distributed.get_rank() == 0:
         write_manifest(checkpoint, {**CONTENT, "files": file_records(checkpoint)})
 

@@ -121,13 +121,13 @@ def test_verify_names_every_fault(checkpoints, call):
     assert "step-8: unfinished" in answer.out
     assert "4 looked at, 0 damaged" in answer.out
     flip_a_bit(checkpoints / "step-2" / "__0_0.distcp")
-    (checkpoints / "step-2" / ".metadata").unlink()
+    (checkpoints / "step-2" / "tensors.json").unlink()
     (checkpoints / "step-4" / "manifest.json").write_text("{ torn")
     answer = call("verify", checkpoints.parent)
     assert answer.code == 1
     assert "4 looked at, 2 damaged" in answer.out
     line = next(line for line in answer.out.splitlines() if line.startswith("step-2: damaged"))
-    assert ".metadata is missing" in line
+    assert "tensors.json is missing" in line
     assert "__0_0.distcp has another SHA-256" in line
     assert call("verify", checkpoints / "step-6").code == 0
     assert call("verify", checkpoints / "step-4").code == 1

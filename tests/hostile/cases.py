@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.hostile import spoiling
 from tests.hostile.spoiling import Spoil
-from titan_loop.checkpoint.manifest import MANIFEST, file_records, write_manifest
+from titan_loop.checkpoint.manifest import MANIFEST, TABLE, file_records, write_manifest
 
 _RECIPE = "tests.hostile.whole:recipe"
 _NEWEST = "run/checkpoints/step-4"
@@ -156,6 +156,7 @@ TARGETS = (
         spoiling.JSON_FILE,
         ("checkpoint ls", "checkpoint verify", "checkpoint diff", "train"),
     ),
+    Target("tensors.json", f"{_NEWEST}/{TABLE}", spoiling.TABLE, _OF_CHECKPOINTS),
     Target(".metadata", f"{_NEWEST}/.metadata", spoiling.METADATA, _OF_CHECKPOINTS),
     Target("shard of a checkpoint", f"{_NEWEST}/*.distcp", spoiling.SHARD, _OF_CHECKPOINTS),
     Target(

@@ -4,6 +4,7 @@ Every function changes one path and draws what it needs from `random.Random`, so
 seed.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -275,6 +276,10 @@ def _shared(count: int) -> bytes:
     return b"".join(b"q" + bytes([n]) + b"h" + bytes([n]) + b"\x86" for n in range(count))
 
 
+OVERWHELMING = ("nested key", "shared key")
+"""Pickles that crash or hang torch.load(weights_only=True), too; see SECURITY.md."""
+
+
 def programs() -> dict[str, bytes]:
     """Return pickles that execute, crash, hang or fill the memory where nobody looks first."""
     marker = os.environ[MARKER_VARIABLE].encode()
@@ -309,67 +314,57 @@ def _pickled(path: Path, rng: random.Random) -> None:
     path.write_bytes(rng.choice(list(programs().values())))
 
 
-def _changed_metadata(path: Path, rng: random.Random) -> None:
-    """Change what DCP's records say; the pickle stays one that DCP could have written."""
-    import torch
+def _rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the entries of a checkpoint's table, with a hash that fits."""
+    entries = json.loads(path.read_text())["entries"]
+    change(entries)
+    digest = hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest, "entries": entries}))
 
-    metadata = pickle.loads(path.read_bytes())
-    key = rng.choice(
-        [k for k, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")]
-    )
-    entry = metadata.state_dict_metadata[key]
-    index = rng.choice(list(metadata.storage_data))
-    info = metadata.storage_data[index]
-    shape = torch.Size(rng.choice(([10**13], [-1, 4], [2**40, 2**40], [0], [1] * 70, [7, 7])))
 
-    def resize() -> None:
-        entry.size = shape
-        entry.chunks[0].sizes = shape
+def _changed_table(path: Path, rng: random.Random) -> None:
+    shape = rng.choice(([10**13], [-1, 4], [2**40, 2**40], [0], [1] * 70, [7, 7], ["a", 1 << 33]))
+    odd = rng.choice((-1, 1 << 62, 1, None, "x", "../x.distcp", "/dev/zero", "", 5, [], {}))
 
-    def rename() -> None:
+    def change(entries: dict[str, Any]) -> None:
+        key = rng.choice([key for key, entry in entries.items() if "chunks" in entry])
+        entry = entries[key]
         name = rng.choice(("x", "\x1b[31m", "model." * 10_000, "optimizer.state.x"))
-        metadata.state_dict_metadata[name] = metadata.state_dict_metadata.pop(key)
+        changes: list[Callable[[], object]] = [
+            lambda: entry.update(shape=shape),
+            lambda: entry["chunks"][0].__setitem__(rng.randrange(2), shape),
+            lambda: entry["chunks"][0].__setitem__(rng.randrange(5), odd),
+            lambda: entry.update(dtype=rng.choice(("int8", "complex128", "nn", None))),
+            lambda: entry.update(chunks=rng.choice(([], None, [entry], entry["chunks"] * 1000))),
+            lambda: entries.update({name: entries.pop(key)}),
+            lambda: entries.update({key: odd}),
+        ]
+        rng.choice(changes)()
 
-    changes: list[Callable[[], object]] = [
-        resize,
-        rename,
-        lambda: setattr(entry, "size", ("a", 1 << 33)),
-        lambda: setattr(entry.chunks[0], "offsets", shape),
-        lambda: setattr(
-            entry.properties, "dtype", rng.choice((torch.int8, torch.complex128, None))
-        ),
-        lambda: setattr(entry, "chunks", rng.choice(([], None, [entry], entry.chunks * 1000))),
-        lambda: setattr(info, "offset", rng.choice((-1, 1 << 62, 1, None, "x"))),
-        lambda: setattr(info, "length", rng.choice((-1, 1 << 62, 0, 1, None))),
-        lambda: setattr(
-            info, "relative_path", rng.choice(("../x.distcp", "/dev/zero", "", ".", 5))
-        ),
-        lambda: setattr(metadata, "storage_data", rng.choice(({}, None, [], {1: 2}))),
-        lambda: setattr(metadata, "state_dict_metadata", rng.choice(({}, None, [1], {1: 2}))),
-        lambda: setattr(metadata, "planner_data", Payload()),
-    ]
-    rng.choice(changes)()
-    path.write_bytes(pickle.dumps(metadata))
+    _rewritten(path, change)
 
 
-METADATA = {**ANY_FILE, "a crafted pickle": _pickled, "other records": _changed_metadata}
+METADATA = {**ANY_FILE, "a crafted pickle": _pickled}
+TABLE = {**JSON_FILE, "other entries": _changed_table}
 
 
 def _hidden_entry(path: Path, rng: random.Random) -> None:
-    """Put an archive with another pickle where the first entry of a shard begins."""
+    """Put an archive with another pickle where the first chunk of a tensor lies."""
     import torch
 
     content = bytearray(path.read_bytes())
-    program = rng.choice(list(programs().values()))
+    program = rng.choice([made for name, made in programs().items() if name not in OVERWHELMING])
     out = io.BytesIO()
     archive = torch._C.PyTorchFileWriter(out)
     archive.write_record("data.pkl", program, len(program))
     archive.write_end_of_file()
-    metadata = pickle.loads(path.with_name(".metadata").read_bytes())
-    info = rng.choice(list(metadata.storage_data.values()))
     made = out.getvalue()
-    info.offset, info.length = len(content), len(made)
-    path.with_name(".metadata").write_bytes(pickle.dumps(metadata))
+
+    def change(entries: dict[str, Any]) -> None:
+        entry = rng.choice([entry for entry in entries.values() if "chunks" in entry])
+        entry["chunks"][0][3:] = [len(content), len(made)]
+
+    _rewritten(path.with_name("tensors.json"), change)
     path.write_bytes(bytes(content) + made)
 
 

@@ -119,7 +119,7 @@ def assert_right_or_refused(read: Callable[[], None], name: str) -> None:
     assert not problem or (name in problem and "\n" not in problem)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.json", "__0_0.distcp"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, spoiled, caplog, name):
     @EXAMPLES
     @given(damages())
@@ -143,9 +143,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run, spoiled, caplog
     check()
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["tensors.json", "__0_0.distcp"])
 def test_damage_below_the_hashes_is_refused_by_name(run, spoiled, name):
-    """Read without looking at hashes: never a crash; in `.metadata`, never another tensor."""
+    """Read without looking at hashes: never a crash; in the table, never another tensor."""
 
     @EXAMPLES
     @given(damages())

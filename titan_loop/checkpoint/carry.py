@@ -15,7 +15,7 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
 from titan_loop.checkpoint.retention import CHECKPOINTS, is_committed, step_folder
-from titan_loop.checkpoint.safe_reading import read_metadata
+from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
 from titan_loop.errors import UserError, nearest, seen_from
 
@@ -86,7 +86,7 @@ class Carry:
 
 def has_moments(checkpoint: Path) -> bool:
     """Return whether a checkpoint holds the optimiser's state; an imported one does not."""
-    keys = read_metadata(checkpoint).state_dict_metadata
+    keys = read_table(checkpoint).state_dict_metadata
     return any(key.startswith(OPTIMIZER_PREFIX) for key in keys)
 
 

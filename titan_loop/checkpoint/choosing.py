@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titan_loop.checkpoint.best import BEST, newest_best_step
 from titan_loop.checkpoint.manifest import (
     MANIFEST,
+    TABLE,
     DamagedCheckpointError,
     FileRecord,
     find_damage,
@@ -279,16 +280,16 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
     Args:
         checkpoint: Its folder.
         manifest: Its commit record.
-        hashes: Whether to read the files, DCP's metadata among them; else sizes only.
+        hashes: Whether to read the files, the table of entries among them; else sizes only.
     """
     wrong_step = _wrong_step(checkpoint, manifest)
     faults = [wrong_step] if wrong_step else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
-    if hashes:
-        from titan_loop.checkpoint.safe_reading import read_metadata  # imports torch
+    if hashes and (checkpoint / TABLE).exists():  # an older version wrote none
+        from titan_loop.checkpoint.tensor_table import read_table  # imports torch
 
         try:
-            stored = read_metadata(checkpoint).storage_data
+            stored = read_table(checkpoint).storage_data
             unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
             faults += [f"{name} is read from, but not in {MANIFEST}" for name in sorted(unknown)]
         except UserError as error:

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from titan_loop.checkpoint.safe_reading import (
     PlainLoadPlanner,
     SafeFileSystemReader,
-    read_metadata,
     root_cause,
 )
+from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero
 
@@ -84,7 +84,7 @@ def load_checkpoint(
         DamagedCheckpointError: On every rank: a file is missing, truncated or garbled.
     """
     # Not left to DCP: it would swallow what is wrong, and look for metadata of single ranks.
-    metadata = from_rank_zero(group, lambda: read_metadata(checkpoint))
+    metadata = from_rank_zero(group, lambda: read_table(checkpoint))
     planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
     reader = SafeFileSystemReader(checkpoint, metadata)
     try:

@@ -1,6 +1,7 @@
 """Saves, keeps, chooses and loads a run's checkpoints, which count only with their manifest.
 
-    step-N/__r_0.distcp, .metadata   DCP: model and optimiser, resharded on load
+    step-N/__r_0.distcp              DCP: model and optimiser, resharded on load
+    step-N/tensors.json, .metadata   which tensor lies where; the second for torch's tools alone
     step-N/manifest.json             written last, by rank 0: the commit record
     step-N/tags.json                 names given by hand; a named checkpoint is kept for ever
 

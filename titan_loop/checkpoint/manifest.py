@@ -33,6 +33,10 @@ from titan_loop.storage.transient import ShortReadError, retried, unreadable
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 METADATA = ".metadata"
+"""DCP's own table of entries, a pickle: written for torch's tools, never read."""
+
+TABLE = "tensors.json"
+"""Table of entries that is read instead, see `tensor_table.py`."""
 
 
 class DamagedCheckpointError(UserError):
@@ -122,9 +126,9 @@ def reference(checkpoint: Path) -> Reference:
 
 
 def rank_files(checkpoint: Path, rank: int) -> list[str]:
-    """Return the names of the files a rank wrote; rank 0 wrote DCP's metadata, too."""
+    """Return the names of the files a rank wrote; rank 0 wrote the tables of entries, too."""
     names = sorted(path.name for path in checkpoint.glob(f"__{rank}_*.distcp"))
-    return [*names, METADATA] if rank == 0 else names
+    return [*names, METADATA, TABLE] if rank == 0 else names
 
 
 def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
@@ -138,7 +142,8 @@ def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[s
         OSError: A file cannot be read.
     """
     if names is None:
-        names = sorted([path.name for path in checkpoint.glob("*.distcp")] + [METADATA])
+        names = sorted(path.name for path in checkpoint.glob("*.distcp"))
+        names += [METADATA, TABLE]
     return {name: _record(checkpoint / name) for name in names}
 
 

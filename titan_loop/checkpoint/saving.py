@@ -31,6 +31,7 @@ from titan_loop.checkpoint.manifest import (
 )
 from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.safe_reading import root_cause
+from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.ranks import try_on_all
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def _attempt(
 
     def write() -> dict[str, FileRecord]:
         try:
-            save(tensors, checkpoint_id=str(checkpoint), process_group=group)
+            writer = TableWriter(checkpoint)
+            save(tensors, checkpoint_id=checkpoint, storage_writer=writer, process_group=group)
         except CheckpointException as error:
             raise root_cause(error) from error
         return file_records(checkpoint, rank_files(checkpoint, rank))

@@ -46,9 +46,9 @@ from titan_loop.checkpoint.retention import discard, is_committed
 from titan_loop.checkpoint.safe_reading import (
     PlainLoadPlanner,
     SafeFileSystemReader,
-    read_metadata,
     root_cause,
 )
+from titan_loop.checkpoint.tensor_table import TableWriter, read_table
 from titan_loop.errors import UserError, nearest
 
 
@@ -80,7 +80,7 @@ class CheckpointReader:
             damage = find_damage(checkpoint, self.manifest["files"], hashes=look_at == "hashes")
             if damage:
                 raise DamagedCheckpointError(checkpoint, "; ".join(damage.values()))
-        self.metadata: Metadata = read_metadata(checkpoint)
+        self.metadata: Metadata = read_table(checkpoint)
         self._files = SafeFileSystemReader(checkpoint, self.metadata)
         keys = self.metadata.state_dict_metadata if ema else {}
         self._averages = {
@@ -229,7 +229,7 @@ class _LazyPlanner(DefaultSavePlanner):
         return tensor
 
 
-class _OneByOneWriter(filesystem.FileSystemWriter):
+class _OneByOneWriter(TableWriter):
     """DCP's writer of a folder, with one tensor in memory at a time.
 
     Torch 2.13's own writer keeps every tensor until its file is complete, although only its

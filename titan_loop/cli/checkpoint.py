@@ -1,4 +1,4 @@
-"""`titan-loop checkpoint VERB`: list, check, compare, name, delete and merge checkpoints."""
+"""`titan-loop checkpoint VERB`: list, check, compare, name, delete, merge, convert checkpoints."""
 
 import sys
 from pathlib import Path
@@ -163,6 +163,20 @@ def merge(checkpoints: tuple[Path, ...], *, output: Path, weights: tuple[float, 
     print(merge_runs(checkpoints, output, weights, sys.argv))
 
 
+def convert(checkpoints: tuple[Path, ...]) -> None:
+    """Let this version read checkpoints that an older one wrote.
+
+    Their table of tensors is a pickle, from which tensors.json is written; nothing in it is run.
+
+    Args:
+        checkpoints: Folders step-N, or runs for all of theirs.
+    """
+    from titan_loop.runs.run_checkpoints import convert_checkpoints
+
+    for path, changed in convert_checkpoints(checkpoints):
+        print(f"{path}: {'converted' if changed else 'needs no conversion'}")
+
+
 def _state(checkpoint: "ListedCheckpoint") -> str:
     aside = "" if checkpoint.path.name.startswith("step-") else " (set aside)"
     if checkpoint.faults:
@@ -188,5 +202,6 @@ run = group(
         "tag": tag,
         "consolidate": consolidate,
         "merge": merge,
+        "convert": convert,
     },
 )

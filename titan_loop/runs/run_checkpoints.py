@@ -11,8 +11,12 @@ from titan_loop.checkpoint.choosing import (
     look_at,
     why_not_delete,
 )
-from titan_loop.checkpoint.manifest import METADATA
-from titan_loop.checkpoint.retention import discard, is_committed
+from titan_loop.checkpoint.retention import (
+    committed_steps,
+    discard,
+    is_committed,
+    step_folder,
+)
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -49,9 +53,32 @@ def verified(path: Path) -> list[ListedCheckpoint]:
     Raises:
         UserError: As `checkpoints_folder`.
     """
-    if is_committed(path) or (path / METADATA).exists():
+    if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
+
+
+def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Give checkpoints of older versions their table of entries.
+
+    Args:
+        paths: Checkpoints, or runs, which stand for all of theirs.
+
+    Yields:
+        Each checkpoint, and whether it had no table.
+
+    Raises:
+        UserError: A path is neither a run nor a committed checkpoint, or one is damaged.
+    """
+    from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
+
+    for path in paths:
+        folders = [path]
+        if not is_committed(path):
+            folder = checkpoints_folder(path)[0]
+            folders = [step_folder(folder, step) for step in committed_steps(folder)]
+        for checkpoint in folders:
+            yield checkpoint, convert_checkpoint(checkpoint)
 
 
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:

@@ -1,0 +1,215 @@
+"""The table of a checkpoint's entries, `tensors.json`: which part of which tensor lies where.
+
+    {"sha256": …, "entries": {key: entry}}
+      tensor    {"dtype": "float32", "shape": […], "chunks": [chunk, …]}
+      chunk     [offsets, sizes, file, start, bytes]
+      object    {"place": [file, start, bytes]}
+
+DCP itself keeps this table in `.metadata`, a pickle, which runs code where it is read. DCP's writer
+still writes that file, for torch's own tools; nothing here reads it except `convert_checkpoint`,
+for checkpoints of versions that wrote no table.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.storage import WriteResult
+
+from titan_loop.checkpoint.manifest import (
+    METADATA,
+    TABLE,
+    DamagedCheckpointError,
+    find_damage,
+    read_manifest,
+)
+from titan_loop.checkpoint.retention import CHECKPOINTS
+from titan_loop.errors import UserError, first_line
+from titan_loop.storage.file_names import require_file_name
+from titan_loop.storage.json_files import count, write_text
+from titan_loop.storage.regular_file import DamagedFileError, read_regular
+from titan_loop.storage.transient import unreadable
+
+_MOST_BYTES = 1 << 30  # about 60 bytes per tensor and rank are usual
+_MOST_DIMENSIONS = 64  # as many as torch has
+
+
+class TableWriter(filesystem.FileSystemWriter):
+    """DCP's writer of a folder; on the coordinator it writes the table, too."""
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write `.metadata` and the table, from what all ranks wrote."""
+        super().finish(metadata, results)
+        _write(Path(self.path), metadata)
+
+
+def read_table(checkpoint: Path) -> dcp.Metadata:
+    """Return DCP's description of a checkpoint, made from its table.
+
+    Every tensor is tiled by its chunks and not larger than the bytes stored of it, so that it can
+    be allocated; every file is in the checkpoint's folder.
+
+    Raises:
+        UserError: An older version wrote the checkpoint, without a table; or the table names files
+            outside the checkpoint.
+        DamagedCheckpointError: The table is missing, truncated or garbled.
+    """
+    path = checkpoint / TABLE
+    try:
+        content = read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES)
+        table = json.loads(content)
+        if table["sha256"] != _digest(table["entries"]):
+            raise ValueError("it has another SHA-256 than when it was written")
+        return _parsed(table["entries"], path)
+    except DamagedFileError as error:
+        raise DamagedCheckpointError(path, error.reason) from error
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        if (checkpoint / METADATA).exists():
+            in_run = checkpoint.parent.name == CHECKPOINTS
+            raise UserError(
+                f"{checkpoint} is of an older version, without {TABLE}; convert it once: "
+                f"titan-loop checkpoint convert {checkpoint.parent.parent if in_run else checkpoint}"
+            ) from error
+        raise DamagedCheckpointError(path, "it is missing") from error
+    except OSError as error:
+        raise unreadable(path, error, "check its disk and permissions") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(path, f"not a table ({first_line(error)})") from error
+    except RecursionError as error:
+        raise DamagedCheckpointError(path, "nested too deeply") from error
+
+
+def convert_checkpoint(checkpoint: Path) -> bool:
+    """Give a checkpoint of an older version its table; return False if it has one already.
+
+    Its other files, and with its manifest its identity, stay as they are.
+
+    Raises:
+        UserError: The folder is not a committed checkpoint, or cannot be written.
+        DamagedCheckpointError: `.metadata` is missing, altered or not DCP's.
+    """
+    files = read_manifest(checkpoint)["files"]
+    if (checkpoint / TABLE).exists():
+        return False
+    path = checkpoint / METADATA
+    for phrase in find_damage(checkpoint, {METADATA: files[METADATA]}).values():
+        raise DamagedCheckpointError(checkpoint, phrase)
+    content = read_regular(path, fix="use another checkpoint", most_bytes=_MOST_BYTES)
+    try:
+        _write(checkpoint, _InertUnpickler(io.BytesIO(content)).load())
+        read_table(checkpoint)
+    except Exception as error:
+        (checkpoint / TABLE).unlink(missing_ok=True)
+        if isinstance(error, (OSError, UserError)):
+            raise
+        # Garbled bytes make a pickle fail in any way.
+        raise DamagedCheckpointError(path, f"not DCP's metadata ({first_line(error)})") from error
+    return True
+
+
+class _Inert:
+    """Stands for every object in a pickle: it keeps its fields and does nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        # The state of TensorProperties is a tuple, which begins with the dtype.
+        vars(self).update(state if isinstance(state, dict) else {"dtype": state[0]})
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Imports nothing and calls nothing, whatever a pickle names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = vars(torch).get(name) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) or found is torch.Size else _Inert
+
+
+def _write(checkpoint: Path, metadata: Any) -> None:
+    """Write the table of DCP's metadata, or of inert objects with its fields."""
+    stored = {
+        (index.fqn, vars(index).get("offset")): [info.relative_path, info.offset, info.length]
+        for index, info in metadata.storage_data.items()
+    }
+    entries: dict[str, Any] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if "chunks" not in vars(entry):
+            entries[key] = {"place": stored[key, None]}
+            continue
+        entries[key] = {
+            "dtype": str(entry.properties.dtype).removeprefix("torch."),
+            "shape": entry.size,
+            "chunks": [
+                [chunk.offsets, chunk.sizes, *stored[key, chunk.offsets]] for chunk in entry.chunks
+            ],
+        }
+    table = {"sha256": _digest(entries), "entries": entries}
+    write_text(checkpoint / TABLE, json.dumps(table, separators=(",", ":")))
+
+
+def _digest(entries: Any) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _parsed(entries: dict[str, Any], path: Path) -> dcp.Metadata:
+    """Return DCP's records; raise anything but a `RuntimeError` if an entry cannot be true."""
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    stored: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
+    for key, entry in entries.items():
+        if not key.isprintable():
+            raise ValueError("the name of an entry is not printable text")
+        if "place" in entry:
+            described[key] = dcp.BytesStorageMetadata()
+            stored[dcp.MetadataIndex(key)] = filesystem._StorageInfo(*entry["place"])
+            continue
+        dtype, shape = vars(torch)[entry["dtype"]], _shape(entry["shape"])
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{entry['dtype']} is not a type of tensors")
+        chunks: list[dcp.ChunkStorageMetadata] = []
+        for offsets, sizes, *place in entry["chunks"]:
+            chunk = dcp.ChunkStorageMetadata(_shape(offsets), _shape(sizes))
+            info = stored[dcp.MetadataIndex(key, chunk.offsets)] = filesystem._StorageInfo(*place)
+            if prod(chunk.sizes) * dtype.itemsize > info.length or any(
+                offset + size > whole
+                for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            ):
+                raise ValueError(f"{key} is larger than what is stored of it")
+            chunks.append(chunk)
+        distinct = len({chunk.offsets for chunk in chunks}) == len(chunks)
+        if not distinct or sum(prod(chunk.sizes) for chunk in chunks) != prod(shape):
+            raise ValueError(f"{key} is incomplete")
+        properties = dcp.TensorProperties(dtype=dtype)
+        described[key] = dcp.TensorStorageMetadata(properties, shape, chunks)
+    _check_places(stored.values(), path)
+    return dcp.Metadata(described, storage_data=stored)
+
+
+def _shape(value: list[Any]) -> torch.Size:
+    if len(value) > _MOST_DIMENSIONS:
+        raise ValueError(f"{len(value)} dimensions")
+    return torch.Size(count(size) for size in value)
+
+
+def _check_places(places: Iterable[filesystem._StorageInfo], path: Path) -> None:
+    """Raise unless every entry lies in a file of the checkpoint, before that file's end."""
+    ends: dict[str, int] = {}
+    for place in places:
+        name = require_file_name(place.relative_path, path)
+        if not name.endswith(filesystem.DEFAULT_SUFFIX):
+            raise ValueError(f"{name} holds no tensors")
+        ends[name] = max(ends.get(name, 0), count(place.offset) + count(place.length))
+    for name, end in ends.items():
+        file = path.with_name(name)
+        if file.exists() and end > (size := file.stat().st_size):  # readers name a missing one
+            raise ValueError(f"{name} has {size} bytes, entries up to {end}")
