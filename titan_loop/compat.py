@@ -36,6 +36,7 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.tools.logging import logger as titan_logger
 
 from titan_loop.errors import UserError
+from titan_loop.launcher import is_in_step, slurm_task
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -332,22 +333,17 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
     Raises:
         UserError: A variable that the launcher should have set is missing.
     """
-    # A batch script or an salloc shell has SLURM_NTASKS, too; only srun's tasks have a step.
-    in_step = "SLURM_STEP_ID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1
-    if "RANK" not in environment and in_step:
+    task = slurm_task(environment) if is_in_step(environment) else None
+    if "RANK" not in environment and task is not None:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in environment:
                 raise UserError(
                     f"{name} is not set: under srun export the first node's name as MASTER_ADDR "
                     "and a free port as MASTER_PORT"
                 )
-        environment["RANK"] = environment["SLURM_PROCID"]
-        environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
-        environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-        tasks_here = environment.get("SLURM_NTASKS_PER_NODE") or environment.get(
-            "SLURM_TASKS_PER_NODE", "1"
-        )
-        environment["LOCAL_WORLD_SIZE"] = tasks_here.split("(")[0].split(",")[0]
+        environment["RANK"], environment["WORLD_SIZE"] = str(task.rank), str(task.world_size)
+        environment["LOCAL_RANK"] = str(task.local_rank)
+        environment["LOCAL_WORLD_SIZE"] = str(task.local_world_size)
     for name in ("WORLD_SIZE", "LOCAL_RANK") if "RANK" in environment else ():
         if name not in environment:
             raise UserError(f"RANK is set but {name} is not; start with torchrun, or set both")

@@ -27,6 +27,7 @@ from titan_loop.errors import (
     exit_code,
     nearest,
 )
+from titan_loop.launcher import slurm_job
 from titan_loop.runs.exit_reports import report_exit
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -123,7 +124,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _trace_fault_of_the_machine(error: Exception) -> None:
     """Leave in a job's log where a rank was when a disk failed, before the one line."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
-    if (several or "SLURM_JOB_ID" in os.environ) and exit_code(error) == EXIT_CRASH:
+    if (several or slurm_job()) and exit_code(error) == EXIT_CRASH:
         traceback.print_exception(error)
 
 

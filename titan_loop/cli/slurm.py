@@ -1,6 +1,5 @@
 """`titan-loop slurm VERB`: submit a recipe as a chain of jobs, look at it, cancel it."""
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from titan_loop.cli.arguments import FreeText, group
 from titan_loop.cli.stage_flags import resolve_recipe, split_by_stage
 from titan_loop.errors import UserError
+from titan_loop.launcher import slurm_task
 from titan_loop.slurm.health import NodeCheck
 
 SAVE_SECONDS = 300
@@ -195,7 +195,7 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
         gpus: Number of GPUs the node must have.
         node_port: Port on which the ranks of a node meet.
     """
-    if "SLURM_PROCID" not in os.environ:
+    if slurm_task() is None:
         raise UserError("slurm check-node is a task of a SLURM step: slurm run starts it")
 
     from titan_loop.slurm import node_check

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_loop.errors import UserError
+from titan_loop.launcher import slurm_task
 from titan_loop.storage.json_files import read_json_object, write_json
 
 REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
@@ -35,14 +36,14 @@ class RankExit(NamedTuple):
 
 def report_exit(code: int, environment: Mapping[str, str] = os.environ) -> None:
     """Write this rank's exit code, if it is a rank of a job; a failure is printed, not raised."""
-    folder, rank = environment.get(REPORTS_VARIABLE), environment.get("SLURM_PROCID")
-    if folder is None or rank is None:
+    folder, task = environment.get(REPORTS_VARIABLE), slurm_task(environment)
+    if folder is None or task is None:
         return
     try:
-        node = environment.get("SLURMD_NODENAME", "")
-        write_json(Path(folder) / f"rank-{rank}.json", {"code": code, "node": node})
+        report = {"code": code, "node": task.node}
+        write_json(Path(folder) / f"rank-{task.rank}.json", report)
     except OSError as error:  # the code itself still reaches srun
-        print(f"titan-loop: rank {rank} left no report: {error}", file=sys.stderr)
+        print(f"titan-loop: rank {task.rank} left no report: {error}", file=sys.stderr)
 
 
 def read_exits(folder: Path) -> list[RankExit]:

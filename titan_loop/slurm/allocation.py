@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan_loop.errors import UserError
+from titan_loop.launcher import slurm_job
 from titan_loop.slurm.commands import host_names
 from titan_loop.slurm.site import Site
 
@@ -42,7 +43,8 @@ class Allocation:
         Raises:
             UserError: The process runs in no job, or the job sets no number of tasks for a node.
         """
-        if "SLURM_JOB_ID" not in environment:
+        job = slurm_job(environment)
+        if job is None:
             raise UserError(
                 "slurm run is what a batch script calls; use titan-loop slurm submit, or sbatch "
                 "slurm/pretrain.sbatch"
@@ -57,7 +59,7 @@ class Allocation:
         gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE", "0")
         gpus = gpus.rpartition(":")[2]
         return cls(
-            job=environment["SLURM_JOB_ID"],
+            job=job,
             restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
             nodes=tuple(host_names(environment["SLURM_JOB_NODELIST"])),
             ranks_per_node=int(ranks),

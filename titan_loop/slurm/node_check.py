@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.errors import first_line
+from titan_loop.launcher import slurm_task
 from titan_loop.slurm.allocation import PORTS_A_JOB
 from titan_loop.storage.json_files import write_json
 
@@ -49,11 +50,11 @@ def check_node(
         free_memory_share: See there.
         environment: SLURM's variables of a task, MASTER_ADDR and MASTER_PORT.
     """
-    rank, world_size = int(environment["SLURM_PROCID"]), int(environment["SLURM_NTASKS"])
-    local_rank = int(environment["SLURM_LOCALID"])
-    local_world_size = int(environment["SLURM_NTASKS_PER_NODE"])
+    task = slurm_task(environment)
+    assert task is not None
+    rank, world_size, local_rank, local_world_size, node = task
     report: dict[str, Any] = {
-        "node": environment["SLURMD_NODENAME"],
+        "node": node,
         "rank": rank,
         "phase": "start",
         "problems": [],

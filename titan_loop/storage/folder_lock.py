@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from titan_loop.errors import UserError
+from titan_loop.launcher import slurm_job
 from titan_loop.storage.transient import retried, unwritable
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ class FolderLock:
         The server of a network file system may remember it for long. It is waited for, as the
         server may notice, and then replaced by another file under the same name.
         """
-        job = os.environ.get("SLURM_JOB_ID")
+        job = slurm_job()
         self._file.seek(0)
         owner = self._file.read()
         host = re.match(r"process \d+ on (\S+), SLURM job (\d+),", owner)
@@ -187,7 +188,7 @@ class FolderLock:
         return True
 
     def _name_owner(self) -> None:
-        job = os.environ.get("SLURM_JOB_ID")
+        job = slurm_job()
         started = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self._file.truncate(0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_loop.errors import UserError
+from titan_loop.launcher import slurm_job
 
 _PACKAGES = (
     "titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"
@@ -186,7 +187,7 @@ def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
     if "RANK" in environment:
         name = "torchrun"
     else:
-        name = f"SLURM job {environment.get('SLURM_JOB_ID', '?')}" if world_size > 1 else "none"
+        name = f"SLURM job {slurm_job(environment) or '?'}" if world_size > 1 else "none"
     local = int(completed.get("LOCAL_WORLD_SIZE", "1"))
     threads = compat.threads_per_rank(local)
     yield Finding("launcher", f"{name}: rank {rank} of {world_size}, {local} on this host")
