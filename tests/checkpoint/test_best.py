@@ -13,8 +13,8 @@ from tests.checkpoint.test_remote import remote
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best, better, named_checkpoint
 from titan_loop.checkpoint.carry import Carry
-from titan_loop.checkpoint.choosing import list_checkpoints, why_not_delete
-from titan_loop.checkpoint.keep_policy import delete_stale
+from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
+from titan_loop.checkpoint.listing import list_checkpoints, why_not_delete
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli.main import main
@@ -56,7 +56,7 @@ def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
     folder = tmp_path / "run" / "checkpoints"
     for step in (2, 4, 6, 8):
         with_best(committed(folder, step), min(step, 4))
-    delete_stale(folder, newest=8, latest=1, every=0, in_use=lambda path: False)
+    delete_stale(folder, KeepPolicy(latest=1), newest=8, in_use=lambda path: False)
     assert committed_steps(folder) == [4, 8]
     assert [listed.kept for listed in list_checkpoints(folder)] == [["best"], []]
     assert why_not_delete(folder / "step-4") == ["best"]
@@ -65,7 +65,7 @@ def test_the_best_one_stays_here_and_in_the_object_store(tmp_path: Path):
         copies.upload(folder / f"step-{step}")
     with_best(committed(folder, 10), 4)
     copies.upload(folder / "step-10")
-    copies.delete_stale(latest=1, every=0)
+    copies.delete_stale(KeepPolicy(latest=1))
     assert copies.steps() == [4, 10]
 
 

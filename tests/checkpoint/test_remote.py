@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
 from titan_loop.checkpoint.retention import add_tag, committed_steps, read_tags, remove_tag
@@ -42,7 +43,7 @@ def remote(
 
 def uploader(run: Path, **settings: Any) -> Uploader:
     return Uploader(
-        remote(run), **{"attempts": 3, "wait_seconds": 0.0, "latest": 2, "every": 0, **settings}
+        remote(run), KeepPolicy(latest=2), **{"attempts": 3, "wait_seconds": 0.0, **settings}
     )
 
 
@@ -301,9 +302,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_remote_bitwise(source, tmp_pa
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_over_the_protocol_of_s3(s3, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="titan_loop")
-    copies = Uploader(
-        remote(tmp_path / "one", f"{s3}/runs"), attempts=2, wait_seconds=0.0, latest=2, every=0
-    )
+    store = remote(tmp_path / "one", f"{s3}/runs")
+    copies = Uploader(store, KeepPolicy(latest=2), attempts=2, wait_seconds=0.0)
     for step in (2, 4, 6):
         copies.submit(committed(tmp_path / "one" / "checkpoints", step))
     copies.close()

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.checkpoint import retention
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.checkpoint.retention import (
     add_tag,
@@ -12,17 +13,24 @@ from titan_loop.checkpoint.retention import (
     discard,
     read_tags,
     remove_tag,
-    stale_steps,
     unfinished_steps,
 )
 from titan_loop.errors import UserError
 
 
-def test_the_newest_the_multiples_and_the_kept_stay():
-    steps = [10, 20, 30, 40, 50, 60]
-    assert stale_steps(steps, kept=[20], latest=2, every=30) == [10, 40]
-    assert stale_steps(steps, kept=[], latest=3, every=0) == [10, 20, 30]
-    assert stale_steps(steps, kept=[], latest=0, every=0) == []
+def test_the_newest_and_those_with_a_reason_stay():
+    reasons = {10: [], 20: ["tag paper"], 30: ["every 30"], 40: [], 50: [], 60: ["every 30"]}
+    assert KeepPolicy(latest=2).stale(reasons) == [10, 40]
+    assert KeepPolicy(latest=3).stale(dict.fromkeys(reasons, ())) == [10, 20, 30]
+    assert KeepPolicy(latest=0).stale(dict.fromkeys(reasons, ())) == []
+
+
+def test_every_reason_is_named():
+    policy = KeepPolicy(latest=1, every=30)
+    reasons = ["every 30", "stage end", "best", "tag a", "tag b"]
+    assert policy.reasons(60, {"stage_end": True}, best=60, tags=["a", "b"]) == reasons
+    assert policy.reasons(61, {"stage_end": False}, best=60) == []
+    assert KeepPolicy(latest=1).reasons(60, {}, best=None) == []
 
 
 @given(
@@ -32,15 +40,16 @@ def test_the_newest_the_multiples_and_the_kept_stay():
     data=st.data(),
 )
 def test_what_must_stay_stays(steps, latest, every, data):
-    kept = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
-    left = steps - set(stale_steps(steps, kept=kept, latest=latest, every=every))
-    assert set(sorted(steps)[-latest:] if latest else steps) <= left
-    assert kept <= left
-    assert not every or {step for step in steps if step % every == 0} <= left
-    if latest:
-        for step in left - kept - set(sorted(steps)[-latest:]):
-            assert every
-            assert step % every == 0
+    tagged = data.draw(st.sets(st.sampled_from(sorted(steps)))) if steps else set()
+    policy = KeepPolicy(latest, every)
+    reasons = {
+        step: policy.reasons(step, {}, best=None, tags=["a"] if step in tagged else [])
+        for step in steps
+    }
+    left = steps - set(policy.stale(reasons))
+    newest = set(sorted(steps)[-latest:] if latest else steps)
+    multiples = {step for step in steps if every and step % every == 0}
+    assert left == newest | tagged | multiples
 
 
 def test_tags_are_names_that_come_and_go(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_loop.checkpoint.choosing import list_checkpoints
+from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.cli.main import main

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.checkpoint.choosing import list_checkpoints
+from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.storage import folder_lock

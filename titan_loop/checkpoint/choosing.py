@@ -1,30 +1,21 @@
-"""Good checkpoints: the one that a run continues from, and a list of all of them.
-
-`newest_good` chooses, and all ranks agree; `look_at` and `list_checkpoints` describe.
-"""
+"""The checkpoint that a run continues from: the newest whole one, on which all ranks agree."""
 
 import logging
-import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan_loop.checkpoint.best import BEST, newest_best_step
 from titan_loop.checkpoint.manifest import (
     MANIFEST,
-    TABLE,
     DamagedCheckpointError,
     FileRecord,
     find_damage,
     read_manifest,
 )
 from titan_loop.checkpoint.retention import (
-    STEP_NAME,
     committed_steps,
     is_committed,
-    read_tags,
     renamed_checkpoints,
     step_folder,
     unfinished_steps,
@@ -171,145 +162,13 @@ def _manifest_or_reason(
         if not is_committed(checkpoint):
             return None, f"it has no {MANIFEST}"
         raise
-    reason = _wrong_step(checkpoint, manifest)
+    reason = wrong_step(checkpoint, manifest)
     return (None, reason) if reason else (manifest, "")
 
 
-def _wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
+def wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
     """Return a phrase if the folder was copied or renamed from another step; else nothing."""
     step = manifest.get("step")
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{step}":
         return f"{MANIFEST} is that of step {step}"
     return ""
-
-
-_NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
-
-
-@dataclass(frozen=True, slots=True)
-class ListedCheckpoint:
-    """One folder: a checkpoint, or what is left of one."""
-
-    path: Path
-    step: int
-    manifest: dict[str, Any] | None
-    """The commit record, if there is a readable one."""
-
-    faults: list[str]
-    """Faults found; empty if it is good, or an unfinished save."""
-
-    kept: list[str]
-    """Why the keep policy never deletes it."""
-
-    size_bytes: int
-    """Total size of its files."""
-
-    @property
-    def committed(self) -> bool:
-        """Whether its save finished, whatever happened to it since."""
-        return is_committed(self.path)
-
-    @property
-    def good(self) -> bool:
-        """Whether a run may continue from it."""
-        return self.committed and not self.faults and self.path.name == f"step-{self.step}"
-
-
-def list_checkpoints(
-    folder: Path, *, hashes: bool = False, keep_every: int = 0
-) -> list[ListedCheckpoint]:
-    """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too.
-
-    Args:
-        folder: The folder of a run's checkpoints.
-        hashes: Whether to read every file; sizes are always compared.
-        keep_every: The run's `checkpoint.keep_every`.
-    """
-    if not folder.is_dir():
-        return []
-    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-    found = [path for path in named if path.is_dir() or _leads_nowhere(path)]
-    listed = [look_at(path, hashes=hashes, keep_every=keep_every) for path in found]
-    return sorted(listed, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
-
-
-def look_at(path: Path, *, hashes: bool = False, keep_every: int = 0) -> ListedCheckpoint:
-    """Describe one checkpoint's folder; arguments as for `list_checkpoints`.
-
-    Raises:
-        UserError: The folder does not exist, or is not named like a checkpoint.
-    """
-    match = _NAME.fullmatch(path.name)
-    if match is None or not (path.is_dir() or _leads_nowhere(path)):
-        raise UserError(f"{path} is not a checkpoint; give its folder step-N")
-    step = int(match[2])
-    if not path.is_dir():
-        fault = f"it is a link to {path.readlink()}, which is not there"
-        return ListedCheckpoint(path, step, None, [fault], [], 0)
-    manifest = None
-    faults: list[str] = []
-    kept: list[str] = []
-    if is_committed(path):
-        try:
-            manifest = read_manifest(path)
-            if keep_every and step % keep_every == 0 and match[1] is None:
-                kept.append(f"every {keep_every}")
-            if manifest.get("stage_end"):
-                kept.append("stage end")
-            if newest_best_step(path.parent) == step and match[1] is None:
-                kept.append(BEST)
-            faults = find_faults(path, manifest, hashes=hashes)
-        except (UserError, RunFailedError) as error:
-            faults = [str(error)]
-    try:
-        kept += [f"tag {tag}" for tag in read_tags(path)]
-    except UserError as error:
-        faults.append(str(error))
-    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-    return ListedCheckpoint(path, step, manifest, faults, kept, size)
-
-
-def _leads_nowhere(path: Path) -> bool:
-    """Return whether it is a link without a target, such as into an archive that is not mounted."""
-    return path.is_symlink() and not path.exists()
-
-
-def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
-    """Return everything wrong with a committed checkpoint, a phrase each.
-
-    Args:
-        checkpoint: Its folder.
-        manifest: Its commit record.
-        hashes: Whether to read the files, the table of entries among them; else sizes only.
-    """
-    wrong_step = _wrong_step(checkpoint, manifest)
-    faults = [wrong_step] if wrong_step else []
-    faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
-    if hashes and (checkpoint / TABLE).exists():  # an older version wrote none
-        from titan_loop.checkpoint.tensor_table import read_table  # imports torch
-
-        try:
-            stored = read_table(checkpoint).storage_data
-            unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
-            faults += [f"{name} is read from, but not in {MANIFEST}" for name in sorted(unknown)]
-        except UserError as error:
-            faults.append(str(error))
-    return faults
-
-
-def why_not_delete(path: Path, *, keep_every: int = 0) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may be deleted.
-
-    Args:
-        path: Its folder.
-        keep_every: The run's `checkpoint.keep_every`.
-
-    Raises:
-        UserError: The folder is not a checkpoint.
-    """
-    checkpoint = look_at(path, keep_every=keep_every)
-    if not checkpoint.committed:
-        return []
-    good = [other.step for other in list_checkpoints(path.parent) if other.good]
-    newest = checkpoint.good and checkpoint.step == max(good)
-    return [*checkpoint.kept, *(["it is the newest good one"] if newest else [])]

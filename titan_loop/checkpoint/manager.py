@@ -36,7 +36,7 @@ from torchtitan.tools.logging import logger
 from titan_loop.checkpoint.best import BEST, Best, better
 from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
-from titan_loop.checkpoint.keep_policy import delete_stale
+from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
 from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
@@ -58,7 +58,6 @@ from titan_loop.storage.remote_folder import check_address
 INHERITED = ("origin", "upcycled")
 """Lineage that every checkpoint of a run repeats: only the first one names the run's origin as its
 parent, and the keep policy may delete it."""
-
 
 _LONGEST_END = timedelta(minutes=30)
 """Time that ranks wait for the slowest one to close what it wrote."""
@@ -138,10 +137,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
                     "cannot be resumed; every checkpoint is full, leave it False"
                 )
             for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
-                if getattr(self, name) < smallest:
-                    raise UserError(
-                        f"checkpoint.{name}={getattr(self, name)} must be at least {smallest}"
-                    )
+                if (value := getattr(self, name)) < smallest:
+                    raise UserError(f"checkpoint.{name}={value} must be at least {smallest}")
             self.carry.check()
             if self.remote:
                 check_address(self.remote, "checkpoint.remote")
@@ -150,6 +147,20 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 raise UserError(
                     f"checkpoint.async_mode={self.async_mode} is unknown; use {', '.join(modes)}"
                 )
+
+        @property
+        def keep_policy(self) -> KeepPolicy:
+            """The checkpoints that stay."""
+            return KeepPolicy(self.keep_latest_k, self.keep_every)
+
+        def uploader(self, remote: RemoteCheckpoints) -> Uploader:
+            """Return the uploader of a run, which must be closed."""
+            return Uploader(
+                remote,
+                self.keep_policy,
+                attempts=self.save_attempts,
+                wait_seconds=self.retry_seconds,
+            )
 
     def __init__(
         self,
@@ -194,7 +205,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def copy_to(self, remote: RemoteCheckpoints) -> None:
         """From now on copy what is committed; on rank 0, once the run directory is locked."""
-        self.uploader = uploader(remote, self.config)
+        self.uploader = self.config.uploader(remote)
         self.uploader.catch_up(self.path)  # with the last one of a start that was interrupted
 
     # Saving
@@ -290,13 +301,8 @@ class LoopCheckpointManager(BaseCheckpointManager):
         uploader = self.uploader
         if uploader is not None:
             uploader.submit(step_folder(self.path, step))
-        delete_stale(
-            self.path,
-            newest=step,
-            latest=self.config.keep_latest_k,
-            every=self.config.keep_every,
-            in_use=(lambda path: False) if uploader is None else uploader.is_uploading,
-        )
+        in_use = (lambda path: False) if uploader is None else uploader.is_uploading
+        delete_stale(self.path, self.config.keep_policy, newest=step, in_use=in_use)
 
     # Loading
 
@@ -441,14 +447,3 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 except RuntimeError as error:
                     logger.warning("Not all ranks ended together: %s", error)
             dist.destroy_process_group(self.group)
-
-
-def uploader(remote: RemoteCheckpoints, config: LoopCheckpointManager.Config) -> Uploader:
-    """Return what copies checkpoints to `remote`, with the attempts and keep policy of a run."""
-    return Uploader(
-        remote,
-        attempts=config.save_attempts,
-        wait_seconds=config.retry_seconds,
-        latest=config.keep_latest_k,
-        every=config.keep_every,
-    )

@@ -22,6 +22,7 @@ from typing import Any
 
 from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from titan_loop.checkpoint.retention import (
     CHECKPOINTS,
@@ -31,7 +32,6 @@ from titan_loop.checkpoint.retention import (
     is_committed,
     read_tags,
     set_aside,
-    stale_steps,
     step_folder,
 )
 from titan_loop.errors import RunFailedError, UserError
@@ -83,13 +83,14 @@ class RemoteCheckpoints:
             self._folder.upload(checkpoint / file, f"{name}/{file}")
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
-    def delete_stale(self, *, latest: int, every: int) -> None:
+    def delete_stale(self, policy: KeepPolicy) -> None:
         """Apply the keep policy there, and delete what interrupted uploads left."""
         steps = self.steps()
         manifests = {step: self._manifest(step) for step in steps}
-        kept = [step for step, manifest in manifests.items() if manifest.get("stage_end")]
-        kept += [best_step(manifests[step]) for step in steps[-1:]]
-        stale = stale_steps(steps, kept=kept, latest=latest, every=every)
+        best = best_step(manifests[steps[-1]]) if steps else None
+        stale = policy.stale(
+            {step: policy.reasons(step, manifests[step], best=best) for step in steps}
+        )
         stale = [step for step in stale if not self._is_tagged(step)]
         unfinished = [step for step in self._all_steps() if step < max(steps, default=0)]
         for step in {*stale, *(set(unfinished) - set(steps))}:
@@ -235,22 +236,15 @@ class Uploader:
         remote: Where to.
         attempts: Attempts for a checkpoint.
         wait_seconds: Wait before the second attempt; it doubles each time.
-        latest: As for `stale_steps`.
-        every: As for `stale_steps`.
+        policy: Applied there after every copy.
     """
 
     def __init__(
-        self,
-        remote: RemoteCheckpoints,
-        *,
-        attempts: int,
-        wait_seconds: float,
-        latest: int,
-        every: int,
+        self, remote: RemoteCheckpoints, policy: KeepPolicy, *, attempts: int, wait_seconds: float
     ) -> None:
         self.remote = remote
         self._attempts, self._wait_seconds = attempts, wait_seconds
-        self._latest, self._every = latest, every
+        self._policy = policy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         self._pending: dict[str, Future[None]] = {}
 
@@ -278,7 +272,7 @@ class Uploader:
             try:
                 self.remote.upload(checkpoint)
                 logger.info("Copied %s", checkpoint)
-                self.remote.delete_stale(latest=self._latest, every=self._every)
+                self.remote.delete_stale(self._policy)
                 return
             except Exception as error:  # every store has errors of its own
                 logger.error(

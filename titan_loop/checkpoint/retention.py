@@ -1,4 +1,4 @@
-"""Checkpoints that exist, those that stay, and the deletion of one.
+"""Folders of checkpoints: the steps that exist, their tags, and the deletion of one.
 
 A folder counts once it has a manifest. Deleting starts with the manifest, so a deletion
 that is killed half-way leaves something that does not count, never something that looks whole.
@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from titan_loop.checkpoint.manifest import MANIFEST
@@ -70,23 +69,6 @@ def renamed_checkpoints(folder: Path) -> list[str]:
     return sorted(
         path.name for path in likely if not _STEP.fullmatch(path.name) and is_committed(path)
     )
-
-
-def stale_steps(
-    steps: Collection[int], *, kept: Collection[int | None], latest: int, every: int
-) -> list[int]:
-    """Return the steps that the keep policy deletes, in increasing order.
-
-    Args:
-        steps: Committed steps of this run, up to the newest.
-        kept: Steps that stay: ends of stages, tagged ones, and the best.
-        latest: Number of newest checkpoints to keep; 0 keeps all.
-        every: Keep steps that are multiples of this; 0 for none.
-    """
-    if latest == 0:
-        return []
-    old = sorted(steps)[:-latest]
-    return [step for step in old if step not in kept and not (every and step % every == 0)]
 
 
 def discard(checkpoint: Path) -> None:

@@ -76,9 +76,10 @@ def read_table(checkpoint: Path) -> dcp.Metadata:
     except FileNotFoundError as error:
         if (checkpoint / METADATA).exists():
             in_run = checkpoint.parent.name == CHECKPOINTS
+            whole = checkpoint.parent.parent if in_run else checkpoint
             raise UserError(
                 f"{checkpoint} is of an older version, without {TABLE}; convert it once: "
-                f"titan-loop checkpoint convert {checkpoint.parent.parent if in_run else checkpoint}"
+                f"titan-loop checkpoint convert {whole}"
             ) from error
         raise DamagedCheckpointError(path, "it is missing") from error
     except OSError as error:

@@ -9,7 +9,7 @@ from titan_loop.errors import EXIT_OK, UserError
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
-    from titan_loop.checkpoint.choosing import ListedCheckpoint
+    from titan_loop.checkpoint.listing import ListedCheckpoint
 
 EXIT_FOUND = 1
 """Exit code if damage or a difference was found, as of `diff` and `cmp`."""
@@ -22,12 +22,12 @@ def ls(run: Path, *, verify: bool = False) -> None:
         run: Run directory, or its folder of checkpoints.
         verify: Read every file instead of comparing sizes.
     """
-    from titan_loop.checkpoint.choosing import list_checkpoints
+    from titan_loop.checkpoint.listing import list_checkpoints
     from titan_loop.runs.run_checkpoints import checkpoints_folder
 
-    folder, keep_every = checkpoints_folder(run)
+    folder, policy = checkpoints_folder(run)
     rows = [("step", "tokens", "R", "size", "when", "kept", "state")]
-    for checkpoint in list_checkpoints(folder, hashes=verify, keep_every=keep_every):
+    for checkpoint in list_checkpoints(folder, hashes=verify, policy=policy):
         manifest = checkpoint.manifest or {}
         trainer = manifest.get("trainer", {})
         rows.append(

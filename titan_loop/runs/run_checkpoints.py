@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_loop.checkpoint.best import named_checkpoint
-from titan_loop.checkpoint.choosing import (
+from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.listing import (
     ListedCheckpoint,
     list_checkpoints,
     look_at,
@@ -28,8 +29,8 @@ def checkpoint_meant(path: Path) -> Path:
     return SavedRun(path).checkpoint().path if is_run else named_checkpoint(path)
 
 
-def checkpoints_folder(path: Path) -> tuple[Path, int]:
-    """Return the folder of a run's checkpoints, and which multiples the run keeps.
+def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
+    """Return the folder of a run's checkpoints, and the run's reasons to keep them.
 
     Args:
         path: The run, or that folder.
@@ -39,12 +40,12 @@ def checkpoints_folder(path: Path) -> tuple[Path, int]:
     """
     run_directory = RunDirectory(path)
     if run_directory.run_json.exists():
-        return run_directory.checkpoints, _keep_every(path)
+        return run_directory.checkpoints, _keep_policy(path)
     if not any(path.glob("*step-*")):
         stages = sorted(run.parent.name for run in path.glob("*/run.json"))
         which = f"one of {', '.join(stages)} in it" if stages else "a run directory"
         raise UserError(f"{path} has no checkpoints; give {which}")
-    return path, _keep_every(path.absolute().parent)
+    return path, _keep_policy(path.absolute().parent)
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
@@ -99,7 +100,7 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
                 # Refuses if a job may be writing this one now, and keeps one from beginning to.
                 locks.enter_context(RunDirectory(run).lock())
                 locked.add(run)
-            reasons = [] if force else why_not_delete(path, keep_every=_keep_every(run))
+            reasons = [] if force else why_not_delete(path, _keep_policy(run))
             if reasons:
                 raise UserError(
                     f"{path} is kept ({', '.join(reasons)}); nothing was deleted, --force deletes "
@@ -110,5 +111,6 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
             yield path
 
 
-def _keep_every(run: Path) -> int:
-    return SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0
+def _keep_policy(run: Path) -> KeepPolicy:
+    every = SavedRun(run).keep_every if RunDirectory(run).config_json.exists() else 0
+    return KeepPolicy(latest=0, every=every)

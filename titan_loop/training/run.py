@@ -17,7 +17,6 @@ from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
-from titan_loop.checkpoint.manager import uploader
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
@@ -260,7 +259,7 @@ def fetch_checkpoints(config: RunConfig) -> None:
 def copy_last_checkpoint(config: RunConfig) -> None:
     """Copy the last checkpoint of a run that is done, if it ended before that was; on rank 0."""
     if config.checkpoint.remote and config.checkpoint.enable:
-        copies = uploader(_store(config), config.checkpoint)
+        copies = config.checkpoint.uploader(_store(config))
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
         copies.close()
 

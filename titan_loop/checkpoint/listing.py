@@ -1,0 +1,140 @@
+"""Lists and describes the checkpoints of a run, whole, damaged, set aside or unfinished."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan_loop.checkpoint.best import newest_best_step
+from titan_loop.checkpoint.choosing import wrong_step
+from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
+from titan_loop.checkpoint.retention import STEP_NAME, is_committed, read_tags
+from titan_loop.errors import RunFailedError, UserError
+
+KEEP_ALL = KeepPolicy(latest=0)
+
+_NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoint:
+    """One folder: a checkpoint, or what is left of one."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any] | None
+    """The commit record, if there is a readable one."""
+
+    faults: list[str]
+    """Faults found; empty if it is good, or an unfinished save."""
+
+    kept: list[str]
+    """Why the keep policy never deletes it."""
+
+    size_bytes: int
+    """Total size of its files."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether its save finished, whatever happened to it since."""
+        return is_committed(self.path)
+
+    @property
+    def good(self) -> bool:
+        """Whether a run may continue from it."""
+        return self.committed and not self.faults and self.path.name == f"step-{self.step}"
+
+
+def list_checkpoints(
+    folder: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL
+) -> list[ListedCheckpoint]:
+    """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too.
+
+    Args:
+        folder: The folder of a run's checkpoints.
+        hashes: Whether to read every file; sizes are always compared.
+        policy: The run's.
+    """
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+    found = [path for path in named if path.is_dir() or _leads_nowhere(path)]
+    listed = [look_at(path, hashes=hashes, policy=policy) for path in found]
+    return sorted(listed, key=lambda checkpoint: (checkpoint.step, checkpoint.path.name))
+
+
+def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
+    """Describe one checkpoint's folder; arguments as for `list_checkpoints`.
+
+    Raises:
+        UserError: The folder does not exist, or is not named like a checkpoint.
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None or not (path.is_dir() or _leads_nowhere(path)):
+        raise UserError(f"{path} is not a checkpoint; give its folder step-N")
+    step = int(match[2])
+    if not path.is_dir():
+        fault = f"it is a link to {path.readlink()}, which is not there"
+        return ListedCheckpoint(path, step, None, [fault], [], 0)
+    manifest: dict[str, Any] | None = None
+    faults: list[str] = []
+    tags: list[str] = []
+    best = None
+    if is_committed(path):
+        try:
+            manifest = read_manifest(path)
+            faults = find_faults(path, manifest, hashes=hashes)
+            best = newest_best_step(path.parent)
+        except (UserError, RunFailedError) as error:
+            faults = [str(error)]
+    try:
+        tags = read_tags(path)
+    except UserError as error:
+        faults.append(str(error))
+    if manifest is None or match[1] is not None:  # the policy does not count it
+        policy, best = KEEP_ALL, None
+    kept = policy.reasons(step, manifest or {}, best=best, tags=tags)
+    size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
+    return ListedCheckpoint(path, step, manifest, faults, kept, size)
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Return whether it is a link without a target, such as into an archive that is not mounted."""
+    return path.is_symlink() and not path.exists()
+
+
+def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
+    """Return everything wrong with a committed checkpoint, a phrase each.
+
+    Args:
+        checkpoint: Its folder.
+        manifest: Its commit record.
+        hashes: Whether to read the files, the table of entries among them; else sizes only.
+    """
+    faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []
+    faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
+    if hashes and (checkpoint / TABLE).exists():  # an older version wrote none
+        from titan_loop.checkpoint.tensor_table import read_table  # imports torch
+
+        try:
+            stored = read_table(checkpoint).storage_data
+            unknown = {info.relative_path for info in stored.values()} - manifest["files"].keys()
+            faults += [f"{name} is read from, but not in {MANIFEST}" for name in sorted(unknown)]
+        except UserError as error:
+            faults.append(str(error))
+    return faults
+
+
+def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
+    """Return the reasons to keep a checkpoint; empty if it may be deleted.
+
+    Raises:
+        UserError: The folder is not a checkpoint.
+    """
+    checkpoint = look_at(path, policy=policy)
+    if not checkpoint.committed:
+        return []
+    good = [other.step for other in list_checkpoints(path.parent) if other.good]
+    newest = checkpoint.good and checkpoint.step == max(good)
+    return [*checkpoint.kept, *(["it is the newest good one"] if newest else [])]
