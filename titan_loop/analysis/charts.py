@@ -13,7 +13,6 @@ class Chart(NamedTuple):
     """A plot of training metrics.
 
     Attributes:
-        title: Heading in the report.
         text: Caption below the heading.
         needs: Maps the names of all recorded metrics to whether there is something to draw.
         draw: Writes the PNG of the records at a path, and returns the path.

@@ -23,10 +23,6 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
 
     Bars are 95 % bootstrap intervals of the difference over the same documents, and the vertical
     line is the R that was trained. N-gram models are far off, and stand in the table.
-
-    Args:
-        report: The evaluation.
-        path: The PNG to write.
     """
 
     def draw(axes: "Axes", name: str) -> None:
@@ -56,12 +52,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
 
 
 def plot_task_depths(report: TaskReport, path: Path) -> Path:
-    """Draw each task's headline metric against static depth, one panel per task.
-
-    Args:
-        report: Report with at least one task that was read at several depths.
-        path: The PNG to write.
-    """
+    """Draw each task's headline metric against static depth, one panel per task."""
     swept = {
         task: dict(sorted(depths.items()))
         for task, readings in report.tasks.items()

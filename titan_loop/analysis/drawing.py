@@ -59,10 +59,7 @@ def draw_panels(
     Args:
         names: Title of each panel, at least one.
         draw: Fills the axes of the panel with this name.
-        path: The PNG to write.
-        title: Title above all panels.
         label: Label of the vertical axes, where all panels share one.
-        columns: Number of panels in a row, at most.
         legend: Whether the labels of the first panel stand below all panels.
     """
     columns = min(len(names), columns)

@@ -36,16 +36,7 @@ _STYLES = {
 
 
 class FrontierPoint(NamedTuple):
-    """One reading of one task.
-
-    Attributes:
-        task: Name of the task.
-        metric: Headline metric of the task.
-        policy: Family of the exit policy, a key of `FAMILIES`.
-        reading: Policy with its setting.
-        mean_steps: Mean recurrent steps over the scored tokens.
-        value: Value of the metric.
-    """
+    """One reading of one task."""
 
     task: str
     metric: str
@@ -91,13 +82,7 @@ def frontier_csv(points: Sequence[FrontierPoint]) -> str:
 
 
 def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> Path:
-    """Draw one panel per task: the metric against mean steps, a line for each policy.
-
-    Args:
-        points: From `frontier_points`, not empty.
-        path: The PNG to write.
-        title: Title above all panels.
-    """
+    """Draw one panel per task: the metric against mean steps, a line for each policy."""
 
     def draw(axes: "Axes", task: str) -> None:
         mine = [point for point in points if point.task == task]

@@ -29,7 +29,6 @@ class Section(NamedTuple):
     """A part of the page: a heading, a sentence, and an image or a table.
 
     Attributes:
-        title: Heading.
         text: A sentence about it.
         image: A PNG; None for none.
         rows: A table, header first; empty for none.
@@ -45,8 +44,6 @@ def page(name: str, sections: Sequence[Section], missing: Sequence[str] = ()) ->
     """Return the page.
 
     Args:
-        name: Title.
-        sections: Its parts.
         missing: Commands that would add a part, listed at the end.
     """
     body = [f"<h1>{html.escape(name)}</h1>"]

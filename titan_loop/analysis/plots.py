@@ -62,12 +62,7 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
 
 
 def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the cross entropy after every recurrent step against tokens.
-
-    Args:
-        records: Records of `metrics.jsonl`.
-        path: The PNG to write.
-    """
+    """Draw the cross entropy after every recurrent step against tokens."""
 
     def draw(axes: "Axes") -> None:
         steps = steps_with(records, "ce/step_")
@@ -85,12 +80,7 @@ def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the mean exit distribution over training as a stacked area, the mean exit step on top.
-
-    Args:
-        records: Records of `metrics.jsonl`.
-        path: The PNG to write.
-    """
+    """Draw the mean exit distribution as a stacked area, with the mean exit step on top."""
 
     def draw(axes: "Axes") -> None:
         steps = steps_with(records, "exit/pmf_")
@@ -130,12 +120,7 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
-    """Draw held-out bits per byte while training, one panel per source, one line per depth.
-
-    Args:
-        records: At least one, from `held_out_while_training`.
-        path: The PNG to write.
-    """
+    """Draw held-out bits per byte while training, one panel per source, one line per depth."""
     names = list(dict.fromkeys(name for record in records for name in record.bits_per_byte))
     depths = sorted({r for record in records for at in record.bits_per_byte.values() for r in at})
     tokens = np.array([float(record.tokens) for record in records])
@@ -158,12 +143,7 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
 
 
 def plot_entropy(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the mean entropy of the exit distribution, below that of a uniform one.
-
-    Args:
-        records: Records of `metrics.jsonl`.
-        path: The PNG to write.
-    """
+    """Draw the mean entropy of the exit distribution, below that of a uniform one."""
 
     def draw(axes: "Axes") -> None:
         tokens, entropy = series(records, "tokens"), series(records, "exit/entropy_nats")
@@ -184,10 +164,8 @@ def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], p
     """Draw each source's share of the tokens read so far, and dashed the share asked for.
 
     Args:
-        records: Records of `metrics.jsonl`.
         mixture: The config's `dataloader.mixture`; weights of sources that are not in it are not
             drawn.
-        path: The PNG to write.
     """
     suffix = "/tokens"
     keys = {key for record in records for key in record if key.startswith("data/")}
@@ -235,12 +213,7 @@ def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
 
 
 def plot_throughput(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw tokens per second, and below it the share of the time spent waiting for data.
-
-    Args:
-        records: Records of `metrics.jsonl`.
-        path: The PNG to write.
-    """
+    """Draw tokens per second, and below it the share of the time spent waiting for data."""
     tokens = series(records, "tokens")
     figure, (speed_axes, wait_axes) = pyplot().subplots(
         2, 1, figsize=(8.0, 5.4), layout="constrained", height_ratios=(3, 1), sharex=True

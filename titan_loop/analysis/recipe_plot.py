@@ -31,7 +31,6 @@ class StageCurve(NamedTuple):
     """One stage of a recipe, for `plot_recipe`.
 
     Attributes:
-        name: Name in the legend.
         start_tokens: Global tokens that its ancestors consumed.
         records: Records of its `metrics.jsonl`.
     """
@@ -84,7 +83,6 @@ def plot_recipe(
     Args:
         branches: For every branch the stages that no earlier branch has, each with at least one
             record. A branch has one colour, from light to dark along its stages.
-        path: The PNG to write.
         boundaries: Whether a dashed line marks the beginning of each stage.
     """
 

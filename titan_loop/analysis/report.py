@@ -210,7 +210,6 @@ def _analyses(run_directory: RunDirectory, shown: Collection[Path]) -> list[Sect
     """Return the plots and tables that `titan-loop analyse` left, each from its newest record.
 
     Args:
-        run_directory: The run.
         shown: Plots of other sections. Plots that belong to none, and to no record either, were
             left by versions that did not record captions.
     """

@@ -46,14 +46,12 @@ class ResultTable:
 
     Attributes:
         name: Name of the plot's file, behind the recipe's.
-        title: What the numbers are.
         rows: Label → address.
         columns: Label → address.
         everywhere: What all addresses have in common.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis.
         factor: Unit of the shown numbers: 100 for per cent.
-        digits: Decimal places.
         over_training: Columns that are also drawn over the steps of training.
         less: Row that the others are compared with, if any: a second table has the differences
             in held-out bits per byte, with intervals over documents.
@@ -143,13 +141,8 @@ class RunResult:
     Attributes:
         recipe: The recipe, as `train` was given it.
         stage: Name of the stage; of a recipe of one run the recipe's.
-        seed: Seed of the initial weights.
         overrides: Flags behind the recipe's name.
         commit: What `git describe` said of the code that trained it; None outside a checkout.
-        machine: The machine in words.
-        versions: Versions of Python and the libraries.
-        tokens: Global tokens read.
-        steps: Training steps.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training, all ranks together; recomputation does not count. None where
             the run has not recorded them.
@@ -160,7 +153,6 @@ class RunResult:
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
             of numbers, so that runs can be compared on the same documents.
-        format_version: Version of the file's layout.
     """
 
     recipe: str

@@ -31,13 +31,11 @@ class Point:
     """One measured loss.
 
     Attributes:
-        run: Name of the run.
         parameters: N, shared weights once.
         looped: Parameters visited at every step.
         tokens: Tokens trained on.
         steps: R trained with.
         step: Recurrent step after which the loss was read; None for the total loss.
-        loss: Nats per token.
     """
 
     run: str

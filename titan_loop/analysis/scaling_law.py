@@ -155,7 +155,6 @@ class Fit:
     """A law with its coefficients.
 
     Attributes:
-        law: The form.
         values: Coefficient → value, N and D in parameters and tokens.
         rmse: Root mean square residual over the fitted points, in nats.
         intervals: Coefficient → (2.5 %, 97.5 %) of the bootstrap; empty without one.
@@ -183,9 +182,7 @@ def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
     """Fit a law by least squares on the loss.
 
     Args:
-        law: The form.
         points: At least as many as the law has coefficients.
-        seed: Chooses the random starts.
         starts: Number of starts that are refined.
     """
     units = _units(points)
@@ -204,10 +201,7 @@ def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fi
     Points of a run share its noise, so runs are resampled whole. A refit starts at the fit.
 
     Args:
-        fitted: Fit of `points`.
-        points: The fitted points.
         samples: Number of resamplings; 0 gives no intervals.
-        seed: Chooses them.
     """
     if not samples:
         return fitted
@@ -324,14 +318,7 @@ def _unpacked(law: Law, packed: np.ndarray) -> dict[str, float]:
 def _scaled(
     law: Law, values: Mapping[str, float], units: Mapping[str, float], *, inverse: bool
 ) -> dict[str, float]:
-    """Convert coefficients between units of N and D and parameters and tokens.
-
-    Args:
-        law: The form.
-        values: Coefficients.
-        units: Scales.
-        inverse: Whether to go from units to parameters and tokens.
-    """
+    """Convert coefficients between units of N and D and parameters and tokens."""
     sign = 1.0 if inverse else -1.0
     result = dict(values)
     for amplitude, exponent, offset, unit in (("A", "alpha", "t1", "N"), ("B", "beta", "t2", "D")):

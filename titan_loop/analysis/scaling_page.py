@@ -32,12 +32,7 @@ _PAPER_COMPOSITION = "Ouro, R = 4, exit distribution measured on MMLU: R2 0.961.
 
 
 def write_study(result: ScalingStudy, folder: Path) -> Path:
-    """Write `scaling.json`, a PNG for each law and the page; return the page's path.
-
-    Args:
-        result: The study.
-        folder: Created if it is missing.
-    """
+    """Write `scaling.json`, a PNG for each law and the page; return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "scaling.json", result.as_record())
     sections: list[Section] = []

@@ -47,8 +47,6 @@ class FittedLaw:
 
     Attributes:
         name: What was fitted, such as "total loss".
-        fit: The fit of all points.
-        points: The points.
         hold_outs: Those that the points allow.
         remarks: What a reader must know, such as coefficients that the points leave open.
     """
@@ -127,7 +125,6 @@ def study(
     """Fit everything the points allow.
 
     Args:
-        data: The points.
         samples: Number of bootstrap resamplings behind each interval; 0 gives none.
         seed: Chooses starts and resamplings.
         exit_pmf: Mean exit distribution of the runs that trained with R = len(exit_pmf); overrides

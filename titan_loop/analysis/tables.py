@@ -35,7 +35,6 @@ def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
     """Return the headline metric of every task at every reading, then what has none.
 
     Args:
-        report: What to show.
         preferred: Task → metric to show of it, where there is a choice.
     """
     readings = list(dict.fromkeys(name for task in report.tasks.values() for name in task))

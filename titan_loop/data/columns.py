@@ -22,8 +22,6 @@ class Column:
     """Declaration of one column.
 
     Attributes:
-        name: Its key in batches.
-        reader: Who gets it.
         dtype: Type of its numbers; the model sees floats in the precision it computes in.
         shape: Dimensions of one value; () for a number.
         per_token: Whether every token has a value, (b, L, *shape), of which context parallelism

@@ -75,9 +75,6 @@ def verify_source(source: str | Path) -> Iterator[str]:
     Sizes, checksums, ids, document ends and masks are compared with the card. Every byte is read, a
     piece at a time, and every fault reported, so that one run says which files to restore.
 
-    Args:
-        source: The source's folder.
-
     Raises:
         UserError: If there is no readable card, without which nothing can be checked.
     """

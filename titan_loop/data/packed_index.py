@@ -23,7 +23,6 @@ class PackedIndex:
 
     Attributes:
         card: The index's `PackedCard`.
-        windows: How many windows there are.
         seq_len: L; a window's pieces sum to at most L + 1 tokens.
 
     Raises:
@@ -38,7 +37,6 @@ class PackedIndex:
         """Open the index of a prepared source; reads `source.json` and two file sizes.
 
         Args:
-            source: The prepared source.
             split: "train" or "held_out".
             seq_len: L.
             files: Where its open files are counted; its own by default.

@@ -68,7 +68,6 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
     may hold any names.
 
     Args:
-        folder: A source's folder.
         card_name: The file that makes a folder a source; in its place only when all others are.
         files_of: Returns the other files that a card names.
 

@@ -45,14 +45,11 @@ class TokenShards:
 
     Args:
         folder: The source's folder (the one with `source.json`).
-        split: "train" or "held_out".
-        card: The source's card, if it was read already.
         files: Where its open files are counted; its own by default.
 
     Attributes:
         name: The split's name.
         tokens: Length of the stream.
-        card: The source's `SourceCard`.
         disk_bytes: Size of the split's tokens, document ends and loss masks.
         files: Its open files.
 
@@ -103,7 +100,6 @@ class TokenShards:
             self._require_eos()
 
     def _require_sizes(self) -> int:
-        """Compare all files with the card; return their size."""
         size_bytes = 0
         for name, expected_bytes in self.card.shard_files(self.name).items():
             file = f"{self.folder}/{name}"
@@ -300,14 +296,7 @@ def index_path(shard: Path) -> Path:
 
 
 def misplaced_eos(ids: np.ndarray, first: int, ends: np.ndarray, eos_id: int) -> int:
-    """Count the tokens that are EOS and end no document, or end one and are not EOS.
-
-    Args:
-        ids: Tokens of a shard, from its token `first` on; any integer type.
-        first: Where they start.
-        ends: The shard's document ends, ascending (int64).
-        eos_id: The card's.
-    """
+    """Count the tokens that are EOS and end no document, or end one and are not EOS."""
     low, high = np.searchsorted(ends, [first, first + len(ids)], side="right")
     eos = np.flatnonzero(ids == eos_id)
     return len(np.setxor1d(eos, ends[low:high] - 1 - first, assume_unique=True))

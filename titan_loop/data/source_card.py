@@ -247,10 +247,6 @@ def _record_sha256(record: Mapping[str, Any]) -> str:
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
     """Return how the text of a mixture ends: in its first source's EOS, in ChatML if one has chats.
 
-    Args:
-        cards: The cards of the mixture's sources.
-        tokenizer: Their tokenizer.
-
     Raises:
         UserError: If the tokenizer does not have the EOS token.
     """

@@ -57,9 +57,7 @@ def bootstrap_bits_per_byte(
 
     Args:
         nats_RW: (R, W) summed negative log likelihood.
-        bytes_W: (W) bytes.
         seed: Seed of the resamples, which all depths share.
-        resamples: Bootstrap replicates.
         confidence: Mass of the interval, in (0, 1).
 
     Returns:
@@ -87,14 +85,6 @@ def paired_difference(
 
     Resampling the difference keeps what two models have in common (easy and hard documents) out of
     the interval, which makes it far narrower than the two separate ones.
-
-    Args:
-        nats_W: (W) nats of the first model or depth.
-        other_nats_W: (W) nats of the second.
-        bytes_W: (W) bytes.
-        seed: Seed of the resamples.
-        resamples: Bootstrap replicates.
-        confidence: Mass of the interval, in (0, 1).
     """
     difference = np.asarray(nats_W, dtype=np.float64) - np.asarray(other_nats_W, dtype=np.float64)
     (interval,) = bootstrap_bits_per_byte(
@@ -111,7 +101,6 @@ def _checked(nats_RW: ArrayLike, bytes_W: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
-    """Return (R, resamples) bits per byte of units drawn with replacement."""
     generator = np.random.default_rng(seed)
     units = len(bytes_W)
     if units == 0:

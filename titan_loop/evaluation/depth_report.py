@@ -44,8 +44,6 @@ class SourceDepths:
     Attributes:
         depths: Recurrent steps → bits per byte with its interval.
         baselines: Name ("unigram", "bigram") → bits per byte.
-        windows: Held-out windows scored.
-        n_bytes: Bytes of text in them.
         changes: Recurrent steps → bits per byte less those at the first depth, with the interval
             of the difference over the same units; empty in reports of 0.1.
         units: What the intervals are drawn over; None in reports of 0.1.
@@ -64,8 +62,6 @@ class DepthReport:
     """Bits per byte against depth.
 
     Attributes:
-        step: Training steps of the checkpoint.
-        tokens: Global tokens it has read.
         trained_recurrent_steps: R at the end of training.
         sources: Source name → results, in the order to show them.
         baseline_tokens: Number of tokens the baselines were fitted on; None in reports of 0.1.
@@ -202,8 +198,6 @@ def summarise_source(
         nats_RU: (R, U) summed negative log likelihood of every unit at every depth.
         bytes_U: (U) bytes every unit predicts.
         baseline_nats: Name → summed negative log likelihood over all units.
-        windows: Number of windows in them.
-        seed: Seed of the bootstrap.
     """
     nats_RU, bytes_U = np.asarray(nats_RU, dtype=np.float64), np.asarray(bytes_U)
     intervals = bootstrap_bits_per_byte(nats_RU, bytes_U, seed=seed)

@@ -34,10 +34,7 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
     While training, a disk that fails costs the line at most; a watcher must know that it is there.
 
     Args:
-        run: The run.
-        report: Results.
         asked: Hash of the questions, `WHILE_TRAINING` or `PROMOTION`.
-        seconds: Duration of the evaluation.
 
     Raises:
         OSError: The disk fails; not while training.

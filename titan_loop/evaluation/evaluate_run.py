@@ -51,7 +51,6 @@ def evaluate_run(
         windows: Number of held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; all of the run's by default.
         seq_len: Tokens of a held-out window; by default those of training.
-        ema: Whether to score the average of the weights.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
@@ -100,9 +99,7 @@ def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int)
     """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them.
 
     Args:
-        run: The run.
         data: The loader's state, from a manifest.
-        vocab_size: Vocabulary size of the model.
     """
     if data["accepted"]:
         logger.warning(

@@ -65,14 +65,10 @@ class TaskOptions:
         exit: One exit policy; excludes `depths` and `frontier`.
         depths: Recurrent steps to read in one pass.
         frontier: Whether to read every depth and every policy at many settings.
-        kv_cache: Cache strategy of generated tokens.
-        windows: Number of held-out windows per source.
         sources: Sources to score, by name or folder; none for all of the run's.
         seq_len: Tokens of a held-out window; None takes those of training.
         limit: Number of documents per task, for a first look; None for all.
-        batch_size: Number of rows at a time.
         max_length: Context in tokens; None takes the trained window.
-        dtype: Type of the weights.
         tokenizer: A `tokenizer.json`; None takes the source's.
         include_path: Folder of your own harness tasks.
         cache: Whether to keep the results of single requests on disk.
@@ -138,7 +134,6 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
 
     Args:
         checkpoint: A checkpoint's folder, or a run's for its newest whole one.
-        options: Tasks and settings.
 
     Returns:
         The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.

@@ -54,9 +54,7 @@ class Exam:
     """Held-out examples of a task as windows, and how they are graded.
 
     Args:
-        task: The task.
         count: Largest number of examples of a stratum.
-        vocab_size: Vocabulary of the model.
         room: Longest window in tokens.
         multiple: Windows are as long as the longest example, rounded up to this.
         strata: Strata to ask; None for all.
@@ -258,8 +256,6 @@ def example_windows(
 
     Args:
         name: Name of the stratum, for errors.
-        examples: At least one.
-        declared: Columns of the task.
         room: Longest window in tokens.
         multiple: Windows are as long as the longest example, rounded up to this.
 

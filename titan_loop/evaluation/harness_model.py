@@ -72,11 +72,9 @@ class LoopLM(TemplateLM):
         recurrent_steps: R; None takes that of training.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
-        kv_cache: Cache strategy of generated tokens.
         batch_size: Number of rows at a time, at least 1.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
         device: Name of the device; None, or the harness' default "cuda:0", takes this rank's.
-        dtype: Type of the weights.
         max_length: Number of tokens of context; None takes the trained window.
         tokenizer: A `tokenizer.json`; None takes the source's.
         cache: Folder for the results of single requests; None keeps them in memory only.

@@ -145,7 +145,6 @@ def run_task(
     Log-likelihoods of all readings come from one pass; text is generated for each reading.
 
     Args:
-        lm: The model with its readings.
         loaded: From `HarnessTasks.load`.
         limit: Largest number of documents per task, for a first look; None for all.
         confirm_run_unsafe_code: Consent to run programs that the model writes.

@@ -99,11 +99,6 @@ def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str,
 
     A source that cannot be scored is named in the log and left out, unless it is the last.
 
-    Args:
-        paths: Folders of the sources.
-        seq_len: L.
-        count: Number of windows per source, always the same ones.
-
     Raises:
         UserError: None of them can be scored, for the reason of the first.
     """
@@ -129,8 +124,6 @@ def open_run(
     """Return the held-out windows of a run's sources, or of others with the same tokenizer.
 
     Args:
-        run: The run.
-        count: Number of windows per source, always the same ones.
         sources: Names of the run's sources, or folders of any; all of the run's by default.
         seq_len: L; by default that of training.
 
@@ -210,7 +203,6 @@ def at_readings(
 
     Args:
         model: Whole, on this rank.
-        readings: At least one.
         value: What to sum over the labels of a window.
     """
     deepest = max(reading.deepest_step for reading in readings)
@@ -252,7 +244,6 @@ def sum_windows(
     Args:
         windows: W windows, the same on every rank.
         forward: Scores a batch, such as `at_depths(…)`.
-        device: Device of the model.
         batch_windows: Windows per forward pass.
         divide: How the ranks share the windows; by default every rank has the whole model.
 
@@ -276,12 +267,7 @@ def sum_windows(
 
 
 def summarise(scores: WindowScores, readings: Sequence[str]) -> dict[str, ReadingResult]:
-    """Return reading → bits per byte with its 95 % bootstrap interval over documents, and more.
-
-    Args:
-        scores: Scores of one source.
-        readings: Name of each row.
-    """
+    """Return reading → bits per byte with its 95 % bootstrap interval over documents, and more."""
     tokens = int(scores.tokens_W.sum())
     intervals = bootstrap_bits_per_byte(*scores.by_unit())
     nats_P, steps_P = scores.nats_PW.sum(axis=1), scores.steps_PW.sum(axis=1)

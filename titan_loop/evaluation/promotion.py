@@ -27,9 +27,6 @@ class Promotion:
     """A `Callback` that asks the exam of the level every `interval` steps; collective.
 
     The last level has no exam; a suite measures what it has taught.
-
-    Args:
-        config: The run's loader, with its task and curriculum.
     """
 
     def __init__(self, config: TaskLoader.Config) -> None:

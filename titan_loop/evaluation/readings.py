@@ -45,7 +45,6 @@ class Reading:
 
     Attributes:
         name: As `--exit` takes it; a depth r is `static:r`.
-        policy: Exit policy.
         recurrent_steps: R of that policy.
     """
 
@@ -110,12 +109,8 @@ def states_at(
     """Return the states of T chosen positions after each of R recurrent steps, (T, D) each.
 
     Args:
-        model: Whole, on the device of the tensors.
-        input_BL: Token ids.
         chosen_BL: Which positions to return; T of them are True.
-        steps: R.
         positions_BL: Positions that restart with every document; None for one document per row.
-        columns: Further columns for the model, by name.
 
     Raises:
         UserError: The model's context is shorter than L.
@@ -144,7 +139,6 @@ def frontier_readings(
     Args:
         model: Decides whether there is an exit gate to ask.
         hidden_RTD: States of a sample after each of at least R steps, (T, D).
-        recurrent_steps: R.
     """
     states = [state.unsqueeze(0) for state in hidden_RTD[:recurrent_steps]]
     names: list[str] = []
@@ -180,10 +174,8 @@ def score_states(
     """Read the same states in every way.
 
     Args:
-        model: Model with the gate and the readout.
         hidden_RTD: States after each step, (T, D) each, at least as many as the deepest reading.
         labels_T: The token that follows each position.
-        readings: P readings.
     """
     steps = _steps_to_read(readings)
     chunk = max(1, _LOGITS_AT_A_TIME // (len(steps) * model.config.vocab_size))

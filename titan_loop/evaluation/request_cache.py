@@ -56,7 +56,6 @@ class RequestCache:
 
         Args:
             keys: Key of each item.
-            items: Requests.
             work: Returns the JSON-like results of some items, in order.
             kept: Whether the result of an item may answer for it again.
         """

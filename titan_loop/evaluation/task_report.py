@@ -60,12 +60,9 @@ class TaskReport:
     """Tasks on one checkpoint; the fields are those of the file.
 
     Attributes:
-        step: Training steps of the checkpoint.
-        tokens: Global tokens it has read.
         trained_recurrent_steps: R at the end of training so far.
         manifest_sha256: Hash of the checkpoint's manifest; empty for a model in training.
         kv_cache: Cache strategy of generated tokens.
-        tasks: Task → reading → result.
         settings: Task → the settings it was asked with.
         failures: Task → why it has no result.
         skipped: Task of a suite → why it was skipped.

@@ -30,7 +30,6 @@ class ContinuationScores(NamedTuple):
         nats: Negative log likelihood, summed over the continuation.
         greedy: Whether greedy decoding would have produced all of it.
         steps: Recurrent steps, summed over the continuation.
-        tokens: Number of tokens in the continuation.
     """
 
     nats: list[float]
@@ -44,7 +43,6 @@ class TokenScorer:
 
     Args:
         model: In evaluation mode, whole on every rank.
-        readings: At least one.
         batch_rows: Number of sequences in one forward pass.
 
     Attributes:

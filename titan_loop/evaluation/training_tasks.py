@@ -53,7 +53,6 @@ def sums_in_training(
     Data-parallel ranks share the windows, context-parallel ones each window.
 
     Args:
-        trainer: Gives the model and the layout of the ranks.
         windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
             and is the training window under context parallelism.
         forward: Scores a batch of `trainer.model`, this rank's share of each window.
@@ -114,13 +113,7 @@ class TrainingTask(ABC):
 
 
 class HeldOutText(TrainingTask):
-    """Bits per byte of every source.
-
-    Args:
-        trainer: Gives the window length.
-        sources: Folders of prepared sources.
-        count: Number of windows per source.
-    """
+    """Bits per byte of every source."""
 
     def __init__(self, trainer: TrainingState, sources: Sequence[str], count: int) -> None:
         seq_len = trainer.config.training.seq_len
@@ -143,7 +136,6 @@ class Questions(TrainingTask):
 
     Args:
         trainer: Gives the window length and the tokenizer, that of its first source.
-        name: One of `OFFLINE_TASKS`.
         count: Number of questions, the first ones.
     """
 
@@ -189,14 +181,7 @@ class Questions(TrainingTask):
 
 
 class TaskExam(TrainingTask):
-    """Held-out examples of the generated task that the run trains on.
-
-    Args:
-        trainer: Gives the window length.
-        task: The task.
-        count: Largest number of examples of a stratum.
-        strata: Strata to ask; None for all.
-    """
+    """Held-out examples of the generated task that the run trains on."""
 
     def __init__(
         self, trainer: TrainingState, task: Task, count: int, strata: Sequence[str] | None = None

@@ -40,8 +40,6 @@ class SourceJump:
         same_steps: `after` − `before` at each of these steps, with 95 % intervals.
         same_visits: Loss of the new model after R/k steps − the parent's after R; None if k does
             not divide R.
-        windows: Held-out windows scored.
-        n_tokens: Tokens predicted in them.
     """
 
     before: list[float]
@@ -57,7 +55,6 @@ class UpcyclingReport:
     """What upcycling does to the loss before any training.
 
     Attributes:
-        step: Training steps of the checkpoint.
         recurrent_steps: R, the last one the parent was trained with.
         from_layers: N, the looped ones.
         n_layers: k·N.
@@ -105,13 +102,7 @@ class UpcyclingReport:
 def report_upcycling(
     parent: Path, child: Path, held_out: Mapping[str, HeldOutWindows]
 ) -> UpcyclingReport:
-    """Score both checkpoints at 1 … R steps; one model is in memory at a time.
-
-    Args:
-        parent: Checkpoint before.
-        child: Checkpoint after.
-        held_out: From `held_out_sources`.
-    """
+    """Score both checkpoints at 1 … R steps; one model is in memory at a time."""
     manifests = [read_manifest(checkpoint) for checkpoint in (parent, child)]
     steps = int(manifests[0]["trainer"]["recurrent_steps"])
     depths = [*range(1, steps + 1)]
@@ -133,10 +124,6 @@ def report_upcycling(
 
 def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWindows]:
     """Return the held-out windows of every source a checkpoint's run reads, always the same ones.
-
-    Args:
-        checkpoint: A checkpoint or its run.
-        windows: Number of windows per source.
 
     Raises:
         UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.

@@ -19,11 +19,7 @@ STEP_AXIS = "eval/step"
 
 
 class WandbLog:
-    """One open W&B run; logs nothing if it cannot be opened.
-
-    Args:
-        run_directory: Run directory of the training.
-    """
+    """One open W&B run; logs nothing if it cannot be opened."""
 
     def __init__(self, run_directory: RunDirectory) -> None:
         self._run: Any = None

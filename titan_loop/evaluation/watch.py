@@ -53,9 +53,7 @@ class Watcher:
     """Evaluates new checkpoints of one run; with several ranks all of them run one.
 
     Args:
-        run: The run directory.
         options: Tasks to ask of each checkpoint, and settings.
-        wandb: Whether to log to the training's W&B run, too.
         retry: Whether to ask a checkpoint again, once, of which a task has no result.
 
     Attributes:
@@ -92,7 +90,6 @@ class Watcher:
 
         Args:
             once: End as soon as nothing waits.
-            interval_seconds: Seconds between two looks at the folder.
 
         Raises:
             UserError: The interval is not positive; or, with `once`, there is no such run.

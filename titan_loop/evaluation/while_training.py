@@ -43,9 +43,6 @@ from titan_loop.training.recurrence import RecurrenceConfig, typical_recurrent_s
 def evaluations(config: RunConfig) -> list[Callback]:
     """Return the callbacks that follow `held_out`, `suite` and the curriculum of a run.
 
-    Args:
-        config: The run, resolved.
-
     Raises:
         UserError: The suite has a task that this run cannot be asked.
     """
@@ -96,7 +93,6 @@ class HeldOutLoss:
     on text that was not trained on.
 
     Attributes:
-        recurrence: How R is chosen.
         weights: w by the sources' names: the mixture's, or equal ones if another source is scored.
         measured_on: Windows and weights as text.
     """
@@ -136,7 +132,6 @@ class WhileTraining:
     Args:
         open_tasks: Reads the tasks' windows and questions, once.
         interval: Steps between two evaluations.
-        depths: Recurrent steps to read.
         prefix: Put in front of the names in TensorBoard and W&B.
         loss: What the run is to be told as its held-out loss; the depth it is of is read, too.
     """

@@ -74,8 +74,6 @@ class LoopCache(ABC):
 
     Args:
         shape: Sizes; `rows` is the largest number of rows at once.
-        dtype: Type of keys and values.
-        device: Device that holds them.
 
     Attributes:
         rows: Number of rows now; they come first in memory.
@@ -117,11 +115,7 @@ class LoopCache(ABC):
         return self._every_row[: self.rows]
 
     def admit(self, rows: int) -> "PromptVisit":
-        """Append rows; return the view that the pass over their prompts writes through.
-
-        Args:
-            rows: Number of new rows; there must be room for them.
-        """
+        """Append rows; return the view that the pass over their prompts writes through."""
         first, self.rows = self.rows, self.rows + rows
         assert self.rows <= self.shape.rows
         if self.outside is not None:

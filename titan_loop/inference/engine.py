@@ -33,7 +33,6 @@ class Engine:
     """Generates with a looped model.
 
     Args:
-        model: A model in evaluation mode.
         recurrent_steps: Number of recurrent steps R, which may exceed the trained R; None takes the
             model's.
         kv_cache: Strategy for the keys and values of earlier tokens: full, last, first or averaged.

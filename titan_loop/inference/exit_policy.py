@@ -292,7 +292,6 @@ class ExitDecider:
     """Applies a policy step by step and remembers what it needs of earlier steps.
 
     Args:
-        policy: The rule.
         deepest_step: The step after which every token leaves.
         gate: Maps a state (B, L, D) to exit logits (B, L).
         readout: Maps a state (B, L, D) to logits (B, L, V).
@@ -378,7 +377,6 @@ def exit_steps(
     """Return the step after which a policy would leave, for the states of whole windows.
 
     Args:
-        policy: The rule.
         hidden_RBLD: States after steps 1 … R, as in `LoopOutput`.
         gate: Maps a state to exit logits, e.g. `model.gate`.
         readout: Maps a state to logits, e.g. `model.readout`.

@@ -24,10 +24,8 @@ class Loaded:
 
     Attributes:
         model: The model, in evaluation mode.
-        checkpoint: The folder it came from.
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
-        run: The run it belongs to.
         ema: Whether the weights are the average of those of training.
     """
 
@@ -54,7 +52,6 @@ def load_checkpoint(
         path: A checkpoint's folder, or a run's for its newest whole checkpoint.
         use: What for, if not every family can be used for it.
         context_tokens: Tokens the rotary table covers; None for the trained window.
-        device: Where the model goes.
         dtype: Type of its weights; the exit gate stays in fp32.
         ema: Whether to take the average of the weights instead of the weights.
 
@@ -121,10 +118,6 @@ def text_ends(loaded: Loaded, tokenizer: "Tokenizer") -> TextEnds:
 
     An imported run recorded them; a prepared source's card has the id that `--eos-token` chose.
     Where neither is left, they are `<|endoftext|>` and `<|im_end|>`.
-
-    Args:
-        loaded: The model.
-        tokenizer: Result of `load_matching_tokenizer`.
     """
     text = loaded.run.text_format(tokenizer)
     return TextEnds(

@@ -57,8 +57,6 @@ def text_requests(
         tokenizer: The one the model was trained with.
         prompts: Texts, in which special tokens are recognised, or token ids.
         stop_tokens: Tokens that end a completion, as `loading.text_ends` finds them.
-        max_new_tokens: Most tokens per completion.
-        stop: Strings that end a completion, which does not include them.
 
     Raises:
         UserError: A stop string is empty.
@@ -79,7 +77,6 @@ class GeneratedToken(NamedTuple):
 
     Attributes:
         row: Index of the request.
-        token: The sampled token.
         step: The recurrent step whose readout it was sampled from, from 1.
         text: Text that is now certain; "" without a `Detokenizer`, inside a character, or while a
             stop string may have begun.
@@ -119,20 +116,7 @@ class Completion:
 
 
 class Row:
-    """A request that is running.
-
-    Args:
-        index: Index of the request.
-        request: The request.
-        context_tokens: Number of tokens the model can see.
-        seed: Seed of this row's own random numbers.
-
-    Attributes:
-        token: The newest token, which has not been through the model yet.
-        position: Its position.
-        step: Number of recurrent steps it has run.
-        finish: Reason why the row ended; None while it runs.
-    """
+    """A request that is running."""
 
     def __init__(self, index: int, request: Request, *, context_tokens: int, seed: int) -> None:
         self.index = index
@@ -187,11 +171,9 @@ class Batch:
     """State of a decoding loop; row b of every tensor belongs to `rows[b]`.
 
     Attributes:
-        stack: The model.
         rows: Rows that still run.
         cache: Their keys and values, with room for as many rows as may run at once.
         decider: The exit policy with its memory of these rows.
-        sampling: How tokens are chosen.
         recurrent_steps: R, the deepest step.
         state: State of each row's newest token after `Row.step` steps; None before any has run one.
     """

@@ -45,10 +45,6 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Top-k comes before top-p, which applies to the probabilities after temperature and top-k.
 
-    Args:
-        logits: (…, V).
-        sampling: How to sample; temperature 0 gives all probability to the largest logit.
-
     Returns:
         (…, V), at least fp32.
     """

@@ -21,15 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """How a session generates.
-
-    Attributes:
-        sampling: How tokens are chosen.
-        seed: Seed of everything that is sampled.
-        max_new_tokens: Most tokens per completion.
-        stop: Strings that end a completion.
-        chat: Whether prompts are turns of a ChatML chat.
-    """
+    """How a session generates."""
 
     sampling: Sampling
     seed: int = 0
@@ -39,18 +31,7 @@ class SessionOptions:
 
 
 class Session:
-    """Completes prompts with one model; in a chat it remembers the turns.
-
-    Args:
-        engine: Generates with the model.
-        loaded: The model, and what its run says of text.
-        tokenizer: The one it was trained with.
-        options: How to generate.
-
-    Attributes:
-        knows_chats: Whether the model was trained on conversations.
-        context_tokens: Longest text that it sees.
-    """
+    """Completes prompts with one model; in a chat it remembers the turns."""
 
     def __init__(
         self, engine: Engine, loaded: Loaded, tokenizer: "Tokenizer", options: SessionOptions

@@ -39,8 +39,6 @@ class SelfSpeculation:
         draft_step: Step s that drafts, at least 1 and below R.
         draft_tokens: Largest number k of tokens drafted per round.
         rounds: Number of rounds, each with one verification.
-        drafted: Number of tokens drafted.
-        accepted: Number of drafted tokens that were accepted.
     """
 
     draft_step: int = 1

@@ -53,13 +53,6 @@ class LoopState(NamedTuple):
 class Stack:
     """A looped decoder as the engine calls it.
 
-    Args:
-        model: A model in evaluation mode, whole on one device.
-
-    Attributes:
-        attention: The attention of one layer, for its shape.
-        work: Cost since this record was last replaced.
-
     Raises:
         UserError: The model's attention cannot read a cache.
     """
@@ -104,12 +97,7 @@ class Stack:
         return self.model.make_context(tokens_BL, cache=cache)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
-        """Return what layer visits of new tokens share.
-
-        Args:
-            positions_BL: Positions of the tokens.
-            cache: Cache of these rows.
-        """
+        """Return what layer visits of new tokens share."""
         places = Places.of(positions_BL)
         key_S = torch.arange(places.seen, device=self.device)
         mask_B1LS = None  # rows in step see all their keys

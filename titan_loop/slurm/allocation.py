@@ -23,10 +23,8 @@ class Allocation:
     """A job's nodes and tasks.
 
     Attributes:
-        job: Number of the job.
         restarts: Number of times that SLURM has started it again.
         nodes: Names of the nodes; the batch step runs on the first.
-        ranks_per_node: Number of tasks on a node.
         gpus_per_node: Number of GPUs the job asked for on a node; 0 for none.
     """
 
@@ -75,8 +73,6 @@ class Allocation:
         """Return the command that starts `titan-loop` on every rank.
 
         Args:
-            site: Flags of srun, and the container.
-            *command: Arguments of `titan-loop`.
             wait: Seconds from the end of the first rank until the others are killed.
         """
         program = (

@@ -15,8 +15,6 @@ class JobStatus:
     """One job of a chain.
 
     Attributes:
-        stage: Name of the stage that it trains.
-        job: Number of the job.
         state: SLURM's name for its state, or "GONE" once SLURM has forgotten it.
         reason: Reason for waiting; empty if it does not wait.
         restarts: Number of times that it was started again.

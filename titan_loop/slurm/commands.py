@@ -18,10 +18,6 @@ class CommandFailedError(RunFailedError):
 def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run one of SLURM's commands and return what it prints.
 
-    Args:
-        *command: Program and arguments.
-        environment: Environment variables; None for those of this process.
-
     Raises:
         UserError: The program is not on PATH.
         CommandFailedError: The command failed, or did not answer within a minute.
@@ -48,7 +44,6 @@ def show(kind: str, name: str) -> dict[str, str]:
 
     Args:
         kind: "job", "partition" or "node".
-        name: Name of it, or number of the job.
 
     Raises:
         CommandFailedError: SLURM knows no such thing.

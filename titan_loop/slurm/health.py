@@ -46,12 +46,7 @@ class NodeCheck:
 
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
-    """Return node → its fault, and the faults that no single node is to blame for.
-
-    Args:
-        reports: Folder with the ranks' reports.
-        allocation: Expected nodes and ranks.
-    """
+    """Return node → its fault, and the faults that no single node is to blame for."""
     found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
         report = read_json_object(path, fix="start the job again")

@@ -67,10 +67,8 @@ class Job:
 
     Attributes:
         train: Arguments of `titan-loop train`, without folder and stage.
-        folder: Folder of the recipe.
         stage: The stage to train; None for all that are not complete.
         save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
-        check: Requirements on the nodes; None for no check.
     """
 
     train: tuple[str, ...]
@@ -240,8 +238,6 @@ class _Steps:
         """Run one step and return its exit code as a shell gives it.
 
         Args:
-            command: What to run.
-            environment: Its environment.
             limit: Seconds after which it is killed, from when it has started; None for no limit.
             started: Whether it has started; if it does not in `_START_SECONDS`, it is killed.
         """

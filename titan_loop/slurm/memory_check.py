@@ -21,8 +21,6 @@ def memory_remarks(
 
     Args:
         recipe: The recipe, whose data are here.
-        stages: Stages to be submitted.
-        nodes: Number of nodes.
         gpus_per_node: Number of GPUs per node, one rank each.
         gpu: Kind of GPU: a name of `plan --gpu`, or SLURM's, such as a100.
 

@@ -42,12 +42,8 @@ def check_node(
     """Check this rank's node and write a report; faults are reported, not raised.
 
     Args:
-        reports: Folder for the reports.
-        folder: Folder that the run will write to.
         gpus: Number of GPUs that the node must have; 0 checks none.
         node_port: First port at which the ranks of a node meet.
-        free_disk_gigabytes: See `titan_loop.slurm.health.NodeCheck`.
-        free_memory_share: See there.
         environment: SLURM's variables of a task, MASTER_ADDR and MASTER_PORT.
     """
     task = slurm_task(environment)
@@ -92,13 +88,7 @@ def check_node(
 
 
 def gpu_problems(wanted: int, local_rank: int, free_share: float) -> list[str]:
-    """Return the faults of a node's GPUs.
-
-    Args:
-        wanted: Number of GPUs that the job asked for; 0 checks none.
-        local_rank: The GPU whose memory is checked.
-        free_share: Share of its memory that must be free.
-    """
+    """Return the faults of a node's GPUs."""
     if wanted == 0:
         return []
     count = torch.cuda.device_count()
@@ -128,8 +118,6 @@ def disk_problems(folder: Path, gigabytes: float) -> list[str]:
 
 
 class _Group:
-    """A process group of some ranks, for one all-reduce."""
-
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         self._store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             address, port, world_size, rank == 0, _TIMEOUT

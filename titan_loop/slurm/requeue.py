@@ -43,7 +43,6 @@ def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
 
     Args:
         code: Exit code of the step, as a shell gives it: the highest of the ranks' codes.
-        exits: Reports of the ranks.
     """
     if code == EXIT_OK:
         return EXIT_OK
@@ -67,8 +66,6 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
     """Have the job whose batch step this is started again.
 
     Args:
-        job: Number of the job.
-        exclude: Nodes to keep away from.
         folder: Folder of the recipe; its record of jobs is updated for a successor.
         name: Name of the job's files in that folder.
 
@@ -95,7 +92,6 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
 
 
 def _with_those_before(job: dict[str, str], exclude: Sequence[str]) -> str:
-    """Return the new list of excluded nodes; empty if there is nothing to add."""
     before = job.get("ExcNodeList", "(null)")
     return ",".join([*([] if before == "(null)" else [before]), *exclude]) if exclude else ""
 

@@ -48,9 +48,7 @@ class Resources:
     """What every job of a chain asks for.
 
     Attributes:
-        nodes: Number of nodes.
         ranks_per_node: Processes on a node, one for each GPU.
-        gpus_per_node: GPUs on a node; 0 on a CPU cluster.
         gpu_type: SLURM's name for the kind of GPU; empty for any.
         time: Time limit of one start, as `sbatch --time` takes it.
         save_seconds: Seconds between the signal to save and the time limit.
@@ -75,10 +73,7 @@ class Request:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
         folder: Folder for the stages' run directories; empty for the recipe's own.
-        resources: Resources of every job.
-        site: Settings of the cluster.
         site_file: File with those settings; None without one.
-        check_nodes: Whether jobs check their nodes first.
         environment: Environment variables that `sbatch` is run with.
     """
 
@@ -165,11 +160,7 @@ def render_script(
     """Return the batch script of a training job.
 
     Args:
-        name: Name of the job.
-        command: Arguments of `titan-loop`.
-        resources: What the job asks for.
         site: Partition and account.
-        site_file: File that the job sources; None for none.
         log: File that every start of the job appends to.
     """
     extra = (*site.sbatch_flags, *resources.sbatch_flags)
@@ -257,7 +248,6 @@ def _check_resources(resources: Resources) -> None:
 
 
 def _check_sbatch_flags(flags: Sequence[str]) -> None:
-    """Refuse words that are not flags of sbatch, and those that the script has already."""
     for flag in flags:
         name = flag.partition("=")[0]
         if not flag.startswith("--") or " " in name:

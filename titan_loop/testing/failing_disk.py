@@ -18,16 +18,7 @@ _WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class FailingDisk:
-    """The disk below one folder.
-
-    Args:
-        folder: The folder; its own entry is on the disk, too.
-
-    Attributes:
-        fault: Error number of every access from now on; 0 for a disk that works. A disk that is
-            full or read-only can be read, and files on a full one can be renamed and removed.
-        count: Number of accesses that failed.
-    """
+    """The disk below one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder.absolute())

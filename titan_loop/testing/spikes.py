@@ -17,8 +17,6 @@ class Spikes:
     Args:
         bad_windows: Global windows whose labels are all replaced by the last token.
         poisoned_after: Step after which a layer's weights are multiplied, once; None for never.
-        layer: Number of the layer.
-        factor: What its weights are multiplied by.
     """
 
     def __init__(

@@ -35,10 +35,6 @@ def standard_library_texts(count: int) -> list[str]:
 def tiny_source(folder: Path, *, documents: int = 60) -> Path:
     """Tokenise a part of Python's standard library; about 500 KB of text.
 
-    Args:
-        folder: Where the raw documents and the source go.
-        documents: Number of modules.
-
     Returns:
         The prepared source's folder.
     """
@@ -53,13 +49,7 @@ def tiny_source(folder: Path, *, documents: int = 60) -> Path:
 
 
 def tiny_config(source: Path, dump_folder: Path, *, steps: int = 6) -> LoopTrainer.Config:
-    """Return a run of `steps` steps: R falls from 4 to 2 in the middle, all schedules move.
-
-    Args:
-        source: From `tiny_source`.
-        dump_folder: The run directory.
-        steps: Training steps.
-    """
+    """Return a run of `steps` steps: R falls from 4 to 2 in the middle, all schedules move."""
     total = steps * BATCH_TOKENS
     config = LoopTrainer.Config(
         dump_folder=str(dump_folder),

@@ -79,8 +79,6 @@ def encode_chats(
     answers: the prompt's tokens are fixed before the first answer token is chosen.
 
     Args:
-        tokenizer: Has the control tokens.
-        chats: Conversations.
         end_of_text: The token that ends a document.
 
     Returns:
@@ -114,10 +112,6 @@ def encode_chats(
 
 def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
     """Return the ids of a conversation up to where the assistant is to speak, as in training.
-
-    Args:
-        tokenizer: Has the control tokens.
-        turns: What has been said.
 
     Raises:
         UserError: The tokenizer lacks a control token.

@@ -90,7 +90,6 @@ def check_vocabulary(
     """Check that a tokenizer's ids are rows of a model's embedding.
 
     Args:
-        tokenizer: The tokenizer.
         rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
         name: What messages call the tokenizer.
         most_spare_rows: Largest number of rows without a token; None allows any number.

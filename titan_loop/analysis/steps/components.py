@@ -71,7 +71,6 @@ def _draw(points: np.ndarray, kinds: np.ndarray, shares: np.ndarray, path: Path)
         points: Shape (items, R, 2).
         kinds: Label of each item, shape (items,).
         shares: The (2,) shares of the variance.
-        path: The PNG to write.
     """
     names = {f"after step {step + 1}": step for step in range(points.shape[1])}
     colors: Any = depth_colors(len(np.unique(kinds)))

@@ -20,7 +20,6 @@ class Figure(NamedTuple):
     """One plot of an analysis.
 
     Attributes:
-        title: Heading in the report.
         text: Caption below the heading.
         draw: Writes the PNG at a path, and returns the path.
     """
@@ -36,7 +35,6 @@ class Findings:
 
     Attributes:
         name: Verb, which names the record.
-        loaded: The checkpoint.
         record: JSON fields of evals/NAME-step-N.json.
         lines: Lines for the terminal.
         figures: File name in plots/ → figure.
@@ -83,9 +81,7 @@ def open_task(
     Args:
         run: Run, or one of its checkpoints.
         strata: Names; none for all.
-        questions: Number of questions asked for.
         least: Smallest number that is allowed.
-        use: Use that the run's family must have.
 
     Raises:
         UserError: Too few questions, no such stratum, or a run on text.

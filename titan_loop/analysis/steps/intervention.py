@@ -50,15 +50,11 @@ def intervention(
     """Return the share of questions of a stratum that are right at every strength α.
 
     Args:
-        model: In evaluation mode.
         task: The task that the model was trained on.
         stratum: Name of a stratum, whose questions have the same waypoints.
         strengths: α, each from 0 to 1.
-        steps: R.
-        count: Number of questions.
         waypoint: The waypoint at whose position the state is replaced; None for the first.
         after: The step after which it is, below R.
-        batch_rows: Questions in one forward pass.
 
     Raises:
         UserError: There is no such waypoint, or no step behind the intervention.

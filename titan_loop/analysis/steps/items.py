@@ -92,11 +92,8 @@ def nats_of_choices(
     """Return the negative log likelihood of every choice after every depth.
 
     Args:
-        model: In evaluation mode.
-        tokenizer: Its tokenizer.
         items: With equally many choices; a prompt that is too long loses its beginning.
         depths: Recurrent steps to read, all from one pass.
-        batch_rows: Sequences in one forward pass.
 
     Returns:
         float64, shape (items, depths, choices), summed over the tokens of a choice.
@@ -120,10 +117,8 @@ def last_token_states(
     """Return the last token's state after every looped layer of every step.
 
     Args:
-        model: In evaluation mode.
         prompts: Token ids, at least one each.
         steps: R.
-        batch_rows: Sequences in one forward pass.
 
     Returns:
         float32, shape (prompts, R, layers, D): what a layer hands to the next, before any norm

@@ -22,7 +22,6 @@ def at_layer_visits(model: LoopDecoder, act: Act, *, embedding: bool = False) ->
 
     Args:
         model: Whole, on one device; not compiled.
-        act: What to do.
         embedding: Whether to call it first for the tokens' embeddings, as step 0 and layer 0.
     """
     visits: Counter[int] = Counter()

@@ -36,8 +36,6 @@ class Lens:
     """What is read of one waypoint of the questions of a stratum.
 
     Attributes:
-        stratum: Name of the stratum.
-        waypoint: Name of the waypoint.
         accuracy: Share of questions whose waypoint is the likeliest token, (R, layers).
         margin: Mean logit of the waypoint over that of the strongest other token, (R, layers).
     """
@@ -61,12 +59,8 @@ def logit_lens(
     """Return what is read of every waypoint of a stratum's exam.
 
     Args:
-        model: In evaluation mode.
         task: The task that the model was trained on.
         stratum: Name of a stratum, whose questions have the same waypoints.
-        steps: R.
-        count: Number of questions.
-        batch_rows: Questions in one forward pass.
     """
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])

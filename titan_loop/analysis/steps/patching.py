@@ -43,10 +43,8 @@ def patching(
     tokens; the first one is looked at.
 
     Args:
-        model: In evaluation mode.
         task: The task that the model was trained on.
         stratum: Name of a stratum whose questions have one length.
-        steps: R.
         count: Number of questions, at least 2.
 
     Returns:

@@ -43,9 +43,7 @@ class SafetyResult:
     """The judge's scores at one depth.
 
     Attributes:
-        recurrent_steps: Depth.
         scores: One for each prompt, 1 to 5.
-        responses: The completions.
     """
 
     recurrent_steps: int
@@ -88,11 +86,7 @@ def safety(
     """Complete every prompt at every depth and have the completions judged.
 
     Args:
-        loaded: The checkpoint.
-        tokenizer: Its tokenizer.
-        prompts: Texts to complete.
         judge: Command line; split like a shell's words, not run by a shell.
-        depths: Recurrent steps.
         max_new_tokens: Length of a completion, at most.
         rows: Prompts that run at once.
 

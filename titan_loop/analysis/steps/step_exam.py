@@ -71,11 +71,8 @@ def step_exam(
     """Return stratum → what is found after every step.
 
     Args:
-        model: In evaluation mode.
         task: The task that the model was trained on.
-        strata: Names of strata.
         steps: R, which may exceed the trained one.
-        count: Number of questions of each stratum.
         policies: Exit policies as `--exit` takes them, within these R.
 
     Raises:

@@ -59,9 +59,7 @@ class SourceProgress(NamedTuple):
 
     Attributes:
         name: The folder's name, or its path where two share a name.
-        windows: Windows consumed.
         tokens: windows x window length (packed windows: with their padding).
-        epochs: windows / windows of an epoch.
     """
 
     name: str
@@ -96,13 +94,11 @@ class GlobalBatchLoader(BaseDataLoader):
     training loop takes it.
 
     Args:
-        config: `prefetch`, `accept_change`, and the columns.
         description: Everything the data and its order depend on, in readable JSON fields; starts
             the hash. A saved position is only valid where the description is the same.
         dp_world_size: Number of data-parallel ranks.
         dp_rank: This process's data-parallel rank.
         local_batch_size: Windows in a micro-batch of one rank.
-        seq_len: L.
         tokenizer: torchtitan's, not used: loaders read token ids.
         snapshot_every_n_steps: torchtitan's, not used: the state is current at every step.
 
@@ -346,9 +342,6 @@ class GlobalBatchLoader(BaseDataLoader):
 
     def check_state(self, state_dict: dict[str, Any]) -> list[str]:
         """Refuse a position in other data; ranks and batch sizes may have been any.
-
-        Args:
-            state_dict: From `state_dict`, or empty.
 
         Returns:
             The changes that `dataloader.accept_change` accepts, usually none.

@@ -77,9 +77,6 @@ def held_out_windows(
     A split with fewer windows gives all it has, and one log line says so.
 
     Args:
-        source_path: The prepared source.
-        seq_len: L.
-        count: Windows wanted, at least 1.
         seed: Chooses which windows, and the offset of the cuts.
 
     Raises:

@@ -83,8 +83,6 @@ class WindowLoader(GlobalBatchLoader):
     """Mixes the windows of prepared sources in an order that only seed and position decide.
 
     Attributes:
-        mixture: What the config's mixture says.
-        sources: Its windows, in the same order.
         order: Which source every window is from, and where the mixture ends.
 
     Raises:

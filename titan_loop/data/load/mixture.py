@@ -212,9 +212,7 @@ class Stretch(NamedTuple):
     """A part of the mixture with one set of weights.
 
     Attributes:
-        first_window: Where it starts.
         counts_before: Windows of each source read before it (int64).
-        order: Which source each of its windows is from.
     """
 
     first_window: int
@@ -231,7 +229,6 @@ class CappedMixture:
     stretch, whose starts follow from weights and caps alone.
 
     Args:
-        mixture: Sources and weights.
         caps: Windows each source may give; None for no cap.
         when_exhausted: "stop" or "renormalise".
         first_window: Where the first stretch starts, if the mixture before was another one.

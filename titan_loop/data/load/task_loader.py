@@ -201,10 +201,7 @@ def place(
 
     Args:
         window: Overwritten from `start` on.
-        example: Gives tokens and columns.
         labels: Its labels to train on, or to grade.
-        columns: Those of the window.
-        start: First position.
     """
     length = min(len(example.tokens), len(window.input) - start)
     here = slice(start, start + length)

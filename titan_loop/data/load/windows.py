@@ -109,9 +109,7 @@ class SourceWindows(ABC):
     counter by one division; within an epoch the order is a keyed permutation of 0..n-1.
 
     Args:
-        shards: The source's split.
         seq_len: L, the number of predicted tokens of a window.
-        windows_per_epoch: n.
         key: Chooses order and offsets.
 
     Attributes:
@@ -186,8 +184,6 @@ class CutWindows(SourceWindows):
     """Fixed cuts of a source's stream: n = max(1, floor((T - L) / L)) windows of its T tokens.
 
     Args:
-        shards: The source's split.
-        seq_len: L.
         key: Chooses order and offsets.
 
     Attributes:
@@ -241,11 +237,6 @@ class PackedWindows(SourceWindows):
 
     Padding is EOS tokens that form a document of their own: no text attends to them, and they are
     never labels.
-
-    Args:
-        shards: The source's split.
-        seq_len: L.
-        key: Chooses the order.
 
     Raises:
         UserError: If the split was not packed for this window length.

@@ -67,8 +67,6 @@ def find_documents(
             `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
         format: How to read the files; "auto" goes by their names.
         patterns: Glob patterns such as "*.py"; a file in a folder must match at least one.
-        dataset_config: A Hugging Face dataset's configuration.
-        dataset_split: Split of the dataset to read.
         ours: Files and folders written by an earlier run; skipped where an input folder holds them.
 
     Raises:

@@ -31,10 +31,8 @@ class Pipeline:
     """One datatrove pipeline.
 
     Attributes:
-        name: Name in logs and of jobs.
         steps: datatrove's steps by our names, in order of execution.
         tasks: Number of tasks that share the work.
-        logs: Folder for datatrove's logs.
     """
 
     name: str
@@ -55,7 +53,6 @@ def run_pipelines(
 
     Args:
         pipelines: Pipelines, each after the one it depends on.
-        executor: Where to run them.
         workers: Number of a pipeline's tasks that run at the same time.
         options: Options of datatrove's executor, from the config's table of the same name.
 
@@ -165,12 +162,7 @@ def _build(
 
 
 def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
-    """Return what each step of a pipeline counted, summed over its finished tasks.
-
-    Args:
-        logs: The pipeline's log folder.
-        steps: Names of its steps, in order.
-    """
+    """Return what each step of a pipeline counted, summed over its finished tasks."""
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
         fix = "delete it and what it counts with pass overwrite"

@@ -20,9 +20,7 @@ class PublicSet:
 
     Attributes:
         repo: OWNER/NAME.
-        pattern: Files to fetch.
         licence: Licence as its publisher states it.
-        kind: What it holds.
     """
 
     repo: str
@@ -51,7 +49,6 @@ def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
     """Download a public set; what an interrupted call left is continued.
 
     Args:
-        name: One of `PUBLIC_SETS`.
         output: Folder for its files, below their folders in the repository.
         files: Most files, the first by name; None for all.
 

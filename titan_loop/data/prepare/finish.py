@@ -34,7 +34,6 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
     """Check what the pipelines left and commit it as a source.
 
     Args:
-        preparation: What was prepared.
         steps: Names of every pipeline's steps, in their order.
     """
     output = preparation.output

@@ -54,9 +54,6 @@ def train_tokenizer(
             `train.jsonl` and `held_out.jsonl` only the first is read.
         vocab_size: Tokens in all, special tokens and the 256 bytes included.
         output: The file to write, or an existing folder for `tokenizer.json`.
-        text_key: The field that holds a document's text.
-        format: Format of the files (see `find_documents`).
-        patterns: Glob patterns for files in folders (see `find_documents`).
 
     Returns:
         The path of the written file.

@@ -41,7 +41,6 @@ def pack_source(
     window length is replaced; if that is interrupted, the card names no half-replaced index.
 
     Args:
-        source: The prepared source.
         seq_len: L, the number of predicted tokens of a window.
         long_documents: What to do with documents of more than L + 1 tokens.
 
@@ -110,7 +109,6 @@ def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard
 
 
 def _beside(path: Path) -> Path:
-    """Return the temporary name of an index file."""
     return path.with_name(f".{path.name}")
 
 
@@ -123,7 +121,6 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Args:
         lengths: int64, shape (n,), each in 1..capacity.
-        capacity: Room of a bin.
 
     Returns:
         The bin of each item, int64, shape (n,); bins are numbered from 0 in the order they opened.

@@ -60,8 +60,6 @@ class CountingReader(BaseReader):
     Args:
         chat: Whether records are conversations, which become ChatML.
         examples: Folder for the first few dropped records of each task; None writes none.
-        *args: For datatrove's reader.
-        **kwargs: For datatrove's reader.
     """
 
     def __init__(self, *args: Any, chat: bool, examples: str | None, **kwargs: Any) -> None:
@@ -219,11 +217,7 @@ def document_reader(
     """Return the reader for `documents`.
 
     Args:
-        documents: What to read.
         paths_file: Where the list of files is written, for every task to read.
-        text_key: The field with a document's text, if not `chat`.
-        chat: Whether records are conversations.
-        examples: As in `CountingReader`.
     """
     options: dict[str, Any] = {
         "text_key": text_key,
@@ -254,7 +248,6 @@ class HeldOutFilter(BaseFilter):
         files: Held-out files; if empty, the hash of a document's text decides, so that equal
             documents are on the same side.
         fraction: Share of documents held out by hash.
-        folder: Where they are written.
     """
 
     name = "🚪 Held out"
@@ -362,7 +355,6 @@ def _open(reader: BaseDiskReader, path: str, **options: Any) -> Any:
 
 
 def _whole(file: Any, path: str) -> Generator[bytes, None, None]:
-    """Yield a file's lines; a broken archive is the user's mistake, not a crash."""
     lines = file if hasattr(file, "readline") else io.BufferedReader(file)
     try:
         while line := lines.readline(_LONGEST_LINE + 1):

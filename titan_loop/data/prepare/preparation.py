@@ -137,9 +137,7 @@ def _refuse_modified(
     """Refuse inputs modified after a finished task read them; the other tasks read them again.
 
     Args:
-        preparation: What goes on.
         known: Modification times when it began; None where version 0.1 began it.
-        found: Those of now.
     """
     files = preparation.documents.all_files()
     for number, (path, before, now) in enumerate(

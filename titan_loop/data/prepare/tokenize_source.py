@@ -75,17 +75,11 @@ def tokenize_source(
             name of a Hugging Face dataset.
         output: The source's folder; made if missing.
         tokenizer_path: A `tokenizer.json`, copied into the source.
-        held_out_inputs: As `inputs`, for the held-out split.
         held_out_fraction: Share of documents held out by hash, in [0, 1).
-        format: Format of the inputs (see `find_documents`).
-        patterns: Glob patterns for files in folders.
-        dataset_config: A Hugging Face dataset's configuration.
-        dataset_split: A Hugging Face dataset's split.
         eos_token: Appended to every document; must be in the vocabulary.
         text_key: The field with a document's text.
         chat: Whether records are conversations (`titan_loop.text.chatml`).
         config_path: The TOML file of `titan_loop.data.prepare.config`.
-        executor: "local", "slurm" or "ray".
         tasks: Number of datatrove tasks; at most one per file has work. Each writes one shard per
             split.
         workers: Number of tasks that run at the same time.

@@ -129,7 +129,6 @@ class Capo(Task):
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Size of every pool."""
         fixed = {"genders": _GENDERS, "months": _MONTHS, "days": _DAYS}
         return tuple(fixed.get(pool) or getattr(self, pool) for pool in _POOLS)
 

@@ -26,7 +26,6 @@ class Cycle(NamedTuple):
     """Nodes in the order of the cycle, edges in the order of the prompt, and the questions.
 
     Attributes:
-        nodes: Names.
         order: Order in which edges are shown: index of the node that an edge leaves.
         questions: (steps, index of the first node) of each question.
     """

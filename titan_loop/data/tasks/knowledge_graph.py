@@ -23,12 +23,9 @@ def draw_edges(
     """Return the (relation, tail) pairs of every entity.
 
     Args:
-        name: Name of the draw.
-        seed: Chooses the edges.
         entities: Entities of each graph; those of the second follow those of the first.
         relations: Relations, shared by all graphs.
         degree: Edges that leave an entity.
-        graphs: Number of graphs without an edge between them.
     """
     generator = random.Random(keyed_integer(name, seed))
     edges = []

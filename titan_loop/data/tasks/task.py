@@ -31,7 +31,6 @@ class Example:
     """One example of T positions: tokens and labels (int64) and a mask, (T,) each.
 
     Attributes:
-        tokens: What the model reads.
         labels: What every position should say; IGNORED where nothing.
         answer: Whether a label belongs to the answer: what an exam grades, and what training is
             restricted to unless it takes all targets.
@@ -232,7 +231,6 @@ class Task(ABC):
 
         Args:
             count: Largest number of examples of a stratum.
-            seed: Chooses the examples.
             strata: Names of the strata to draw; None for all.
 
         Raises:
