@@ -28,7 +28,7 @@ from titan_loop.errors import UserError
 
 PLUGINS = "TITAN_LOOP_PLUGINS"
 FAMILIES = "titan_loop.families"
-_CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks")
+_CORE = ("titan_loop.analysis.steps", "titan_loop.data.tasks", "titan_loop.formats")
 """Packages of the core that register names for every family."""
 
 
@@ -51,6 +51,7 @@ class Plugin:
             (`titan_loop/inference/exit_policy.py`).
         analyses: Verbs of `titan-loop analyse` (`titan_loop/analysis/steps/`), each a `Verb`.
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/charts.py`).
+        formats: Formats of other programs (`titan_loop/formats/format.py`).
     """
 
     families: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Plugin:
     exit_policies: Mapping[str, Any] = field(default_factory=dict)
     analyses: Mapping[str, Verb] = field(default_factory=dict)
     charts: Mapping[str, Any] = field(default_factory=dict)
+    formats: Mapping[str, Any] = field(default_factory=dict)
 
 
 _known: dict[str, dict[str, Any]] = {kind.name: {} for kind in fields(Plugin)}

@@ -1,21 +1,27 @@
-"""`titan-loop convert import|export`: Ouro and Hugging Face folders, both ways."""
+"""`titan-loop convert import|export`: models from and for other programs."""
 
 import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from titan_loop.cli.arguments import group
 from titan_loop.errors import UserError
+from titan_loop.tables import columns
+
+if TYPE_CHECKING:
+    from titan_loop.formats.tokenizer_files import TokenizerExport
+    from titan_loop.runs.saved_run import SavedRun
 
 Dtype = Literal["float32", "bfloat16"]
+ExportDtype = Literal["float32", "bfloat16", "float16", "q8_0"]
 
 logger = logging.getLogger(__name__)
 
 
 def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
-    """Read a folder of the Ouro format, released or exported, into a new run directory.
+    """Read a folder of Ouro, Nanbeige or Llama, released or exported, into a new run directory.
 
     Args:
         folder: Folder with config.json and safetensors.
@@ -25,35 +31,45 @@ def import_(folder: Path, *, output: Path, dtype: Dtype = "float32") -> None:
     """
     import torch
 
-    from titan_loop.families.ouro.hugging_face.importing import OuroFolder, import_run
+    from titan_loop.formats.importing import ModelFolder, import_run
 
-    print(import_run(OuroFolder(folder), output, sys.argv, dtype=getattr(torch, dtype)))
+    print(import_run(ModelFolder(folder), output, sys.argv, dtype=getattr(torch, dtype)))
 
 
 def export(
     checkpoint: Path,
     *,
-    output: Path,
-    dtype: Dtype = "float32",
+    output: Path | None = None,
+    to: str = "transformers",
+    list: bool = False,
+    dtype: ExportDtype = "float32",
+    recurrent_steps: int | None = None,
+    most_layers: int = 1000,
     chatml: bool = False,
     no_chatml: bool = False,
     tokenizer: str | None = None,
+    no_tokenizer: bool = False,
     eos_token: str | None = None,
     max_shard_gigabytes: float = 5.0,
     ema: bool = False,
     push: str | None = None,
 ) -> None:
-    """Write a checkpoint as a folder of the Ouro format, with its own code for transformers.
+    """Write a checkpoint in a format that other programs read.
 
     Args:
         checkpoint: Run, for its newest checkpoint, or a step-N folder.
-        output: New folder.
-        dtype: Type of the weights; float32 loses nothing, bfloat16 is what the released models
-            have.
+        output: New folder, or file for gguf.
+        to: Format; --list prints those that this model has.
+        list: Print which formats this model can be written in, and why not in the others.
+        dtype: Type of the weights; float32 loses nothing, bfloat16 is the released models'. q8_0 is
+            GGUF's alone.
+        recurrent_steps: R to export; by default R of the last training step.
+        most_layers: Most layers that an unrolled model may have.
         chatml: Write a ChatML template and stop after a turn; the default if the run's data is
             prepared conversations. An imported run keeps what its folder had.
         no_chatml: Write no ChatML template.
         tokenizer: A tokenizer.json; by default that of the run's data.
+        no_tokenizer: Write no tokenizer.
         eos_token: Token that ends every document; by default that of the run's data.
         max_shard_gigabytes: Most weights in one safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
@@ -64,36 +80,48 @@ def export(
         raise UserError(f"--max-shard-gigabytes={max_shard_gigabytes} must be a number above 0")
     if chatml and no_chatml:
         raise UserError("--chatml and --no-chatml contradict each other; leave one of them out")
-
-    import torch
+    if recurrent_steps is not None and recurrent_steps < 1:
+        raise UserError(f"--recurrent-steps={recurrent_steps} must be at least 1")
+    if output is None and not list:
+        raise UserError("--output is missing; name the new folder or file")
 
     from titan_loop.checkpoint.tensors import CheckpointReader
-    from titan_loop.families.ouro.hugging_face.exporting import checkpoint_shape, export_folder
-    from titan_loop.families.ouro.hugging_face.tokenizer_files import open_tokenizer
+    from titan_loop.formats.format import Export, check_tensors, get_format
     from titan_loop.runs.saved_run import SavedRun
-    from titan_loop.text.tokenizer import load_tokenizer
 
     run = SavedRun.open(checkpoint)
     reader = CheckpointReader(run.checkpoint().path, ema=ema)
-    shape = checkpoint_shape(reader, max_positions=run.seq_len)
-    known = run.tokenizer(tokenizer)
-    text = run.text_format(load_tokenizer(known.path))
-    if chatml or no_chatml:
-        text = text.with_chatml() if chatml else text.without_chat()
-    if eos_token is not None:
-        text = replace(text, end_of_text=eos_token)
-    export_folder(
-        reader,
-        output,
-        shape=shape,
-        tokenizer=open_tokenizer(
-            known.path, vocab_size=shape.vocab_size, text=text, is_known=known.is_known
+    trainer = reader.manifest["trainer"]
+    steps = recurrent_steps or trainer["recurrent_steps"]
+    if list:
+        print(_formats_of(trainer["architecture"], steps, run.seq_len))
+        return
+    assert output is not None
+    form = get_format(to)
+    if dtype not in form.dtypes:
+        raise UserError(f"--dtype={dtype}: format {to} has {', '.join(form.dtypes)}")
+    shape = form.shape(trainer["architecture"], recurrent_steps=steps, max_positions=run.seq_len)
+    if shape.n_layers > most_layers:
+        raise UserError(
+            f"--recurrent-steps={steps} unrolls to {shape.n_layers} layers, more than "
+            f"--most-layers={most_layers}; export fewer steps, or raise it"
+        )
+    check_tensors(reader, shape)
+    known = None
+    if not no_tokenizer:
+        known = _tokenizer(run, shape.vocab_size, tokenizer, chatml, no_chatml, eos_token)
+    form.write(
+        Export(
+            reader=reader,
+            shape=shape,
+            tokenizer=known,
+            dtype=dtype,
+            max_shard_bytes=int(max_shard_gigabytes * 1e9),
+            trained_tokens=run.trained_tokens(),
         ),
-        dtype=getattr(torch, dtype),
-        max_shard_bytes=int(max_shard_gigabytes * 1e9),
-        trained_tokens=run.trained_tokens(),
+        output,
     )
-    if not (chatml or no_chatml or known.is_known):
+    if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
             "%s has no chat template: without its data it is unknown whether the model was trained "
             "on conversations; if it was, export again with --chatml",
@@ -101,9 +129,47 @@ def export(
         )
     print(output)
     if push is not None:
-        from titan_loop.families.ouro.hugging_face.pushing import push_folder
+        from titan_loop.formats.pushing import push_folder
 
         print(push_folder(output, push))
+
+
+def _formats_of(architecture: dict, recurrent_steps: int, max_positions: int) -> str:
+    """Return a table of all formats, and of each why a model cannot be written in it."""
+    from titan_loop.formats.format import get_format
+    from titan_loop.plugins import names
+
+    rows = [("format", "this model")]
+    for name in names("formats"):
+        form = get_format(name)
+        try:
+            form.shape(architecture, recurrent_steps=recurrent_steps, max_positions=max_positions)
+            answer = f"yes: {form.summary}; {', '.join(form.dtypes)}"
+        except UserError as error:
+            answer = f"no: {error}"
+        rows.append((name, answer))
+    return "\n".join(columns(rows, left=(0, 1)))
+
+
+def _tokenizer(
+    run: "SavedRun",
+    vocab_size: int,
+    path: str | None,
+    chatml: bool,
+    no_chatml: bool,
+    eos_token: str | None,
+) -> "TokenizerExport":
+    """Return the checked tokenizer of a run or of a file, with the text format asked for."""
+    from titan_loop.formats.tokenizer_files import open_tokenizer
+    from titan_loop.text.tokenizer import load_tokenizer
+
+    known = run.tokenizer(path)
+    text = run.text_format(load_tokenizer(known.path))
+    if chatml or no_chatml:
+        text = text.with_chatml() if chatml else text.without_chat()
+    if eos_token is not None:
+        text = replace(text, end_of_text=eos_token)
+    return open_tokenizer(known.path, vocab_size=vocab_size, text=text, is_known=known.is_known)
 
 
 run = group("convert", {"import": import_, "export": export})

@@ -1,13 +1,13 @@
-"""One unique layer: attention and SwiGLU, each between two RMSNorms (sandwich normalisation).
+"""One unique layer of attention and SwiGLU: Llama's, or with sandwich normalisation as in Ouro.
 
-    x ← x + n2(attention(n1(x)))
-    x ← x + n4(feed_forward(n3(x)))
+    pre-norm    x ← x + attention(n1(x)),       x ← x + feed_forward(n3(x))
+    sandwich    x ← x + n2(attention(n1(x))),   x ← x + n4(feed_forward(n3(x)))
 
 The norms on the branch outputs keep every residual update at unit scale, whatever the weights, so
 that the state cannot grow with the number of visits.
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §4; order of the norms as in the released
-checkpoints.
+Sources: Touvron et al. 2023 (Llama), arXiv 2302.13971, §2.2; Zhu et al. 2025 (Ouro), arXiv
+2510.25741, §4, order of the norms as in the released checkpoints.
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,26 @@ from titan_loop.models.dropout import Dropout
 from titan_loop.models.memory_parts import LayerBytes, Spread, norm_bytes
 
 
-class SandwichBlock(TransformerBlock):
-    """A transformer block with a norm before and after each branch; (B, L, D) in and out."""
+class PreNormBlock(TransformerBlock):
+    """A transformer block with a norm before each branch; (B, L, D) in and out."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        """Branches and their four norms."""
+        """Branches and the norms before them."""
 
-        attention_post_norm: RMSNorm.Config
-        ffn_post_norm: RMSNorm.Config
         dropout: Dropout.Config | None = None
+
+        @property
+        def norms(self) -> list[RMSNorm.Config]:
+            """All norms of the layer."""
+            return [self.attention_norm, self.ffn_norm]
 
         def kept_bytes(self, spread: Spread) -> LayerBytes:
             """Return what one visit keeps for its backward pass, in bytes per token.
 
             | kept | in elements of the compute dtype |
             |---|---|
-            | whole | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; four norms' own |
+            | whole | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; the norms' own |
             | selected | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
             | input | the layer's input: D |
 
@@ -55,7 +58,11 @@ class SandwichBlock(TransformerBlock):
             gathered_keys = 2 * keys * spread.context_parallel_degree
             products = c * (2 * queries + gathered_keys + 4 * wide) / tp
             return LayerBytes(
-                whole=c * 2 * dim + products + 4 * norm_bytes(dim, spread) + scores + dropped,
+                whole=c * 2 * dim
+                + products
+                + len(self.norms) * norm_bytes(dim, spread)
+                + scores
+                + dropped,
                 selected=c * (2 * dim + 2 * queries + keys + wide) / tp + selected_scores,
                 input=c * dim / tp,
             )
@@ -77,11 +84,41 @@ class SandwichBlock(TransformerBlock):
         assert config.feed_forward is not None
         self.attention_norm = config.attention_norm.build()
         self.attention = config.attention.build()
-        self.attention_post_norm = config.attention_post_norm.build()
         self.ffn_norm = config.ffn_norm.build()
         self.feed_forward = config.feed_forward.build()
-        self.ffn_post_norm = config.ffn_post_norm.build()
         self.dropout = None if config.dropout is None else config.dropout.build()
+
+    def forward(
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> Tensor:
+        """Apply the layer once; `context` and `cache_slot` as in `LoopAttention.forward`."""
+        x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
+        return x_BLD + self._kept(self.feed_forward(self.ffn_norm(x_BLD)))
+
+    def _kept(self, branch_BLD: Tensor) -> Tensor:
+        return branch_BLD if self.dropout is None else self.dropout(branch_BLD)
+
+
+class SandwichBlock(PreNormBlock):
+    """A transformer block with a norm before and after each branch; (B, L, D) in and out."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreNormBlock.Config):
+        """Branches and their four norms."""
+
+        attention_post_norm: RMSNorm.Config
+        ffn_post_norm: RMSNorm.Config
+
+        @property
+        def norms(self) -> list[RMSNorm.Config]:
+            """All norms of the layer."""
+            before = PreNormBlock.Config.norms.fget(self)  # type: ignore[attr-defined]
+            return [*before, self.attention_post_norm, self.ffn_post_norm]
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.attention_post_norm = config.attention_post_norm.build()
+        self.ffn_post_norm = config.ffn_post_norm.build()
 
     def forward(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
@@ -90,6 +127,3 @@ class SandwichBlock(TransformerBlock):
         attended_BLD = self.attention(self.attention_norm(x_BLD), context, cache_slot)
         x_BLD = x_BLD + self._kept(self.attention_post_norm(attended_BLD))
         return x_BLD + self._kept(self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BLD))))
-
-    def _kept(self, branch_BLD: Tensor) -> Tensor:
-        return branch_BLD if self.dropout is None else self.dropout(branch_BLD)

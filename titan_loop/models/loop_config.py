@@ -134,6 +134,17 @@ def _check_choices(options: LoopOptions) -> None:
             raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
 
 
+def residual_gain(options: LoopOptions, shape: ModelSize) -> float:
+    """Return the factor on the initial scale of a layer's branches, by `residual_scale`."""
+    if options.residual_scale == "none":
+        return 1.0
+    depth = shape.n_layers
+    if options.residual_scale == "visits":
+        looped = shape.n_layers - options.prelude_layers - options.coda_layers
+        depth += looped * (shape.recurrent_steps - 1)
+    return (2 * depth) ** -0.5
+
+
 def loop_config(
     kind: type[DecoderConfig],
     options: LoopOptions,
@@ -170,12 +181,8 @@ def loop_config(
             f"model.initial_keys=queries needs as many key heads as query heads: "
             f"model.n_kv_heads={shape.n_kv_heads}, model.n_heads={shape.n_heads}"
         )
-    depth = shape.n_layers
-    if options.residual_scale == "visits":
-        depth += (shape.n_layers - sum(outside)) * (shape.recurrent_steps - 1)
     matrix = _matrix(options)
-    gain = 1.0 if options.residual_scale == "none" else (2 * depth) ** -0.5
-    branch_gain = {"weight": partial(nn.init.constant_, val=gain)}
+    branch_gain = {"weight": partial(nn.init.constant_, val=residual_gain(options, shape))}
 
     def linear(in_features: int, out_features: int) -> Linear.Config:
         return Linear.Config(in_features=in_features, out_features=out_features, param_init=matrix)

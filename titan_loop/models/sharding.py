@@ -22,7 +22,7 @@ from torchtitan.models.common.decoder_sharding import (
 )
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
-from titan_loop.models.block import SandwichBlock
+from titan_loop.models.block import PreNormBlock
 from titan_loop.models.positions import LearnedPositions
 
 
@@ -126,18 +126,15 @@ def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
         )
 
 
-def set_block_sharding(layer: SandwichBlock.Config, *, enable_sp: bool) -> None:
+def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
     """Shard a layer's heads and feed-forward width over the tensor-parallel ranks.
 
     Args:
         layer: Changed in place.
         enable_sp: Whether states are sharded over the sequence between layers.
     """
-    norm = norm_config(enable_sp=enable_sp)
-    layer.attention_norm.sharding_config = norm
-    layer.attention_post_norm.sharding_config = norm
-    layer.ffn_norm.sharding_config = norm
-    layer.ffn_post_norm.sharding_config = norm
+    for norm in layer.norms:
+        norm.sharding_config = norm_config(enable_sp=enable_sp)
     set_attention_sharding(layer.attention, enable_sp=enable_sp)
     assert layer.feed_forward is not None
     set_dense_ffn_sharding(

@@ -13,7 +13,7 @@ import torch
 
 from titan_loop.checkpoint.carry import has_moments
 from titan_loop.errors import UserError, seen_from
-from titan_loop.families.ouro.hugging_face.importing import CONFIG, OuroFolder, import_run
+from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -32,8 +32,8 @@ def start_from(
 
     Args:
         recipe: Its stages are changed.
-        path: A run, a checkpoint, or a folder of the Ouro format. The last is imported into the
-            recipe's folder once.
+        path: A run, a checkpoint, or a folder that `convert import` reads. The last is imported
+            into the recipe's folder once.
         only: The stage to start; None for all without a parent.
         folder: Folder of the recipe; empty for its own.
         command: Recorded in the imported run.
@@ -51,7 +51,7 @@ def start_from(
         )
     if (path / CONFIG).exists() and not RunDirectory(path).run_json.exists():
         path = _import_once(
-            OuroFolder(path), Path(folder or recipe.folder or f"runs/{recipe.name}"), command
+            ModelFolder(path), Path(folder or recipe.folder or f"runs/{recipe.name}"), command
         )
     run = SavedRun.open(path)
     first = [recipe.stage(only)] if only is not None else _without_parent(recipe)
@@ -80,7 +80,7 @@ def _without_parent(recipe: Recipe) -> list[Stage]:
     return [stage for stage in recipe.stages if stage.parent is None]
 
 
-def _import_once(model: OuroFolder, folder: Path, command: Sequence[str]) -> Path:
+def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Path:
     """Return the run that holds an imported model, written if it is not there."""
     output = folder / IMPORTED
     if RunDirectory(output).run_json.exists():

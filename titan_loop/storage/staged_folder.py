@@ -1,9 +1,9 @@
-"""A folder that appears whole or not at all: written beside its place, renamed at the end."""
+"""Folders and files that appear whole or not at all: written beside their place, then renamed."""
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_loop.errors import UserError
@@ -30,11 +30,34 @@ def staged_folder(output: Path) -> Iterator[Path]:
         raise UserError(f"output={output} is not empty; choose a new folder, or delete that one")
     if output.exists() and not output.is_dir():
         raise UserError(f"output={output} is a file; choose a new folder")
+    with _staged(output, Path.mkdir) as staging:
+        yield staging
+
+
+@contextmanager
+def staged_file(output: Path) -> Iterator[Path]:
+    """Yield a path whose file becomes `output` when the block ends well; as `staged_folder`.
+
+    Args:
+        output: Must not exist.
+
+    Raises:
+        UserError: There is something already, or the file may not be written.
+        RunFailedError: The disk fails, or is full.
+    """
+    if output.exists():
+        raise UserError(f"output={output} exists; choose a new file, or delete that one")
+    with _staged(output, Path.touch) as staging:
+        yield staging
+
+
+@contextmanager
+def _staged(output: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     staging = output.absolute().parent / f".{output.name}{UNFINISHED}"
     try:
         retried(lambda: output.absolute().parent.mkdir(parents=True, exist_ok=True))
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
+        _remove(staging)
+        make(staging)
     except OSError as error:
         raise unwritable(f"output={output}", error) from error
     try:
@@ -42,20 +65,26 @@ def staged_folder(output: Path) -> Iterator[Path]:
         _sync(staging)
         os.rename(staging, output)
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         raise disk_error(
             error,
             f"output={output} could not be finished, and nothing is left of it ({error}); make "
-            "room, or choose another folder",
+            "room, or choose another place",
         ) from error
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         raise
 
 
-def _sync(folder: Path) -> None:
+def _remove(staging: Path) -> None:
+    shutil.rmtree(staging, ignore_errors=True)
+    with suppress(FileNotFoundError, IsADirectoryError):
+        staging.unlink()
+
+
+def _sync(staging: Path) -> None:
     """Have everything on the disk before the name that says so."""
-    for path in [*folder.rglob("*"), folder]:
+    for path in [*staging.rglob("*"), staging]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -2,4 +2,9 @@
 
 from titan_loop.plugins import Plugin, register
 
-register(Plugin(families={"ouro": "titan_loop.families.ouro.model:OURO"}))
+register(
+    Plugin(
+        families={"ouro": "titan_loop.families.ouro.model:OURO"},
+        formats={"transformers": "titan_loop.families.ouro.hugging_face.exporting:FORMAT"},
+    )
+)

@@ -29,9 +29,9 @@ from tests.families.ouro.hugging_face.reference import run_reference
 from tests.families.ouro.hugging_face.strict_reader import read_strictly
 from titan_loop.checkpoint.manifest import reference, write_manifest
 from titan_loop.cli import main as cli
-from titan_loop.families.ouro.hugging_face import exporting
-from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.formats import model_folder
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
@@ -103,9 +103,9 @@ def test_every_weight_is_there_bit_by_bit(plain: Exported, grouped: Exported):
     for exported in (plain, grouped):
         ours = exported.model.state_dict()
         theirs = tensors_of(exported.folder)
-        assert {parameter_name(name) for name in theirs} == ours.keys()
+        assert {OURO_1_4B.parameter_name(name) for name in theirs} == ours.keys()
         for name, tensor in theirs.items():
-            assert torch.equal(tensor, ours[parameter_name(name)]), name
+            assert torch.equal(tensor, ours[OURO_1_4B.parameter_name(name)]), name
 
 
 def test_bf16_rounds_to_nearest_even(plain: Exported, tmp_path: Path):
@@ -115,7 +115,7 @@ def test_bf16_rounds_to_nearest_even(plain: Exported, tmp_path: Path):
     config, _ = read_strictly(tmp_path / "bf16")
     assert config["torch_dtype"] == "bfloat16"
     for name, tensor in tensors_of(tmp_path / "bf16").items():
-        wide = plain.model.state_dict()[parameter_name(name)]
+        wide = plain.model.state_dict()[OURO_1_4B.parameter_name(name)]
         bits = wide.view(torch.int32)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         assert torch.equal(tensor.view(torch.int16), bits.to(torch.int16)), name
@@ -320,7 +320,7 @@ def test_a_killed_export_leaves_nothing_that_looks_complete(plain, tmp_path, cap
     output = tmp_path / "out"
     tokenizer = plain.folder / "tokenizer.json"
     arguments = ("export", plain.run, "--output", output, "--tokenizer", tokenizer)
-    convert_killed(write_json, exporting, *arguments)  # all is there but config.json
+    convert_killed(write_json, model_folder, *arguments)  # all is there but config.json
     assert not output.exists()
     (left,) = tmp_path.iterdir()
     assert not (left / "config.json").exists()

@@ -17,8 +17,7 @@ from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.checkpoint.upcycling import Upcycling
 from titan_loop.cli import main as cli
-from titan_loop.families.ouro.hugging_face.importing import model_options
-from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
+from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.conversion import upcycle_run
@@ -79,7 +78,7 @@ def test_fp16_weights_are_kept_exactly(plain, edited, tmp_path):
     state = load_run(tmp_path / "run").state_dict()
     for name, tensor in tensors_of(folder).items():
         assert tensor.dtype == torch.float16
-        ours = state[parameter_name(name)]
+        ours = state[OURO_1_4B.parameter_name(name)]
         assert torch.equal(ours.double(), tensor.double()), name
     assert state["norm.weight"][0] == 2.0**-24
 
@@ -140,7 +139,7 @@ def test_a_template_in_the_tokenizer_s_settings_ends_turns_with_its_token(edited
 
 
 def test_the_released_shapes_have_their_names():
-    assert model_options(OURO_1_4B).size == "1.4b"
+    assert OURO_1_4B.options().size == "1.4b"
     assert OuroShape.from_config(OURO_1_4B.to_config(dtype="bfloat16", bos_id=0, eos_id=0)) == (
         OURO_1_4B
     )
@@ -205,7 +204,10 @@ def test_a_released_config_without_our_extras_is_enough(edited, tmp_path, plain)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type='qwen2' is not what titan_loop computes"),
+        (
+            {"model_type": "qwen2"},
+            "model_type='qwen2' cannot be imported; known: llama, nanbeige, ouro",
+        ),
         ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),

@@ -1,6 +1,6 @@
-"""A folder of the Ouro format becomes a committed checkpoint.
+"""A folder of a known format becomes a committed checkpoint.
 
-config.json ─► OuroShape ─► names and shapes that must be there, no more and no less
+config.json ─► LlamaShape ─► names and shapes that must be there, no more and no less
 *.safetensors ─► one tensor at a time, file by file ─► write_checkpoint
 """
 
@@ -19,15 +19,16 @@ from torch import Tensor
 
 from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
-from titan_loop.errors import UserError
-from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape, parameter_name
-from titan_loop.families.ouro.hugging_face.tokenizer_files import (
+from titan_loop.errors import UserError, nearest
+from titan_loop.formats.format import Format
+from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
+from titan_loop.formats.tokenizer_files import (
     PADDING_ROWS,
     TEMPLATE,
     TOKENIZER_CONFIG,
 )
-from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.family import decoder_config
+from titan_loop.plugins import find, names
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_json_object
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
@@ -45,13 +46,24 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _AGAIN = "download it again"
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NAMED = 3
 """Number of tensors that a message names."""
 
 
-class OuroFolder:
-    """A checked folder of the Ouro format.
+def _shape_of(config: dict[str, Any]) -> LlamaShape:
+    """Return the shape that a `config.json` describes, by its `model_type`."""
+    formats: list[Format] = [find("formats", name) for name in names("formats")]
+    known = {each.folder.model_type: each.folder for each in formats if each.folder is not None}
+    found = config.get("model_type")
+    if not isinstance(found, str) or found not in known:
+        raise UserError(
+            f"config.json: model_type={found!r:.40} cannot be imported{nearest(str(found), known)}"
+        )
+    return known[found].from_config(config)
+
+
+class ModelFolder:
+    """A checked folder of a known format.
 
     Args:
         path: Holds config.json and safetensors; a tokenizer.json is checked if it is there.
@@ -69,7 +81,7 @@ class OuroFolder:
         self.path = path
         _refuse_links_outside(path)
         config = _read_config(path)
-        self.shape = OuroShape.from_config(config)
+        self.shape = _shape_of(config)
         self._files = SafetensorsFolder(path)
         self._check_tensors()
         tokenizer = path / TOKENIZER_NAME
@@ -98,12 +110,12 @@ class OuroFolder:
 
     def _check_tensors(self) -> None:
         expected, found = self.shape.tensor_shapes(), self._files.shapes
-        if self.shape.tie_weights and _HEAD not in found:
-            expected.pop(_HEAD)  # transformers writes a tied matrix once
+        if self.shape.tie_weights and HEAD not in found:
+            expected.pop(HEAD)  # transformers writes a tied matrix once
         missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
-        if _HEAD in missing:
+        if HEAD in missing:
             raise UserError(
-                f"{self.path}: {_HEAD} is missing, but config.json has tie_word_embeddings=false; "
+                f"{self.path}: {HEAD} is missing, but config.json has tie_word_embeddings=false; "
                 "the folder is incomplete, or that field is wrong"
             )
         if missing or extra:
@@ -121,41 +133,16 @@ class OuroFolder:
                     f"{self.path}: {name} has shape {found[name]}, config.json says {shape}; one "
                     "of them is of another model"
                 )
-        if self.shape.tie_weights and _HEAD in found:
-            if not torch.equal(self._files.read(_HEAD), self._files.read(_EMBEDDING)):
+        if self.shape.tie_weights and HEAD in found:
+            if not torch.equal(self._files.read(HEAD), self._files.read(EMBEDDING)):
                 raise UserError(
-                    f"{self.path}: config.json has tie_word_embeddings=true, but {_HEAD} and "
-                    f"{_EMBEDDING} differ; set it to false, or repair the weights"
+                    f"{self.path}: config.json has tie_word_embeddings=true, but {HEAD} and "
+                    f"{EMBEDDING} differ; set it to false, or repair the weights"
                 )
             self._files.close()
 
 
-def model_options(shape: OuroShape) -> OuroOptions:
-    """Return the options that build a model of this shape, every one of them explicit."""
-    size = next(
-        (
-            name
-            for name, known in SIZES.items()
-            if (known.dim, known.n_layers, known.n_heads, known.hidden_dim)
-            == (shape.dim, shape.n_layers, shape.n_heads, shape.hidden_dim)
-        ),
-        OuroOptions().size,
-    )
-    return OuroOptions(
-        size=size,
-        vocab_size=shape.vocab_size,
-        recurrent_steps=shape.recurrent_steps,
-        n_layers=shape.n_layers,
-        dim=shape.dim,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        hidden_dim=shape.hidden_dim,
-        tie_weights=shape.tie_weights,
-        rope_theta=shape.rope_theta,
-    )
-
-
-def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -> None:
+def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) -> None:
     """Write a committed checkpoint of step 0 that holds the folder's weights.
 
     Memory is one shard of the folder and one tensor.
@@ -167,13 +154,15 @@ def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -
     """
     shapes = folder.shape.tensor_shapes()
     entries = {
-        parameter_name(name): LazyTensor(shapes[name], dtype, partial(folder.read, name, dtype))
+        folder.shape.parameter_name(name): LazyTensor(
+            shapes[name], dtype, partial(folder.read, name, dtype)
+        )
         for name in folder.names
     }
-    if _HEAD not in folder.names:
-        produce = partial(folder.read, _EMBEDDING, dtype)
-        entries[parameter_name(_HEAD)] = LazyTensor(shapes[_HEAD], dtype, produce)
-    config = decoder_config(model_options(folder.shape), max_seq_len=1)
+    if HEAD not in folder.names:
+        produce = partial(folder.read, EMBEDDING, dtype)
+        entries[folder.shape.parameter_name(HEAD)] = LazyTensor(shapes[HEAD], dtype, produce)
+    config = decoder_config(folder.shape.options(), max_seq_len=1)
     content = {
         "step": 0,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -191,9 +180,9 @@ def import_folder(folder: OuroFolder, checkpoint: Path, *, dtype: torch.dtype) -
 
 
 def import_run(
-    folder: OuroFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
+    folder: ModelFolder, output: Path, command: Sequence[str], *, dtype: torch.dtype
 ) -> Path:
-    """Write a new run whose one checkpoint, of step 0, has the weights of an Ouro folder.
+    """Write a new run whose one checkpoint, of step 0, has the weights of a folder.
 
     Args:
         folder: Checked.
@@ -209,7 +198,7 @@ def import_run(
     """
     config = {
         "total_tokens": 0,  # none are trained on here
-        "model": asdict(model_options(folder.shape)),
+        "model": asdict(folder.shape.options()),
         "training": {"seq_len": folder.shape.max_positions},
         "dataloader": {"mixture": []},
         "text": None if folder.text is None else asdict(folder.text),

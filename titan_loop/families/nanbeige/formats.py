@@ -1,0 +1,222 @@
+"""Folders for engines: `NanbeigeForCausalLM`, and `LlamaForCausalLM` with every visit a layer.
+
+| | holds | read by |
+|---|---|---|
+| nanbeige | whole stack × R, norm between steps or not | SGLang, MLX, vLLM and transformers through the folder's code |
+| llama-unrolled | prelude, core × R, coda; no norm between steps | every engine |
+"""  # noqa: E501  (a table row is one line)
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from titan_loop.errors import UserError
+from titan_loop.families.nanbeige.model import SIZES, NanbeigeOptions
+from titan_loop.formats.format import Export, Format
+from titan_loop.formats.gguf_file import UNROLLED
+from titan_loop.formats.llama_shape import LlamaShape, unsupported
+from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.models.final_norm import NormPlacement
+
+# Fields of the released config class that change the computation, and are off in released models.
+_OFF = (
+    "qk_layernorm",
+    "enable_double_loop_split",
+    "loop_middle_layers",
+    "loop_share_kv",
+    "enable_hyper_connection",
+    "enable_mhc",
+    "enable_depth_attention",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BlockShape(LlamaShape):
+    """The shape of a model of this family.
+
+    Attributes:
+        norm_placement: Where the final norm stands.
+    """
+
+    family: ClassVar[str] = "nanbeige"
+
+    norm_placement: NormPlacement = "readout"
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """Return the shape of a checkpoint's model; raises as the base class's."""
+        if architecture.get("exit_gate"):
+            raise UserError(
+                f"model.exit_gate=True: the {cls.title} format has no place for a gate, and every "
+                "engine runs all steps; train without one"
+            )
+        return super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+
+    def options(self) -> NanbeigeOptions:
+        """As of the base class."""
+        own = (self.dim, self.n_layers, self.n_heads, self.hidden_dim)
+        size = next(
+            (
+                name
+                for name, known in SIZES.items()
+                if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
+            ),
+            NanbeigeOptions().size,
+        )
+        return NanbeigeOptions(
+            size=size,
+            vocab_size=self.vocab_size,
+            recurrent_steps=self.recurrent_steps,
+            n_layers=self.n_layers,
+            dim=self.dim,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            hidden_dim=self.hidden_dim,
+            tie_weights=self.tie_weights,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            norm_placement=self.norm_placement,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanbeigeShape(_BlockShape):
+    """The format of the released Nanbeige models: layers once, and the number of loops."""
+
+    title: ClassVar[str] = "Nanbeige"
+    model_type: ClassVar[str] = "nanbeige"
+    gguf_architecture: ClassVar[str | None] = "nanbeige"
+    steps_field: ClassVar[str | None] = "num_loops"
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As of the base class, with the norm between steps; other extensions must be off."""
+        for name in _OFF:
+            if config.get(name):
+                raise unsupported(name, config[name], False)
+        if config.get("emb_neighbor_num") is not None:
+            raise unsupported("emb_neighbor_num", config["emb_neighbor_num"], None)
+        skips = config.get("skip_loop_final_norm", False)
+        if not isinstance(skips, bool):
+            raise UserError(f"config.json: skip_loop_final_norm={skips!r} must be true or false")
+        placement = "readout" if skips else "every_step"
+        return super().read_fields(config) | {"norm_placement": placement}
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As of the base class, with the loop."""
+        return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
+            "architectures": ["NanbeigeForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_nanbeige.NanbeigeConfig",
+                "AutoModel": "modeling_nanbeige.NanbeigeModel",
+                "AutoModelForCausalLM": "modeling_nanbeige.NanbeigeForCausalLM",
+            },
+            **self.gguf_metadata(),
+        }
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """Return the loop, which config.json and GGUF call the same."""
+        return {
+            "num_loops": self.recurrent_steps,
+            "skip_loop_final_norm": self.norm_placement == "readout",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrolledShape(_BlockShape):
+    """Llama: a dense model, or a loop whose visits are layers of their own.
+
+    Attributes:
+        prelude_layers: First layers of the checkpoint, which are not looped.
+        coda_layers: Last layers of the checkpoint, which are not looped.
+        visits: The checkpoint's layer behind each layer of the format; empty if they are the same.
+    """
+
+    title: ClassVar[str] = "Llama"
+    model_type: ClassVar[str] = "llama"
+    gguf_architecture: ClassVar[str | None] = UNROLLED
+    fixed: ClassVar[Mapping[str, Any]] = {**LlamaShape.fixed, "pretraining_tp": 1}
+
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    visits: tuple[int, ...] = ()
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """Return the shape with every visit a layer.
+
+        Raises:
+            UserError: As the base class; or a norm stands between two visits.
+        """
+        shape = super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        if shape.norm_placement == "every_step" and (recurrent_steps > 1 or shape.coda_layers):
+            raise UserError(
+                "model.norm_placement=every_step: Llama has no norm between the steps of a loop; "
+                "export to nanbeige or gguf"
+            )
+        layers = range(shape.n_layers)
+        stop = shape.n_layers - shape.coda_layers
+        core = [*layers[shape.prelude_layers : stop]] * recurrent_steps
+        visits = (*layers[: shape.prelude_layers], *core, *layers[stop:])
+        return replace(shape, n_layers=len(visits), visits=visits, recurrent_steps=1)
+
+    def stored_layer(self, index: int) -> int:
+        """As of the base class."""
+        return self.visits[index] if self.visits else index
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As of the base class."""
+        config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+        return config | {"architectures": ["LlamaForCausalLM"]}
+
+
+def _write_nanbeige(export: Export, output: Path) -> None:
+    shape = export.shape
+    between = "" if export.shape.gguf_metadata()["skip_loop_final_norm"] else ", each with the norm"
+    write_model_folder(
+        export,
+        output,
+        about=f"A looped language model: {shape.n_layers} Llama blocks, applied "
+        f"{shape.recurrent_steps} times to every token{between}.",
+        tags=("looped-language-model", "nanbeige", "custom_code"),
+        remote_code="titan_loop.families.nanbeige.remote_code",
+        usage="SGLang and MLX run the folder with their own code for Nanbeige.\n\n",
+    )
+
+
+def _write_llama(export: Export, output: Path) -> None:
+    shape = export.shape
+    assert isinstance(shape, UnrolledShape)
+    stored = len(set(shape.visits))
+    note = f", unrolled from {stored}" if stored < shape.n_layers else ""
+    write_model_folder(
+        export,
+        output,
+        about=f"A language model of {shape.n_layers} Llama blocks{note}.",
+        tags=("llama",),
+    )
+
+
+NANBEIGE_FOLDER = Format(
+    summary="folder for SGLang, MLX, vLLM and transformers in which layers stand once",
+    shape=NanbeigeShape.from_architecture,
+    write=_write_nanbeige,
+    dtypes=("float32", "bfloat16", "float16"),
+    folder=NanbeigeShape,
+)
+LLAMA_FOLDER = Format(
+    summary="folder for every engine in which every visit is a layer of Llama",
+    shape=UnrolledShape.from_architecture,
+    write=_write_llama,
+    dtypes=("float32", "bfloat16", "float16"),
+    folder=UnrolledShape,
+)

@@ -1,0 +1,1 @@
+"""Files that an exported folder holds for transformers; not imported here."""

@@ -1,0 +1,114 @@
+"""The record of a format, and of a model that is written in one.
+
+Plugin(formats={"gguf": "package.module:GGUF"}) ─► find("formats", "gguf") ─► Format
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError, nearest
+from titan_loop.formats.llama_shape import LlamaShape
+from titan_loop.formats.tokenizer_files import TokenizerExport
+from titan_loop.plugins import find, names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """A model on its way out.
+
+    Attributes:
+        reader: The checkpoint.
+        shape: Its shape in the format.
+        tokenizer: Its tokenizer; None to write none.
+        dtype: Type of the weights, one of the format's.
+        max_shard_bytes: Most tensor bytes in one safetensors file.
+        trained_tokens: Tokens that the weights were trained on, in all stages.
+    """
+
+    reader: CheckpointReader
+    shape: LlamaShape
+    tokenizer: TokenizerExport | None
+    dtype: str
+    max_shard_bytes: int
+    trained_tokens: int
+
+    def read(self, tensor: str) -> Tensor:
+        """Return a tensor by the format's name, in the checkpoint's dtype."""
+        fill = self.shape.fill(tensor)
+        if fill is not None:
+            return torch.full(self.shape.tensor_shapes()[tensor], fill)
+        return self.reader.read(self.shape.parameter_name(tensor))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of the weights, for formats that know torch's types alone."""
+        return getattr(torch, self.dtype)
+
+
+class ShapeOf(Protocol):
+    """Returns a checkpoint's shape in a format, as `LlamaShape.from_architecture`."""
+
+    def __call__(
+        self, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> LlamaShape:
+        """Return the shape.
+
+        Raises:
+            UserError: The format cannot hold the model.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format that other programs read.
+
+    Attributes:
+        summary: A line for `convert export --list`.
+        shape: Returns a checkpoint's shape.
+        write: Writes an export to a new file or folder.
+        dtypes: Types that weights can have.
+        folder: Shape class of folders that `convert import` reads; None if it reads none.
+    """
+
+    summary: str
+    shape: ShapeOf
+    write: Callable[[Export, Path], None]
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    folder: type[LlamaShape] | None = None
+
+
+def get_format(name: str) -> Format:
+    """Return a format.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    found = find("formats", name)
+    if found is None:
+        raise UserError(f"--to={name} is unknown{nearest(name, names('formats'))}")
+    return found
+
+
+def check_tensors(reader: CheckpointReader, shape: LlamaShape) -> None:
+    """Compare a checkpoint's tensors with its manifest.
+
+    Raises:
+        UserError: One is missing or has another shape.
+    """
+    for name, expected in shape.tensor_shapes().items():
+        if shape.fill(name) is not None:
+            continue
+        stored = shape.parameter_name(name)
+        found = tuple(reader.shape(stored))
+        if found != expected:
+            raise UserError(
+                f"the checkpoint's {stored} has shape {found}, its manifest says {expected}; "
+                "choose another checkpoint"
+            )

@@ -1,0 +1,212 @@
+"""GGUF: one file with weights, tokenizer and chat template, for llama.cpp and what is built on it.
+
+    LlamaShape ─► keys of the architecture ─┐
+    tokenizer.json ─► tokens, merges ───────┼─► header
+    checkpoint ─► one tensor at a time ─────┴─► quantised, written
+
+llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints and this project rotate
+halves: the rows of query and key matrices are put into that order.
+
+Source: the GGUF specification of ggml, and the tensor names of the `gguf` package.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import titan_loop
+from titan_loop.errors import UserError
+from titan_loop.formats.format import Export, Format
+from titan_loop.formats.gguf_tokenizer import write_tokenizer
+from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
+from titan_loop.models.family import completed_architecture
+from titan_loop.plugins import find, names
+from titan_loop.storage.staged_folder import staged_file
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+UNROLLED = "llama"
+"""`general.architecture` of a model whose visits are layers of their own."""
+
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
+_Q8_BLOCK = 32
+_OF_MODEL = {EMBEDDING: "token_embd", "model.norm.weight": "output_norm", HEAD: "output"}
+_OF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "input_layernorm_2": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_attention_layernorm_2": "post_ffw_norm",
+}
+
+
+def tensor_name(tensor: str) -> str | None:
+    """Return GGUF's name of a tensor of a Llama-like folder; None for an exit gate's."""
+    if tensor in _OF_MODEL:
+        return f"{_OF_MODEL[tensor]}.weight"
+    if not tensor.startswith("model.layers."):
+        return None
+    _, _, index, inner = tensor.split(".", 3)
+    return f"blk.{index}.{_OF_LAYER[inner.removesuffix('.weight')]}.weight"
+
+
+def neighbours(weight: Tensor, heads: int) -> Tensor:
+    """Return the rows of a query or key matrix with the halves of every head interleaved.
+
+    Args:
+        weight: (heads·H, D).
+        heads: Heads that the matrix makes.
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("--to gguf needs the package gguf: pip install gguf") from None
+    return gguf
+
+
+def write(export: Export, output: Path) -> None:
+    """Write a file, which appears under its name when all of it is there.
+
+    Memory is the largest tensor, in the checkpoint's type and in the file's.
+
+    Raises:
+        UserError: The package gguf is missing, a type does not fit the widths, the tokenizer is
+            one that llama.cpp does not have, or the output exists or cannot be written to its end.
+    """
+    gguf, shape = _gguf(), export.shape
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+    kind = gguf.GGMLQuantizationType[_TYPES[export.dtype]]
+    for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():
+        if export.dtype == "q8_0" and width % _Q8_BLOCK:
+            raise UserError(
+                f"--dtype=q8_0 needs a model.{name} that {_Q8_BLOCK} divides, not {width}; use "
+                "float16"
+            )
+    architecture = shape.gguf_architecture
+    assert architecture is not None
+    with staged_file(output) as path:
+        writer = gguf.GGUFWriter(path, architecture)
+        try:
+            _write_keys(writer, export, output.stem)
+            writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[export.dtype]])
+            if export.tokenizer is None:
+                writer.add_tokenizer_model("none")
+            else:
+                write_tokenizer(writer, export.tokenizer, rows=shape.vocab_size)
+            _write_tensors(writer, export, kind)
+        finally:
+            writer.close()
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+_FILE_TYPES = {
+    "float32": "ALL_F32",
+    "float16": "MOSTLY_F16",
+    "bfloat16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+}
+
+
+def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
+    shape = export.shape
+    writer.add_name(name)
+    writer.add_description(f"exported by titan_loop {titan_loop.__version__}")
+    writer.add_context_length(shape.max_positions)
+    writer.add_embedding_length(shape.dim)
+    writer.add_block_count(shape.n_layers)
+    writer.add_feed_forward_length(shape.hidden_dim)
+    writer.add_head_count(shape.n_heads)
+    writer.add_head_count_kv(shape.n_kv_heads)
+    writer.add_rope_dimension_count(shape.dim // shape.n_heads)
+    writer.add_rope_freq_base(shape.rope_theta)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_vocab_size(shape.vocab_size)
+    for key, value in shape.gguf_metadata().items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        add(f"{shape.gguf_architecture}.{key}", value)
+
+
+def _write_tensors(writer: "GGUFWriter", export: Export, kind: Any) -> None:
+    """Announce every tensor, then write them one at a time in the same order."""
+    from gguf import GGMLQuantizationType, quants
+
+    shape = export.shape
+    heads = {"self_attn.q_proj": shape.n_heads, "self_attn.k_proj": shape.n_kv_heads}
+    pending: list[Callable[[], np.ndarray]] = []
+
+    def produce(tensor: str, kind: Any) -> np.ndarray:
+        weight = export.read(tensor).to(torch.float32)
+        for inner, number in heads.items():
+            if f"{inner}.weight" in tensor:
+                weight = neighbours(weight, number)
+        return quants.quantize(weight.contiguous().numpy(), kind)
+
+    for tensor, size in shape.tensor_shapes().items():
+        name = tensor_name(tensor)
+        if name is None or (tensor == HEAD and shape.tie_weights):
+            continue
+        # Norms stay in fp32, as in every file of llama.cpp.
+        stored = kind if len(size) > 1 else GGMLQuantizationType.F32
+        dtype = np.dtype(np.float32) if stored == GGMLQuantizationType.F32 else np.dtype(np.uint8)
+        if stored == GGMLQuantizationType.F16:
+            dtype = np.dtype(np.float16)
+        raw = None if dtype != np.uint8 else stored
+        held = size if raw is None else quants.quant_shape_to_byte_shape(size, stored)
+        bytes_ = int(np.prod(held)) * dtype.itemsize
+        writer.add_tensor_info(name, held, dtype, bytes_, raw_dtype=raw)
+        pending.append(partial(produce, tensor, stored))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for each in pending:
+        writer.write_tensor_data(each())
+
+
+def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) -> LlamaShape:
+    """Return a model's shape in llama.cpp; arguments as of `LlamaShape.from_architecture`.
+
+    Raises:
+        UserError: llama.cpp has nothing for the family, or its architecture cannot hold the model.
+    """
+    family = completed_architecture(architecture)["family"]
+    for folder in (find("formats", name).folder for name in names("formats")):
+        if folder is None or folder.family != family or folder.gguf_architecture is None:
+            continue
+        if (folder.gguf_architecture == UNROLLED) == unrolled:
+            return folder.from_architecture(architecture, **arguments)
+    form = "Llama" if unrolled else "loop"
+    raise UserError(f"model.family={family}: llama.cpp runs no such {form}")
+
+
+_DTYPES = tuple(_TYPES)
+GGUF = Format(
+    summary="file for llama.cpp in which layers stand once and are looped",
+    shape=partial(_fitting, False),
+    write=write,
+    dtypes=_DTYPES,
+)
+GGUF_UNROLLED = Format(
+    summary="file for llama.cpp, and for older engines, in which every visit is a layer of Llama",
+    shape=partial(_fitting, True),
+    write=write,
+    dtypes=_DTYPES,
+)

@@ -1,0 +1,105 @@
+"""A byte-level BPE `tokenizer.json` in the keys of GGUF.
+
+llama.cpp knows pre-tokenizers by name, not by pattern, so that only some can be exported:
+
+| pre-tokenizer here | name there |
+|---|---|
+| ByteLevel with GPT-2's pattern | gpt-2 |
+| Digits, one by one, then ByteLevel with GPT-2's pattern | smollm |
+"""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from titan_loop.errors import UserError
+from titan_loop.formats.tokenizer_files import TokenizerExport
+from titan_loop.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+_ADVICE = "write the model without it with --no-tokenizer, and give ids to the engine"
+
+
+def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: int) -> None:
+    """Add tokens, merges, special ids and chat template.
+
+    Args:
+        writer: Where no tensor has been written yet.
+        tokenizer: A checked tokenizer.
+        rows: Rows of the embedding; rows behind the last token become unused tokens.
+
+    Raises:
+        UserError: llama.cpp has no such tokenizer.
+    """
+    from gguf import TokenType
+
+    record = json.loads(load_tokenizer(tokenizer.path).to_str())
+    pre = _pre_tokenizer(record, str(tokenizer.path))
+    texts = {number: text for text, number in record["model"]["vocab"].items()}
+    added = {each["id"]: each for each in record["added_tokens"]}
+    tokens: list[str] = []
+    types: list[Any] = []
+    for number in range(rows):
+        if number in added:
+            special = added[number]["special"]
+            tokens.append(added[number]["content"])
+            types.append(TokenType.CONTROL if special else TokenType.USER_DEFINED)
+        elif number in texts:
+            tokens.append(texts[number])
+            types.append(TokenType.NORMAL)
+        else:
+            tokens.append(f"[PAD{number}]")
+            types.append(TokenType.UNUSED)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(
+        [
+            merge if isinstance(merge, str) else " ".join(merge)
+            for merge in record["model"]["merges"]
+        ]
+    )
+    writer.add_bos_token_id(tokenizer.end_of_text_id)
+    writer.add_eos_token_id(tokenizer.eos_id)
+    writer.add_pad_token_id(tokenizer.end_of_text_id)
+    if tokenizer.turn_end_id is not None:
+        writer.add_eot_token_id(tokenizer.turn_end_id)
+    writer.add_add_bos_token(False)
+    if tokenizer.text.chat_template is not None:
+        writer.add_chat_template(tokenizer.text.chat_template)
+
+
+def _pre_tokenizer(record: dict[str, Any], path: str) -> str:
+    """Return llama.cpp's name of a pre-tokenizer.
+
+    Raises:
+        UserError: It has none, or the model or the normaliser is another than llama.cpp computes.
+    """
+    model = record["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("ignore_merges"):
+        raise UserError(f"tokenizer {path} is no byte-level BPE, as llama.cpp needs; {_ADVICE}")
+    if record["normalizer"] is not None:
+        raise UserError(
+            f"tokenizer {path} has the normalizer {record['normalizer']['type']}, which llama.cpp "
+            f"does not apply; {_ADVICE}"
+        )
+    steps: dict[str, Any] = record["pre_tokenizer"] or {"type": "none"}
+    parts: list[dict[str, Any]] = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    kinds = [part["type"] for part in parts]
+    usual = all(
+        not part["add_prefix_space"] and part.get("use_regex", True)
+        if part["type"] == "ByteLevel"
+        else part.get("individual_digits", False)
+        for part in parts
+        if part["type"] in ("ByteLevel", "Digits")
+    )
+    if usual and kinds == ["ByteLevel"]:
+        return "gpt-2"
+    if usual and kinds == ["Digits", "ByteLevel"]:
+        return "smollm"
+    raise UserError(
+        f"tokenizer {path} splits text by {', '.join(kinds)}, which has no name in llama.cpp; "
+        f"{_ADVICE}"
+    )

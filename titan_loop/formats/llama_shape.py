@@ -1,0 +1,329 @@
+"""The shape of a model in Llama's terms, between `config.json` and the options of a family.
+
+Nothing of a config is guessed on import: a field that would change what is computed must have the
+value that titan_loop computes, or the folder is refused.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any, ClassVar, Self
+
+from titan_loop.errors import UserError
+from titan_loop.models.family import ModelOptions, completed_architecture, get_family
+from titan_loop.models.loop_config import NORM_EPS
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+# A number beyond these would fill the memory before the tensors contradict it, or afterwards if
+# none does.
+_MOST_LAYERS = _MOST_STEPS = 10_000
+_MOST_POSITIONS = 1 << 24
+_MOST_ROWS = 1 << 31
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaShape:
+    """Everything about a model that decides which tensors it has and what they compute.
+
+    A format has a subclass: it adds fields, tensors and the layout of `config.json`.
+
+    Attributes:
+        dim: Width D.
+        n_layers: Layers that the format stores.
+        n_heads: Query heads.
+        n_kv_heads: Key-value heads.
+        hidden_dim: Feed-forward width F.
+        vocab_size: Rows of embedding and head, V.
+        tie_weights: Whether embedding and head are one matrix.
+        rope_theta: Base of the rotary embedding.
+        norm_eps: Added to the mean square in every norm.
+        recurrent_steps: R.
+        max_positions: Window of the last stage, or the imported folder's.
+    """
+
+    title: ClassVar[str]
+    """The format's name in messages."""
+    family: ClassVar[str]
+    """The family whose models it holds."""
+    model_type: ClassVar[str]
+    """`model_type` of `config.json`."""
+    gguf_architecture: ClassVar[str | None] = None
+    """`general.architecture` in GGUF; None where llama.cpp has no such model."""
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1.0,
+        "quantization_config": None,
+    }
+    """Fields of `config.json` that must have one value where they are present."""
+    steps_field: ClassVar[str | None] = None
+    """Field of `config.json` that holds R; None where R is 1."""
+    of_model: ClassVar[Mapping[str, str]] = {
+        "model.embed_tokens.": "tok_embeddings.",
+        "model.norm.": "norm.",
+        "lm_head.": "lm_head.",
+    }
+    of_layer: ClassVar[Mapping[str, str]] = {
+        "self_attn.q_proj.": "attention.qkv_linear.wq.",
+        "self_attn.k_proj.": "attention.qkv_linear.wk.",
+        "self_attn.v_proj.": "attention.qkv_linear.wv.",
+        "self_attn.o_proj.": "attention.wo.",
+        "mlp.gate_proj.": "feed_forward.w1.",
+        "mlp.down_proj.": "feed_forward.w2.",
+        "mlp.up_proj.": "feed_forward.w3.",
+        "input_layernorm.": "attention_norm.",
+        "post_attention_layernorm.": "ffn_norm.",
+    }
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int
+    tie_weights: bool
+    rope_theta: float
+    norm_eps: float = NORM_EPS
+    recurrent_steps: int
+    max_positions: int
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """Return the shape of a checkpoint's model.
+
+        Args:
+            architecture: Architecture record of the manifest.
+            recurrent_steps: R to export.
+            max_positions: Window of the last stage, in tokens.
+
+        Raises:
+            UserError: The model is of another family, or has an option for which the format has no
+                place.
+        """
+        architecture = completed_architecture(architecture)
+        family = architecture["family"]
+        get_family(family).require("export")
+        if family != cls.family:
+            raise UserError(
+                f"model.family={family}: the {cls.title} format holds models of family "
+                f"{cls.family} alone; titan-loop convert export --list names the others"
+            )
+        usual = completed_architecture({"family": architecture["family"]})
+        names = {field.name for field in fields(cls)}
+        for name in architecture.keys() - names:
+            if architecture[name] != usual.get(name):
+                raise UserError(
+                    f"model.{name}={architecture[name]}: the {cls.title} format has no place for "
+                    f"it; only a model with {usual.get(name)} can be exported"
+                )
+        shape = {name: architecture[name] for name in names & architecture.keys()}
+        return cls(**shape, recurrent_steps=recurrent_steps, max_positions=max_positions)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Read a `config.json`.
+
+        Raises:
+            UserError: A field is missing, of the wrong kind, or asks for what titan_loop does not
+                compute.
+        """
+        return cls(**cls.read_fields(config))
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that a `config.json` gives; raises as `from_config`."""
+        for name, wanted in {"model_type": cls.model_type, **cls.fixed}.items():
+            found = config.get(name, wanted if name != "model_type" else None)
+            if found != wanted:
+                raise unsupported(name, found, wanted)
+        n_layers = integer(config, "num_hidden_layers", most=_MOST_LAYERS)
+        n_heads = integer(config, "num_attention_heads")
+        dim = integer(config, "hidden_size")
+        head_dim = integer(config, "head_dim", dim // n_heads)
+        if head_dim * n_heads != dim:
+            raise unsupported(
+                "head_dim", head_dim, f"hidden_size / num_attention_heads = {dim / n_heads:g}"
+            )
+        tied = config.get("tie_word_embeddings", False)
+        if not isinstance(tied, bool):
+            raise UserError(f"config.json: tie_word_embeddings={tied!r} must be true or false")
+        return {
+            "dim": dim,
+            "n_layers": n_layers,
+            "n_heads": n_heads,
+            "n_kv_heads": integer(config, "num_key_value_heads", n_heads),
+            "hidden_dim": integer(config, "intermediate_size"),
+            "vocab_size": integer(config, "vocab_size"),
+            "tie_weights": tied,
+            "rope_theta": _rope_theta(config),
+            "norm_eps": positive("rms_norm_eps", config.get("rms_norm_eps", NORM_EPS)),
+            "recurrent_steps": 1
+            if cls.steps_field is None
+            else integer(config, cls.steps_field, most=_MOST_STEPS),
+            "max_positions": integer(config, "max_position_embeddings", most=_MOST_POSITIONS),
+        }
+
+    def options(self) -> ModelOptions:
+        """Return the options that build a model of this shape, every one of them explicit."""
+        raise NotImplementedError
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """Return the content of `config.json`.
+
+        Args:
+            dtype: Type of the weights, as torch names it.
+            bos_id: First token of a document; None without a tokenizer.
+            eos_id: Last token of a document, or of a turn.
+        """
+        return {
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "bos_token_id": bos_id,
+            "eos_token_id": eos_id,
+            "head_dim": self.dim // self.n_heads,
+            "hidden_act": "silu",
+            "hidden_size": self.dim,
+            "initializer_range": 0.02,
+            "intermediate_size": self.hidden_dim,
+            "max_position_embeddings": self.max_positions,
+            "mlp_bias": False,
+            "model_type": self.model_type,
+            "num_attention_heads": self.n_heads,
+            "num_hidden_layers": self.n_layers,
+            "num_key_value_heads": self.n_kv_heads,
+            "rms_norm_eps": self.norm_eps,
+            "rope_scaling": None,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tie_weights,
+            "torch_dtype": dtype,
+            "use_cache": True,
+            "vocab_size": self.vocab_size,
+        }
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """Return keys of GGUF, without the architecture's name before them, beyond Llama's."""
+        return {}
+
+    def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor of one layer."""
+        kv_dim = self.n_kv_heads * (self.dim // self.n_heads)
+        for name, rows in {"q": self.dim, "k": kv_dim, "v": kv_dim}.items():
+            yield f"self_attn.{name}_proj.weight", (rows, self.dim)
+        yield "self_attn.o_proj.weight", (self.dim, self.dim)
+        yield "mlp.gate_proj.weight", (self.hidden_dim, self.dim)
+        yield "mlp.up_proj.weight", (self.hidden_dim, self.dim)
+        yield "mlp.down_proj.weight", (self.dim, self.hidden_dim)
+        yield "input_layernorm.weight", (self.dim,)
+        yield "post_attention_layernorm.weight", (self.dim,)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of every tensor of the format."""
+        layer = dict(self.layer_shapes())
+        return {
+            EMBEDDING: (self.vocab_size, self.dim),
+            **{
+                f"model.layers.{index}.{name}": shape
+                for index in range(self.n_layers)
+                for name, shape in layer.items()
+            },
+            "model.norm.weight": (self.dim,),
+            HEAD: (self.vocab_size, self.dim),
+        }
+
+    def parameter_count(self) -> int:
+        """Return the number of parameters, a tied matrix counted once."""
+        shapes = self.tensor_shapes()
+        if self.tie_weights:
+            del shapes[HEAD]
+        return sum(prod(shape) for shape in shapes.values())
+
+    def stored_layer(self, index: int) -> int:
+        """Return the number in the checkpoint of the format's layer `index`."""
+        return index
+
+    def fill(self, tensor: str) -> float | None:
+        """Return the value of every element of a tensor that no checkpoint has; None if one has."""
+        return None
+
+    def parameter_name(self, tensor: str) -> str:
+        """Return the name in `LoopDecoder.state_dict` of a tensor of the format.
+
+        Nothing is transposed or permuted: both keep [out, in] and rotate halves of a head.
+        """
+        stem, kind = tensor.rsplit(".", 1)
+        if stem.startswith("model.layers."):
+            _, _, index, inner = f"{stem}.".split(".", 3)
+            return f"layers.{self.stored_layer(int(index))}.{self.of_layer[inner]}{kind}"
+        return f"{self.of_model[f'{stem}.']}{kind}"
+
+
+def integer(
+    config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = _MOST_ROWS
+) -> int:
+    """Return a field of `config.json` that is a number of something.
+
+    Raises:
+        UserError: It is not an integer in 1…`most`.
+    """
+    value = config.get(name)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        raise UserError(f"config.json: {name}={value!r:.40} must be a positive integer")
+    if value > most:
+        raise UserError(f"config.json: {name}={value!r:.40} must be at most {most}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a field of `config.json` that is a positive number.
+
+    Raises:
+        UserError: It is something else.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
+        raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")
+    return float(value)
+
+
+def unsupported(name: str, found: Any, wanted: Any) -> UserError:
+    """Return the refusal of a field of `config.json`."""
+    return UserError(
+        f"config.json: {name}={found!r:.80} is not what titan_loop computes; only {wanted!r:.80} "
+        "can be imported"
+    )
+
+
+def _rope_theta(config: Mapping[str, Any]) -> float:
+    """Return the base: beside the other fields, or inside `rope_parameters` (transformers 5)."""
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        part = config.get(name)
+        if part is not None and not isinstance(part, dict):
+            raise UserError(f"config.json: {name}={part!r} must be an object or null")
+        rope |= part or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    for name, value, wanted in (
+        ("rope_type", kind, "default"),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
+    ):
+        if value != wanted:
+            raise unsupported(name, value, wanted)
+    found = {
+        positive("rope_theta", value)
+        for value in (config.get("rope_theta"), rope.get("rope_theta"))
+        if value is not None
+    }
+    if len(found) != 1:
+        raise UserError(
+            "config.json: rope_theta is missing; say which base the model was trained with"
+            if not found
+            else f"config.json: rope_theta and rope_parameters disagree ({sorted(found)}); keep one"
+        )
+    return found.pop()

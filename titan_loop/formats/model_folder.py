@@ -1,0 +1,165 @@
+"""A committed checkpoint becomes a folder of config.json, safetensors, tokenizer and card."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any
+
+import titan_loop
+from titan_loop.checkpoint.retention import CHECKPOINTS
+from titan_loop.checkpoint.safetensors_files import write_folder
+from titan_loop.formats.format import Export
+from titan_loop.formats.importing import CONFIG
+from titan_loop.storage.json_files import write_json
+from titan_loop.storage.staged_folder import staged_folder
+
+_TEMPLATE = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{tags}
+---
+
+# {name}
+
+{about} Exported by titan_loop {version}.{note}
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| width, layers, heads | {dim}, {n_layers}, {n_heads} |
+| feed-forward width, vocabulary | {hidden_dim}, {vocab_size} |
+| recurrent steps | {recurrent_steps} |
+| weights | {dtype} |
+| window of the last stage | {max_positions} |
+| trained for | {tokens:,} tokens in all stages, {step:,} steps in the last |
+
+## Use
+
+{use}
+## Lineage
+
+    {lineage}
+"""
+_USE = """\
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
+    model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+    prompt = {prompt}
+    answer = model.generate(**prompt, max_new_tokens=32)
+    print(tokenizer.batch_decode(answer))
+
+"""
+_PROMPT = 'tokenizer(["Once upon a time"], return_tensors="pt")'
+_CHAT_PROMPT = """tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello!"}],
+        add_generation_prompt=True, return_dict=True, return_tensors="pt",
+    )"""
+
+
+def write_model_folder(
+    export: Export,
+    output: Path,
+    *,
+    about: str,
+    tags: tuple[str, ...],
+    remote_code: str | None = None,
+    note: str = "",
+    usage: str = "",
+) -> None:
+    """Write a folder, which appears under its name when all of it is there.
+
+    Memory is one tensor at a time.
+
+    Args:
+        export: The model.
+        output: New folder.
+        about: A sentence on the model, for its card.
+        tags: The card's tags.
+        remote_code: Package of the Python files that transformers needs beside the weights.
+        note: Text after the first paragraph of the card.
+        usage: Paragraphs on how to use the model, after the card's example.
+
+    Raises:
+        UserError: The output is not empty, or cannot be written to its end.
+    """
+    shape, tokenizer = export.shape, export.tokenizer
+    with staged_folder(output) as folder:
+        write_folder(
+            folder,
+            shape.tensor_shapes(),
+            export.torch_dtype,
+            export.read,
+            max_shard_bytes=export.max_shard_bytes,
+        )
+        if tokenizer is not None:
+            tokenizer.write(folder, max_positions=shape.max_positions)
+        if remote_code is not None:
+            _copy_code(remote_code, folder)
+        has_chat = tokenizer is not None and tokenizer.has_chat
+        example = _USE.format(
+            name=output.name,
+            prompt=_CHAT_PROMPT if has_chat else _PROMPT,
+            trust="" if remote_code is None else ", trust_remote_code=True",
+        )
+        card = _card(output.name, export, about=about, tags=tags, note=note, use=example + usage)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        # Last: without it neither transformers nor our own import takes this folder for a model.
+        config = shape.to_config(
+            dtype=export.dtype,
+            bos_id=None if tokenizer is None else tokenizer.end_of_text_id,
+            eos_id=None if tokenizer is None else tokenizer.eos_id,
+        )
+        write_json(folder / CONFIG, config)
+
+
+def _copy_code(package: str, folder: Path) -> None:
+    for file in resources.files(package).iterdir():
+        if file.name.endswith(".py") and file.name != "__init__.py":
+            with resources.as_file(file) as source:
+                shutil.copyfile(source, folder / file.name)
+
+
+def _card(
+    name: str, export: Export, *, about: str, tags: tuple[str, ...], note: str, use: str
+) -> str:
+    shape, manifest = export.shape, export.reader.manifest
+    lineage = {
+        name: _without_folders(manifest.get(name)) for name in ("step", "created", "lineage")
+    }
+    return _TEMPLATE.format(
+        name=name,
+        tags="\n".join(f"- {tag}" for tag in tags),
+        about=about,
+        version=titan_loop.__version__,
+        note=note,
+        parameters=shape.parameter_count(),
+        dim=shape.dim,
+        n_layers=shape.n_layers,
+        n_heads=shape.n_heads,
+        hidden_dim=shape.hidden_dim,
+        vocab_size=shape.vocab_size,
+        recurrent_steps=shape.recurrent_steps,
+        max_positions=shape.max_positions,
+        dtype=export.dtype,
+        tokens=export.trained_tokens,
+        step=manifest["step"],
+        use=use,
+        lineage=json.dumps(lineage, indent=2).replace("\n", "\n    "),
+    )
+
+
+def _without_folders(value: Any) -> Any:
+    """Return JSON without the folders of this machine: of a checkpoint its run's name is left."""
+    if isinstance(value, Mapping):
+        return {name: _without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    if not isinstance(value, str) or not value.startswith("/"):
+        return value
+    path = PurePath(value)
+    return "/".join(path.parts[-3:] if path.parent.name == CHECKPOINTS else path.parts[-1:])
