@@ -116,9 +116,16 @@ class SandwichBlock(PreNormBlock):
             return [*before, self.attention_post_norm, self.ffn_post_norm]
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        # Not PreNormBlock's: seeded initialisation follows the order of the parameters.
+        TransformerBlock.__init__(self)
+        assert config.feed_forward is not None
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
         self.attention_post_norm = config.attention_post_norm.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.feed_forward = config.feed_forward.build()
         self.ffn_post_norm = config.ffn_post_norm.build()
+        self.dropout = None if config.dropout is None else config.dropout.build()
 
     def forward(
         self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
