@@ -19,3 +19,9 @@ def columns(rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> l
         ).rstrip()
         for row in rows
     ]
+
+
+def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+    """Return `columns` as one text with a rule below the first row, the header."""
+    lines = columns(rows, left=left)
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -11,7 +11,7 @@ import pytest
 from titan_loop.analysis import drawing
 from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.plots import plot_mixture, plot_run
-from titan_loop.analysis.tables import depth_table
+from titan_loop.analysis.report_tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths

@@ -11,15 +11,15 @@ import torch
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.families.ouro.hugging_face.conftest import convert
 from titan_loop.cli.main import main
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR, UserError
 from titan_loop.evaluation import evaluate_run as module
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evaluate_run import evaluate_run, sample_windows
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.held_out import Forward, WindowScores, score_windows
 from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.window_scores import Forward, WindowScores, score_windows
 from titan_loop.inference.loading import Loaded
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import SEQ_LEN

@@ -15,9 +15,9 @@ from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
-from titan_loop.evaluation.held_out import sum_windows
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.suites import expand_tasks
+from titan_loop.evaluation.window_scores import sum_windows
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory

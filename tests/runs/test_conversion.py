@@ -16,7 +16,7 @@ from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
 from titan_loop.cli.main import main
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out import held_out_windows
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_loop.analysis.drawing import draw_panels
-from titan_loop.analysis.tables import text_table
 from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.tables import text_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ from titan_loop.analysis.plots import (
     plot_throughput,
 )
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
-from titan_loop.analysis.tables import depth_rows, task_rows
+from titan_loop.analysis.report_tables import depth_rows, task_rows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import held_out_while_training

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from titan_loop.analysis.held_out_units import depth_reports, held_out_name, numbers, units_of
+from titan_loop.analysis.document_units import depth_reports, held_out_name, numbers, units_of
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING

@@ -156,10 +156,10 @@ def evaluate(
         return
     scoring.refuse_flags_of_tasks()
 
-    from titan_loop.analysis.tables import depth_table
+    from titan_loop.analysis.report_tables import depth_table
     from titan_loop.evaluation.depth_report import require_gain
     from titan_loop.evaluation.evaluate_run import evaluate_run
-    from titan_loop.evaluation.ranks import join_ranks
+    from titan_loop.evaluation.share_work import join_ranks
     from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.saved_run import SavedRun
 
@@ -183,9 +183,9 @@ def evaluate(
 def _tasks(run: Path, stage: str | None, options: "TaskOptions") -> None:
     """Evaluate tasks of one checkpoint."""
     from titan_loop.analysis.frontier import frontier_table, write_frontier
-    from titan_loop.analysis.tables import task_table
+    from titan_loop.analysis.report_tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
-    from titan_loop.evaluation.ranks import join_ranks
+    from titan_loop.evaluation.share_work import join_ranks
     from titan_loop.runs.recipe_folder import chosen_run
     from titan_loop.runs.saved_run import SavedRun
 

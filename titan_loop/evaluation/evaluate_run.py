@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport, summarise_source
-from titan_loop.evaluation.held_out import at_depths, open_run, score_windows, with_total
 from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
-from titan_loop.evaluation.ranks import join_ranks, rank_device
+from titan_loop.evaluation.share_work import join_ranks, rank_device
+from titan_loop.evaluation.window_scores import at_depths, open_run, score_windows, with_total
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.saved_run import SavedRun
 

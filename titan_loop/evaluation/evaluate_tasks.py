@@ -15,19 +15,11 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.held_out import HeldOutWindows
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.load.held_out_windows import HeldOutWindows
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
-from titan_loop.evaluation.held_out import (
-    at_readings,
-    open_run,
-    score_windows,
-    sum_windows,
-    summarise,
-)
 from titan_loop.evaluation.offline_tasks import HELD_OUT
-from titan_loop.evaluation.ranks import join_ranks, rank_device
 from titan_loop.evaluation.readings import (
     Reading,
     depth_readings,
@@ -35,8 +27,16 @@ from titan_loop.evaluation.readings import (
     policy_reading,
     states_at,
 )
+from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
 from titan_loop.evaluation.task_report import Results, TaskReport
+from titan_loop.evaluation.window_scores import (
+    at_readings,
+    open_run,
+    score_windows,
+    sum_windows,
+    summarise,
+)
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer

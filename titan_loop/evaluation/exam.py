@@ -23,14 +23,14 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.task_loader import clear, place
 from titan_loop.data.load.windows import empty_batch
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
-from titan_loop.evaluation.held_out import Forward, at_readings, depth_states
 from titan_loop.evaluation.readings import Reading
 from titan_loop.evaluation.task_report import ReadingResult, Results
+from titan_loop.evaluation.window_scores import Forward, at_readings, depth_states
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 
@@ -199,7 +199,7 @@ def _window(sums: Sums, window: int) -> tuple[float, float]:
 def right_at_depths(
     model: LoopDecoder, depths: Sequence[int], share: WindowShare | None = None
 ) -> Forward:
-    """Count right labels at several depths of one pass; arguments as of `held_out.at_depths`."""
+    """Count right labels at several depths of one pass; see `window_scores.at_depths`."""
 
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.evaluation.ranks import rank_device, share_work
 from titan_loop.evaluation.readings import Reading, policy_reading
 from titan_loop.evaluation.request_cache import RequestCache, digest
+from titan_loop.evaluation.share_work import rank_device, share_work
 from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.engine import Engine

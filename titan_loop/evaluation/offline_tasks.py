@@ -6,7 +6,7 @@
                 test, since these very questions stand in everybody's few-shot prompts
 
 Each is a config that the harness' task manager loads like one of its own. A fourth offline task,
-`held_out`, bypasses the harness: `titan_loop/evaluation/held_out.py`.
+`held_out`, bypasses the harness: `titan_loop/evaluation/window_scores.py`.
 
 Source: Mano and multi-hop QA after Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendix B.
 Deviations: the paper trains on these tasks; here they are asked of a model trained on text, so Mano

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_loop.evaluation.ranks import join_ranks
+from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.json_files import append_jsonl, read_jsonl
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from titan_loop.errors import UserError
-from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, score_states
+from titan_loop.evaluation.share_work import share_work
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 

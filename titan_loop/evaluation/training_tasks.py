@@ -21,10 +21,12 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_depths
-from titan_loop.evaluation.held_out import (
+from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
+from titan_loop.evaluation.task_report import ReadingResult, Results
+from titan_loop.evaluation.window_scores import (
     Forward,
     Sums,
     WindowScores,
@@ -33,8 +35,6 @@ from titan_loop.evaluation.held_out import (
     sum_windows,
     summarise,
 )
-from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
-from titan_loop.evaluation.task_report import ReadingResult, Results
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer
 from titan_loop.training.callback import TrainingState
 
@@ -58,7 +58,7 @@ def sums_in_training(
         forward: Scores a batch of `trainer.model`, this rank's share of each window.
 
     Returns:
-        As `held_out.sum_windows`.
+        As `window_scores.sum_windows`.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
-from titan_loop.evaluation.ranks import join_ranks
 from titan_loop.evaluation.request_cache import digest
+from titan_loop.evaluation.share_work import join_ranks
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.wandb_log import WandbLog
 from titan_loop.plugins import names

@@ -8,7 +8,7 @@ import torch
 
 from titan_loop.data.columns import Column
 from titan_loop.data.load.batches import BatchesRead, DataVocabulary, GlobalBatchLoader, Position
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.windows import Window
 
 

@@ -30,7 +30,7 @@ from torchtitan.distributed import ParallelDims
 from titan_loop.distributed.communication import step_traffic
 from titan_loop.distributed.compiler import forget_compiled_stage
 from titan_loop.errors import UserError
-from titan_loop.evaluation.held_out import at_depths
+from titan_loop.evaluation.window_scores import at_depths
 from titan_loop.planning.absent_gpu import absent_gpu
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.made_up_windows import MadeUpWindows, made_up

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import tyro
 
-from titan_loop.data.tasks.registry import find_task
+from titan_loop.data.tasks.recorded_task import find_task
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.family import FIRST_FAMILY, get_family
 from titan_loop.plugins import PLUGINS, find

@@ -432,7 +432,7 @@ def _parsed(mixture: Sequence[str]) -> "tuple[MixtureEntry, ...]":
 
 
 def _recorded_task(state: Mapping[str, Any]) -> "Task | None":
-    from titan_loop.data.tasks.registry import recorded_task
+    from titan_loop.data.tasks.recorded_task import recorded_task
 
     return recorded_task(state)
 

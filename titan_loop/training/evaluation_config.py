@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from titan_loop.data.load.held_out import why_not_scored
+from titan_loop.data.load.held_out_windows import why_not_scored
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import Refusal, UserError
 

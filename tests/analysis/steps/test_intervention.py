@@ -13,7 +13,7 @@ from titan_loop.analysis.steps.intervention import intervention, read_interventi
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from titan_loop.evaluation.exam import Exam, right_at_depths
-from titan_loop.evaluation.held_out import sum_windows
+from titan_loop.evaluation.window_scores import sum_windows
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 

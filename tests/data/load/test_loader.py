@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
-from titan_loop.data.load.held_out import held_out_windows
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
 

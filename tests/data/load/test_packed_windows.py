@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out import held_out_windows
+from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import CutWindows, PackedWindows
 from titan_loop.data.prepare.packing import pack_source

@@ -11,7 +11,7 @@ from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.registry import find_task
+from titan_loop.data.tasks.recorded_task import find_task
 from titan_loop.errors import UserError
 from titan_loop.plugins import names
 

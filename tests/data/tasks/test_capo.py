@@ -8,7 +8,7 @@ import pytest
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.capo import Biography, Capo
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError

@@ -9,7 +9,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano, Question, mano_text
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 
 MODULUS, LONGEST, L = 23, 6, 64

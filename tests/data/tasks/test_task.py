@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.tasks.toy_task import Backwards
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.registry import find_task, recorded_task
+from titan_loop.data.tasks.recorded_task import find_task, recorded_task
 from titan_loop.data.tasks.task import Example
 from titan_loop.errors import UserError
 from titan_loop.plugins import Plugin, names, register

@@ -15,7 +15,7 @@ from tests.distributed.parallel_model import (
     parallel_model,
     whole_gradients,
 )
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.errors import UserError
 from titan_loop.families.adaptive.exit_policy import Survival
 from titan_loop.families.adaptive.model import AdaptiveOptions

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.inference.loading import Loaded, load_checkpoint

@@ -21,7 +21,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.analysis.drawing import depth_colors, draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.exam import example_windows

@@ -21,7 +21,7 @@ from torch import Tensor
 from titan_loop.analysis.drawing import depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.layer_states import at_layer_visits
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import example_windows
 from titan_loop.models.decoder import LoopDecoder

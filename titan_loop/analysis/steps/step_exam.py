@@ -23,11 +23,11 @@ from torchtitan.components.loss import IGNORE_INDEX
 from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.lens import logit_margin
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import ACCURACY, Exam, right_at_readings
-from titan_loop.evaluation.held_out import Forward, sum_windows
 from titan_loop.evaluation.readings import Reading, depth_readings, policy_reading, states_at
+from titan_loop.evaluation.window_scores import Forward, sum_windows
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns

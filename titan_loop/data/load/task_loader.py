@@ -16,7 +16,7 @@ from titan_loop.data.load.jumps import jumped_before
 from titan_loop.data.load.windows import Window
 from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
-from titan_loop.data.tasks.registry import TASK
+from titan_loop.data.tasks.recorded_task import TASK
 from titan_loop.data.tasks.task import Example, Task
 from titan_loop.errors import UserError
 

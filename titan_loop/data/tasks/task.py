@@ -5,8 +5,8 @@
                     └─ encode ─► Example: columns of one length ─► windows
 
 Whether an example is held out depends on what it says alone, so training passes over it however
-often it is drawn. A task is a frozen dataclass whose fields are its parameters; `registry.py` knows
-it by name. Nothing here needs torch.
+often it is drawn. A task is a frozen dataclass whose fields are its parameters; a plug-in gives it
+its name. Nothing here needs torch.
 """
 
 import random

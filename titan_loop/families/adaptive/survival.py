@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.analysis.steps.findings import Findings, open_task
-from titan_loop.data.load.held_out import HeldOutWindows
+from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.errors import UserError
 from titan_loop.evaluation.exam import Exam
 from titan_loop.families.adaptive.exit_policy import Survival

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_loop.analysis.steps.findings import Figure, Findings
-from titan_loop.data.tasks.registry import recorded_task
+from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.families.latent.circuit_plots import draw_frequencies, draw_variance

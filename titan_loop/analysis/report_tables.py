@@ -1,10 +1,10 @@
-"""Text tables for the terminal."""
+"""Tables of evaluations, for the terminal and the report."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline
-from titan_loop.tables import columns
+from titan_loop.tables import text_table
 
 
 def depth_table(report: DepthReport) -> str:
@@ -56,17 +56,6 @@ def task_rows(
         cells = (results.get(reading) for reading in readings)
         rows.append([task, metric, *("-" if c is None else _value(c, metric) for c in cells)])
     return rows
-
-
-def text_table(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
-    """Return aligned columns with a rule below the first row.
-
-    Args:
-        rows: Rows of equal lengths, the header first.
-        left: Columns aligned to the left; the others are to the right.
-    """
-    lines = columns(rows, left=left)
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
 def _value(result: ReadingResult, metric: str) -> str:

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.data.load.held_out import HeldOutWindows, held_out_windows
+from titan_loop.data.load.held_out_windows import HeldOutWindows, held_out_windows
 from titan_loop.data.load.loader import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
-from titan_loop.evaluation.ranks import share_work
 from titan_loop.evaluation.readings import Reading, Scores, score_states, states_at
+from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
 from titan_loop.models.context import WindowShare

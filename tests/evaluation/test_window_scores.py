@@ -10,7 +10,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.inference.reference import make_model
 from titan_loop.data.source_card import SourceCard
-from titan_loop.evaluation.held_out import (
+from titan_loop.evaluation.readings import depth_readings
+from titan_loop.evaluation.window_scores import (
     WindowScores,
     at_depths,
     at_readings,
@@ -21,7 +22,6 @@ from titan_loop.evaluation.held_out import (
     summarise,
     with_total,
 )
-from titan_loop.evaluation.readings import depth_readings
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.testing.tiny import SEQ_LEN
 

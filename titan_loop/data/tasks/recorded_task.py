@@ -1,4 +1,4 @@
-"""The generated tasks by name, and the task that a checkpoint was trained on."""
+"""The task that a checkpoint was trained on, by the name that it recorded."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

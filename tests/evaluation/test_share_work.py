@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
-from titan_loop.evaluation.ranks import share_work
+from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.task_report import TaskReport
 
