@@ -15,7 +15,6 @@ from titan_loop.models.family import Family, FamilyName, ModelSize
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.loop_config import NORM_EPS, loop_config
 from titan_loop.models.loop_options import LoopOptions
-from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.units import Unit
 from titan_loop.plugins import Plugin, register
@@ -48,12 +47,6 @@ class ToyDecoder(LoopDecoder):
         def architecture(self) -> dict:
             inherited = LoopDecoder.Config.architecture(self)
             return {**inherited, "update_scale": self.update_scale}
-
-        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
-            """Add the norm u and the sum of every step, none of which is ever recomputed."""
-            total = spread.compute_bytes * self.dim / spread.tensor_parallel_degree
-            inherited = LoopDecoder.Config.memory_parts(self, spread)
-            return [*inherited, part(norm_bytes(self.dim, spread) + total, "step")]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from titan_loop.cli.main import main
+from titan_loop.slurm import memory_check
 from titan_loop.slurm.commands import outside_of_a_job, parse_seconds
 from titan_loop.slurm.site import Site, find_site, source_site
 
@@ -139,22 +140,24 @@ def test_what_is_missing_is_said(capsys, monkeypatch):
     assert "sbatch is not on PATH" in refused(capsys, RECIPE, *FLAGS)
 
 
-def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarked(capsys):
-    def said(gpus: str, window: int = 32) -> str:
-        flags = [f"--training.seq-len={window}", f"--batch.global-batch-tokens={4 * window}"]
-        flags += [f"--total-tokens={12 * window}", f"--gpus-per-node={gpus}", "--dry-run"]
+def test_a_stage_that_fits_no_gpu_is_refused_and_one_that_hardly_does_is_remarked(
+    capsys, monkeypatch
+):
+    def said(gpus: str) -> str:
+        flags = [f"--gpus-per-node={gpus}", "--dry-run"]
         main(["slurm", "submit", RECIPE, "--nodes=2", "--time=1:00:00", *flags])
         return capsys.readouterr().err
 
     assert "memory was not checked: no kind of GPU is named" in said("1")
     assert "memory was not checked: the GPU rtx9 is unknown" in said("rtx9:1")
-    assert "stage" not in said("h100:1")
-    most = 2_900_000  # tokens of a window; 26 bytes a token of one of these layers
-    assert "titan-loop: stage first needs 75 GiB of the 79 GiB of a h100" in said("h100:1", most)
-    refusal = (
-        "error: stage first needs 109 GiB of the 79 GiB of a h100, by estimate; titan-loop plan"
-    )
-    assert refusal in said("h100:1", 1 << 22)
+    assert "peak memory is not known of first, second; titan-loop plan" in said("h100:1")
+    peaks = {"first": 75 * 2**30, "second": 20 * 2**30}
+    monkeypatch.setattr(memory_check, "known_peak_bytes", lambda needs, _: peaks[needs.name])
+    hardly = said("h100:1")
+    assert "titan-loop: stage first needs 75 GiB of the 79 GiB of a h100; titan-loop plan" in hardly
+    assert "second needs" not in hardly
+    peaks["first"] = 109 * 2**30
+    assert "error: stage first needs 109 GiB of the 79 GiB of a h100; titan" in said("h100:1")
 
 
 def test_outside_of_a_cluster_verbs_say_so(tmp_path, capsys, monkeypatch):

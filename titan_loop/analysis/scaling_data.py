@@ -159,7 +159,9 @@ def _trained_on(run: SavedRun) -> str:
 
 def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
     """Yield the points of one run and add its exit distribution to `pmfs`."""
-    from titan_loop.distributed.memory import unit_sizes  # imports torchtitan, which takes seconds
+    from titan_loop.distributed.state_bytes import (
+        unit_sizes,
+    )  # imports torchtitan, which takes seconds
     from titan_loop.models.family import decoder_config
 
     run = SavedRun(folder)

@@ -35,7 +35,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 VERBS = {
     "train": "train a recipe: titan-loop train quickstart --total-tokens 200000",
     "data": "build, tokenise and inspect training data",
-    "plan": "estimate memory, steps, communication and GPU-days of a recipe without a GPU",
+    "plan": "memory, steps, communication and GPU-days of a recipe, without a GPU",
     "eval": "score checkpoints: held-out text, tasks, every depth and exit policy; watch a run",
     "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",

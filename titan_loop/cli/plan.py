@@ -1,6 +1,5 @@
-"""`titan-loop plan RECIPE [--nodes N …]`: estimate what every stage needs, without a GPU."""
+"""`titan-loop plan RECIPE [--nodes N …]`: what every stage needs, without a GPU."""
 
-import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,8 @@ from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
     from titan_loop.planning.cluster import Cluster
+    from titan_loop.planning.rehearsal import Rehearsed
     from titan_loop.planning.stage_needs import StageNeeds
-    from titan_loop.recipes.recipe import Recipe
-
-_PRECISION_FLAG = "--training.mixed-precision-param"
 
 
 def _known_gpus(default: str) -> str:
@@ -37,13 +34,17 @@ def plan(
     mfu: float = 0.4,
     stage: str | None = None,
     scaling_fit: Path | None = None,
+    memory: bool = True,
     rehearse: bool = False,
 ) -> None:
     """Print what every stage of a recipe needs on a cluster, without a GPU and without the data.
 
-    For every stage: parameters, FLOPs, steps and batches, memory of a GPU by part, communication of
-    a step and GPU-days. Ends with code 2 if a stage does not fit, and suggests a fix. All other
-    flags are those of titan-loop train.
+    For every stage: parameters, FLOPs, steps, batches, bytes of weights, gradients and moments, and
+    GPU-days. Then every stage is assembled as one rank of the cluster, with the real trainer on
+    fake tensors (a training step, a held-out pass, a checkpoint's plan), which measures the peak
+    memory of a GPU and the communication of a step; that takes up to half a minute a stage the
+    first time, and nothing again until the stage's assembly or the software changes. Ends with code
+    2 if a stage does not fit, and suggests a fix. All other flags are those of titan-loop train.
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -59,10 +60,14 @@ def plan(
         stage: Plan this stage alone.
         scaling_fit: The scaling.json of titan-loop scaling; adds what the recurrent steps are worth
             in nats and GPU-days against the same model without loops and against one unrolled.
-        rehearse: Assemble every stage as one rank of the cluster, with the real trainer on fake
-            tensors: a training step, a held-out pass, a checkpoint's plan. Takes minutes.
+        memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
+        rehearse: Assemble every stage anew, list what that cannot tell, and end with code 2 if a
+            stage cannot be assembled.
     """
-    resolved = _resolved(recipe, flags, stage, for_cuda=rehearse)
+    import titan_loop.compat as compat
+
+    with compat.assuming("cuda"):
+        resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
     from titan_loop.distributed.devices import get_device
     from titan_loop.planning.cluster import Cluster
@@ -70,69 +75,53 @@ def plan(
     from titan_loop.planning.plan_table import plan_lines
     from titan_loop.planning.stage_needs import recipe_needs
 
-    cluster = Cluster(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        gpu=get_device(gpu),
-        mfu=mfu,
-        compute_bytes=4 if _asks_for_fp32(flags) else 2,
-    )
+    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=get_device(gpu), mfu=mfu)
     cluster.check()
     worth = None if scaling_fit is None else read_fit(scaling_fit)
     needs = recipe_needs(resolved, cluster, only=stage)
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
     if worth is not None:
         print("\n".join(worth_lines(worth, needs, cluster)))
-    refused = [f"{need.name}: {refusal}" for need in needs for refusal in need.refusals]
-    for line in refused:
-        print(f"refused: {line}")
-    if refused:
-        stages_refused = sum(bool(need.refusals) for need in needs)
-        raise UserError(f"plan: {stages_refused} of {len(needs)} stages do not fit; {refused[0]}")
-    if rehearse:
-        _rehearse(resolved, cluster, needs)
+    _refuse([(need.name, refusal) for need in needs for refusal in need.refusals], len(needs))
+    if memory or rehearse:
+        _rehearse(cluster, needs, anew=rehearse)
 
 
-def _resolved(recipe: str, flags: Sequence[str], stage: str | None, *, for_cuda: bool) -> "Recipe":
-    """Return the recipe with the defaults of this machine, or of one with a GPU."""
-    if not for_cuda:
-        return resolve_recipe(recipe, flags, verb="plan", only=stage)
+def _rehearse(cluster: "Cluster", planned: "Sequence[StageNeeds]", *, anew: bool) -> None:
     import titan_loop.compat as compat
 
-    with compat.assuming("cuda"):
-        return resolve_recipe(recipe, flags, verb="plan", only=stage)
-
-
-def _rehearse(recipe: "Recipe", cluster: "Cluster", planned: "Sequence[StageNeeds]") -> None:
-    import titan_loop.compat as compat
-
-    from titan_loop.planning.rehearsal import Rehearsed, rehearsal_lines, rehearse
+    from titan_loop.planning.plan_table import NOT_REHEARSED, rehearsal_lines
+    from titan_loop.planning.rehearsal import gpu_peak_bytes, rehearse
+    from titan_loop.planning.stage_needs import memory_refusal
 
     compat.quiet_upstream()
     found: list[Rehearsed] = []
-    for one in rehearse(recipe, cluster, planned):
+    for one in rehearse(planned, cluster, anew=anew):
         found.append(one)
-        said = one.fault or (f"as {one.like}" if one.like else "assembled")
-        print(f"titan-loop: {one.needs.name}: {said}, {one.cpu_seconds:.0f} s", file=sys.stderr)
+        if one.cpu_seconds:
+            said = one.fault or "assembled"
+            print(f"titan-loop: {one.needs.name}: {said}, {one.cpu_seconds:.0f} s", file=sys.stderr)
     print("\n" + "\n".join(rehearsal_lines(found, cluster)))
+    if anew:
+        print("\n".join(f"not rehearsed: {what}" for what in NOT_REHEARSED))
+    peaks = [(one.needs, gpu_peak_bytes(one.needs, one.measured)) for one in found if one.measured]
+    reasons = [(need.name, memory_refusal(need, peak, cluster.gpu)) for need, peak in peaks]
+    _refuse([(name, reason) for name, reason in reasons if reason], len(planned))
     faults = [f"{one.needs.name}: {one.fault}" for one in found if one.fault]
-    if faults:
+    if anew and faults:
         raise UserError(
             f"plan: {len(faults)} of {len(found)} stages were not assembled; {faults[0]}"
         )
 
 
-def _asks_for_fp32(flags: Sequence[str]) -> bool:
-    """Return whether all stages compute in fp32; the config here may have a CPU's default."""
-    words = [word.replace("_", "-") for flag in flags for word in flag.split("=", 1)]
-    for word in words:
-        if word.startswith("--stages.") and word.endswith(_PRECISION_FLAG.removeprefix("--")):
-            raise UserError(
-                f"{word}: plan counts all stages in one precision; use {_PRECISION_FLAG}, and "
-                "--stage NAME for one of them"
-            )
-    values = [value for flag, value in itertools.pairwise(words) if flag == _PRECISION_FLAG]
-    return values[-1:] == ["float32"]
+def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
+    """Print why stages do not fit and raise the first; each is a stage's name and a reason."""
+    for name, refusal in refused:
+        print(f"refused: {name}: {refusal}")
+    if refused:
+        names = {name for name, _ in refused}
+        name, refusal = refused[0]
+        raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
 run = command("plan", plan)

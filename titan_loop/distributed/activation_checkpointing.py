@@ -15,7 +15,7 @@ of them on the GPU, for a copy of each state to the host and back.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
@@ -36,11 +36,6 @@ from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import draws
 from titan_loop.models.recurrence import Part
-
-Checkpointing = Literal[
-    "none", "selective", "full", "recurrent-step", "recurrent-step+full", "full-offload"
-]
-CHECKPOINTING: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 
 class RecurrentStepAC(ActivationCheckpointing):
@@ -149,8 +144,8 @@ ActivationCheckpointingConfig = (
 """torchtitan's policies and ours, by the name they have on the command line."""
 
 
-def checkpointing_of(config: ActivationCheckpointing.Config | None) -> Checkpointing:
-    """Return what the memory estimate calls a policy; a memory budget counts as none."""
+def checkpointing_of(config: ActivationCheckpointing.Config | None) -> str:
+    """Return the name of a policy in `plan`."""
     if isinstance(config, RecurrentStepAC.Config):
         return "recurrent-step+full" if config.layers == "full" else "recurrent-step"
     if isinstance(config, FullOffloadAC.Config):
@@ -159,4 +154,4 @@ def checkpointing_of(config: ActivationCheckpointing.Config | None) -> Checkpoin
         return "full"
     if isinstance(config, SelectiveAC.Config):
         return "selective"
-    return "none"  # a memory budget only ever saves less
+    return "memory-budget" if isinstance(config, MemoryBudgetAC.Config) else "none"

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from titan_loop.errors import UserError, nearest
 
+USABLE_SHARE = 0.9
+"""Share of a device's memory that a step may take; the rest is fragmentation, NCCL and context."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -26,13 +26,13 @@ from torch.distributed.fsdp import (
 from torchtitan.config import ParallelismConfig
 
 from titan_loop import compat
-from titan_loop.distributed.memory import USABLE_SHARE, estimate_memory
-from titan_loop.distributed.step_shape import StepShape
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.units import Unit, innermost_first
+from titan_loop.models.units import Unit, UnitSize, innermost_first
 
 FSDPPolicy = Literal["per_visit", "per_step", "auto"]
+HELD_SHARE = 0.1
+"""Largest share of a device's memory that `fsdp.policy=auto` gives to gathered looped layers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,8 +40,8 @@ class FSDPConfig:
     """How FSDP treats a layer that is visited R times; see `titan_loop/distributed/README.md`."""
 
     policy: FSDPPolicy = "auto"
-    """per_visit gathers a layer for every visit, per_step once a training step, auto is per_step
-    where the memory estimate of `titan_loop/distributed/memory.py` fits the smallest device and
+    """per_visit gathers a layer for every visit, per_step once a training step; auto is per_step
+    where the gathered looped layers take at most a tenth of the smallest device's memory and
     nothing else asks for per_visit."""
 
     fp32_visit_sum: bool = False
@@ -62,30 +62,29 @@ class FSDPConfig:
 
     def decided(
         self,
-        model: LoopDecoder.Config,
-        shape: StepShape,
+        sizes: Sequence[UnitSize],
+        parallelism: ParallelismConfig,
+        *,
+        compute_bytes: int,
         device_bytes: float,
     ) -> tuple["FSDPConfig", str]:
         """Return this config with `auto` decided, and why; training and `plan` both ask here.
 
         Args:
-            model: The architecture.
-            shape: The work of one rank, with the largest R of the run.
+            sizes: The model's units.
+            parallelism: Degrees, and when FSDP reshards.
+            compute_bytes: Bytes of a parameter in the forward pass.
             device_bytes: Memory of the smallest device, or a rank's share of the host's.
         """
-        policy: FSDPPolicy = "per_visit"
         if self.policy != "auto":
-            policy, reason = self.policy, "as set"
-        elif shape.reshard_after_forward == "always":
+            return self, "as set"
+        if parallelism.fsdp_reshard_after_forward == "always":
             reason = "because of parallelism.fsdp_reshard_after_forward=always"
-        else:
-            peak = estimate_memory(model, shape, hold_layers=True).peak
-            if peak <= USABLE_SHARE * device_bytes:
-                policy = "per_step"
-            reason = (
-                f"a step takes about {peak / 2**30:.2f} GiB of {device_bytes / 2**30:.2f} with "
-                "layers held"
-            )
+            return replace(self, policy="per_visit"), reason
+        held = sum(size.parameters() for size in sizes if size.unit.is_revisited)
+        held *= compute_bytes / parallelism.tensor_parallel_degree
+        policy: FSDPPolicy = "per_step" if held <= HELD_SHARE * device_bytes else "per_visit"
+        reason = f"held layers take {held / 2**30:.2f} GiB of {device_bytes / 2**30:.2f}"
         return replace(self, policy=policy), reason
 
 
@@ -132,7 +131,7 @@ def shard_units(
         shard([*unit.modules], reshards, **({"param_dtype": torch.float32} if unit.fp32 else {}))
         if unit.between and len(unit.modules) > 1:
             compat.gather_at_every_visit(unit.modules)
-        if unit.backward_visits == 0:
+        if not unit.gathered_in_backward:
             _fsdp(unit).set_unshard_in_backward(False)
     shard(model, None)
 
@@ -170,7 +169,7 @@ def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.is_revisited:
             _fsdp(unit).set_reshard_after_backward(False, recurse=False)
-    held = [_fsdp(unit) for unit in units if unit.place == "step" and unit.visits]
+    held = [_fsdp(unit) for unit in units if unit.place == "step"]
     # Only the first visit has anything to gather; at all others these prefetches do nothing.
     _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
     for unit, following in pairwise(held):

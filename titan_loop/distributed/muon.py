@@ -293,38 +293,6 @@ def _owned(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:
     return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
-class UpdateNeeds(NamedTuple):
-    """What Muon's update asks of the rank that owns the most expensive matrix, in elements.
-
-    Attributes:
-        received: What both exchanges bring.
-        held: The most there is at once beside weights, gradients and averages.
-    """
-
-    received: float
-    held: float
-
-
-def update_needs(shapes: Sequence[tuple[int, ...]], *, shards: int, slices: int) -> UpdateNeeds:
-    """Return what the first rank receives and holds in an update.
-
-    Args:
-        shapes: Shapes of the whole matrices.
-        shards: Number of ranks that share the rows by FSDP.
-        slices: Number of ranks that share each matrix by tensor parallelism.
-    """
-    owned = [shapes[index] for index in _owned(shapes, shards * slices)[0]]
-
-    def part(some: Sequence[tuple[int, ...]]) -> float:
-        return sum(-(-rows // shards) * columns for rows, columns in some) / slices
-
-    # The iteration begins with the whole matrix and ends with it, what it was, what it becomes,
-    # its square and the square's polynomial.
-    working = max((3 * math.prod(shape) + 2 * min(shape) ** 2 for shape in owned), default=0)
-    parts, wholes = part(shapes), sum(map(math.prod, owned))
-    return UpdateNeeds(parts + wholes - 2 * part(owned), parts + wholes + working)
-
-
 def _cost(shape: tuple[int, ...]) -> float:
     """Return the iteration's products in units of 2·steps FLOPs."""
     short, long = sorted(shape)

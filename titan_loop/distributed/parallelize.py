@@ -29,7 +29,6 @@ from titan_loop.distributed.context_parallel import (
     gather_keys_and_values,
 )
 from titan_loop.distributed.loop_fsdp import FSDPConfig, shard_units
-from titan_loop.distributed.step_shape import OptimizerStates, step_shape
 from titan_loop.distributed.vocabulary_parallel import share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -123,8 +122,6 @@ def parallelize_loop_decoder(
     dump_folder: str,
     fsdp: FSDPConfig | None = None,
     trainable: Trainable = "all",
-    recurrent_steps: int | None = None,
-    states: OptimizerStates | None = None,
 ) -> LoopDecoder:
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
@@ -140,13 +137,11 @@ def parallelize_loop_decoder(
             holds layers, call `reshard_units` after the last backward pass of every step.
         trainable: "exit_gate" freezes everything else, which then keeps no activations to
             checkpoint.
-        recurrent_steps: The largest R of the run, for `fsdp.policy=auto`; None takes the model's.
-        states: What the optimisers keep, likewise for `auto`; None for AdamW's moments.
 
     Returns:
         The same model.
     """
-    unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
+    sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
     if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
@@ -175,21 +170,12 @@ def parallelize_loop_decoder(
     if alone and not training.enable_cpu_offload:
         return model  # nothing to shard or to cast: spare the copies FSDP makes even at size 1
     if fsdp.policy == "auto":
-        shape = step_shape(
-            training=training,
-            parallelism=parallelism,
-            activation_checkpoint=ac_config,
-            fp32_visit_sum=fsdp.fp32_visit_sum,
-            world_size=parallel_dims.world_size,
-            device_type=compat.device_type(),
+        fsdp, reason = fsdp.decided(
+            sizes,
+            parallelism,
             compute_bytes=param_dtype.itemsize,
-            recurrent_steps=recurrent_steps or model.recurrent_steps,
-            backward_steps=model.recurrence.backward_steps,
-            trainable=trainable,
-            states=states or OptimizerStates(),
+            device_bytes=_smallest_device_bytes(),
         )
-        assert isinstance(model.config, LoopDecoder.Config)
-        fsdp, reason = fsdp.decided(model.config, shape, _smallest_device_bytes())
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
     _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
     return model

@@ -20,7 +20,6 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import CacheSlot, LoopContext, WindowShare
-from titan_loop.models.memory_parts import Spread
 from titan_loop.models.positions import DistanceScores, every_head
 
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
@@ -216,23 +215,6 @@ class LoopAttention(GQAttention):
             """Widths of the queries and of the keys, N·H and K·H."""
             head_dim = self.head_dim or self.dim // self.n_heads
             return self.n_heads * head_dim, (self.n_kv_heads or self.n_heads) * head_dim
-
-        def score_bytes(self, spread: Spread) -> tuple[float, float]:
-            """Return what the scores of one visit need, in bytes per token.
-
-            Returns:
-                What is kept beside queries, keys, values and output: a log-sum-exp per head in
-                fp32 or, where distances add to the scores, the weights of all keys and a copy of
-                what meets the distances. And all that a visit of the latter kind holds at once.
-            """
-            scores, (queries, keys) = self.distance_scores, self.widths
-            if scores is None:
-                return 4 * self.n_heads / spread.tensor_parallel_degree, 0.0
-            weights = self.n_heads * spread.seq_len
-            copies = queries + scores.by_key * keys
-            by_distance = (1 + scores.by_key) * self.n_heads * (scores.window + 1)
-            held = 3 * weights + copies + by_distance + 2 * self.dim + queries + 2 * keys
-            return spread.compute_bytes * (weights + copies), spread.compute_bytes * held
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

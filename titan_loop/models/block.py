@@ -19,7 +19,6 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.dropout import Dropout
-from titan_loop.models.memory_parts import LayerBytes, Spread, norm_bytes
 
 
 class PreNormBlock(TransformerBlock):
@@ -36,48 +35,13 @@ class PreNormBlock(TransformerBlock):
             """All norms of the layer."""
             return [self.attention_norm, self.ffn_norm]
 
-        def kept_bytes(self, spread: Spread) -> LayerBytes:
-            """Return what one visit keeps for its backward pass, in bytes per token.
-
-            | kept | in elements of the compute dtype |
-            |---|---|
-            | whole | inputs of q, k, v and of w1, w3: 2·D; rotated q, k, v and attention's output: 2·N·H + 2·K·H; w1, w3, SiLU and their product: 4·F; the norms' own |
-            | selected | the layer's input and the second product of w2: 2·D; q, v and attention's output: 2·N·H + K·H; w1: F |
-            | input | the layer's input: D |
-
-            Under context parallelism attention keeps the gathered keys and values unless they are
-            gathered again; tensor parallelism divides all but the gathered inputs. Attention also
-            keeps what `score_bytes` says, and dropout a byte an element.
-            """  # noqa: E501  (a table row is one line)
-            attention, dim, wide = self._widths()
-            queries, keys = attention.widths
-            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
-            scores, _ = attention.score_bytes(spread)
-            selected_scores = scores if attention.distance_scores is None else 0.0
-            dropped = 0 if self.dropout is None else 2 * dim / tp
-            gathered_keys = 2 * keys * spread.context_parallel_degree
-            products = c * (2 * queries + gathered_keys + 4 * wide) / tp
-            return LayerBytes(
-                whole=c * 2 * dim
-                + products
-                + len(self.norms) * norm_bytes(dim, spread)
-                + scores
-                + dropped,
-                selected=c * (2 * dim + 2 * queries + keys + wide) / tp + selected_scores,
-                input=c * dim / tp,
-            )
-
         @property
         def matrix_elements(self) -> int:
             """Number of weights that take part in matrix products."""
-            attention, dim, wide = self._widths()
-            return 2 * dim * sum(attention.widths) + 3 * dim * wide
-
-        def _widths(self) -> tuple[LoopAttention.Config, int, int]:
-            """Return attention, D and F."""
             assert isinstance(self.attention, LoopAttention.Config)
             assert self.feed_forward is not None
-            return self.attention, self.attention.dim, self.feed_forward.w1.out_features
+            dim, wide = self.attention.dim, self.feed_forward.w1.out_features
+            return 2 * dim * sum(self.attention.widths) + 3 * dim * wide
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -51,7 +51,6 @@ from titan_loop.models.positions import (
 )
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.sharding import set_block_sharding, set_parts_sharding
-from titan_loop.models.soft_decode import Decoding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit
 
 
@@ -104,11 +103,6 @@ class LoopDecoder(Decoder):
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare the placements of one layer; arguments as of `set_sharding`."""
             set_block_sharding(layer, enable_sp=enable_sp)
-
-        @property
-        def decodes(self) -> Decoding | None:
-            """How states are decoded between two steps; None where they are not."""
-            return None
 
         @property
         def aux(self) -> tuple[str, ...]:
@@ -364,30 +358,23 @@ class LoopDecoder(Decoder):
         looped, layers = self.config.looped, list(self.layers.values())
         prelude = [Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]]
         gated = self.exit_gate is not None  # then the coda reads every state
-        coda = [
-            Unit(OUTSIDE, (layer,), place="step" if gated else "after")
-            for layer in layers[looped.stop :]
-        ]
         steps = [
             *prelude,
             *(Unit(LAYERS, (layer,)) for layer in self.looped_layers()),
             # Gate arithmetic is never rounded to bf16.
-            Unit(
-                NORM_AND_GATE,
-                tuple(small),
-                fp32=True,
-                kept=True,
-                reads_all_states=not coda and (gated or self.norm_placement == "readout"),
+            Unit(NORM_AND_GATE, tuple(small), fp32=True, kept=True),
+            *(
+                Unit(OUTSIDE, (layer,), place="step" if gated else "after")
+                for layer in layers[looped.stop :]
             ),
-            *coda,
         ]
         embedding: tuple[nn.Module, ...] = (self.tok_embeddings, *self.positions.tables())
         if self.config.enable_weight_tying:
             both = (*embedding, self.lm_head)
-            return [Unit(TABLES, both, place="after", backward_visits=2, kept=True), *steps]
+            return [Unit(TABLES, both, place="after", kept=True), *steps]
         return [
             # The gradient of a table lookup needs indices, not the table.
-            Unit(TABLES, embedding, place="before", backward_visits=0),
+            Unit(TABLES, embedding, place="before", gathered_in_backward=False),
             *steps,
             # The head's backward pass follows its forward pass at once.
             Unit(TABLES, (self.lm_head,), place="after", kept=True),

@@ -1,4 +1,4 @@
-"""Costs of a looped decoder: visits of layers, FLOPs, and bytes for the backward pass.
+"""Costs of a looped decoder: visits of layers and FLOPs.
 
 The part of a decoder's config that these follow from. A family whose forward pass differs overrides
 the methods.
@@ -13,14 +13,6 @@ from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.final_norm import NormPlacement
 from titan_loop.models.flops import Flops, LayerVisits, training_flops_per_token
 from titan_loop.models.injection import AdditiveInjection
-from titan_loop.models.memory_parts import (
-    MemoryPart,
-    ReadoutMemory,
-    Spread,
-    norm_bytes,
-    part,
-)
-from titan_loop.models.readout import LMHead
 
 
 @dataclass(kw_only=True, slots=True)
@@ -91,46 +83,3 @@ class DecoderCosts(Decoder.Config):
             trainable=trainable,
             backward_steps=backward_steps,
         )
-
-    def memory_parts(self, spread: Spread) -> list[MemoryPart]:
-        """List what a micro-batch keeps for its backward pass, beside the readout.
-
-        Args:
-            spread: What the bytes of one token depend on.
-        """
-        c, norm = spread.compute_bytes, norm_bytes(self.dim, spread)
-        at_readout = part(norm, "once" if self.exit_gate is None else "state")
-        every_step = self.norm_placement == "every_step"
-        layer = self.layers[0].kept_bytes(spread)
-        parts = [
-            MemoryPart(layer, "step", "layer", len(self.looped)),
-            part(norm, "step", "step") if every_step else at_readout,
-            part(c * self.dim, "state"),  # for the next step and the readout
-        ]
-        attention = self.layers[0].attention
-        if attention.distance_scores is not None:
-            # Distances (int64) and mask, and what the scores of the last layer need before that
-            # layer is complete.
-            _, held = attention.score_bytes(spread)
-            parts.append(part(9 * spread.seq_len + max(0.0, held - layer.whole), "once"))
-        state = c * self.dim / spread.tensor_parallel_degree
-        if self.prelude_layers:
-            parts += [
-                MemoryPart(layer, "once", "layer", self.prelude_layers),
-                part(state, "once"),
-            ]
-        if self.coda_layers:
-            read = at_readout.visited
-            parts += [MemoryPart(layer, read, "layer", self.coda_layers), part(state, read)]
-            parts += [part(norm, read)] * every_step
-        if self.exit_gate is not None and c < 4:
-            parts.append(part(4 * self.dim, "state"))  # the gate's input in fp32
-        if self.injection is not None:
-            parts += self.injection.memory_parts(self.dim, spread)
-        return parts
-
-    def readout_memory(self, tokens: float, recurrent_steps: int, spread: Spread) -> ReadoutMemory:
-        """Return what is alive while the streamed loss of a micro-batch is computed."""
-        assert isinstance(self.lm_head, LMHead.Config)
-        states = recurrent_steps if self.exit_gate is not None else 1
-        return self.lm_head.memory(tokens, states, spread)

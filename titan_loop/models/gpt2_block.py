@@ -36,7 +36,6 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Dropout, dropout_config
 from titan_loop.models.family import ModelSize
 from titan_loop.models.initialisation import normal_matrix
-from titan_loop.models.memory_parts import LayerBytes, Spread
 from titan_loop.models.positions import RotateHalf
 from titan_loop.models.sharding import set_attention_sharding, state_placement
 
@@ -116,25 +115,6 @@ class GPT2Block(Module):
             """As of `SandwichBlock`."""
             dim, wide = self.attention.dim, self.feed_forward.w1.out_features
             return 2 * dim * sum(self.attention.widths) + 2 * dim * wide
-
-        def kept_bytes(self, spread: Spread) -> LayerBytes:
-            """As of `SandwichBlock`.
-
-            Two states are kept by the norms before the branches, and two as inputs of projections;
-            of the feed-forward part what goes into GELU and what comes out.
-            """
-            attention, dim = self.attention, self.attention.dim
-            queries, keys = attention.widths
-            wide = self.feed_forward.w1.out_features
-            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
-            log_sum_exp = 4 * attention.n_heads / tp
-            gathered_keys = 2 * keys * spread.context_parallel_degree
-            products = c * (2 * dim + 2 * queries + gathered_keys + 2 * wide) / tp
-            return LayerBytes(
-                whole=c * 2 * dim + products + log_sum_exp,
-                selected=c * (dim + 2 * queries + keys + wide) / tp + log_sum_exp,
-                input=c * dim / tp,
-            )
 
     def __init__(self, config: Config) -> None:
         super().__init__()

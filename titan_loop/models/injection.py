@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torchtitan.protocols.module import Module
 
-from titan_loop.models.memory_parts import MemoryPart, Spread, part
-
 InjectionKind: TypeAlias = Literal["none", "additive", "diagonal"]
 """How every recurrent step reads the embedding again; none is Ouro's plain loop."""
 
@@ -39,10 +37,6 @@ class AdditiveInjection(Module):
         """Nothing to configure."""
 
         kind: ClassVar[InjectionKind] = "additive"
-
-        def memory_parts(self, dim: int, spread: Spread) -> list[MemoryPart]:
-            """Return what it keeps of states of width D: the embedding."""
-            return [part(spread.compute_bytes * dim / spread.tensor_parallel_degree, "once")]
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -66,11 +60,6 @@ class DiagonalInjection(AdditiveInjection):
         kind: ClassVar[InjectionKind] = "diagonal"
 
         dim: int
-
-        def memory_parts(self, dim: int, spread: Spread) -> list[MemoryPart]:
-            """Return the embedding and, for learned rates, h − e of every step in fp32."""
-            difference = part(4 * dim / spread.tensor_parallel_degree, "step", "step")
-            return [*AdditiveInjection.Config.memory_parts(self, dim, spread), difference]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -261,7 +261,6 @@ class DistanceScores(LookUp, Module):
     class Config(Module.Config):
         """Largest distance and head width."""
 
-        by_key: ClassVar[bool] = False
         """Whether keys meet the distances, too."""
 
         window: int
@@ -297,8 +296,6 @@ class DebertaScores(DistanceScores):
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
         """Largest distance, number of heads and their width."""
-
-        by_key: ClassVar[bool] = True
 
         n_heads: int
 

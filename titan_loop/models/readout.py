@@ -26,7 +26,6 @@ from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.errors import UserError
-from titan_loop.models.memory_parts import ReadoutMemory, Spread
 from titan_loop.models.soft_decode import Decoding, Tables, soft_decode
 from titan_loop.models.vocabulary import Vocabulary
 
@@ -66,16 +65,6 @@ class LMHead(Linear):
         GPU wants more: each chunk moves the fp32 accumulator of the head's gradient once, 12·V·D
         bytes against 6·chunk·V·D FLOPs.
         """
-
-        def memory(self, tokens: float, states: int, spread: Spread) -> ReadoutMemory:
-            """Return what is alive while the loss of T `tokens` and so many states is computed."""
-            c, rows = spread.compute_bytes, self.out_features / spread.tensor_parallel_degree
-            chunk = min(self.chunk_tokens, tokens)
-            return ReadoutMemory(
-                chunk_bytes=chunk * rows * (4 + (c if c < 4 else 0)),
-                head_elements=rows * self.in_features,
-                state_gradient_bytes=states * tokens * self.in_features * c,
-            )
 
     def __init__(self, config: Config):
         if config.bias:

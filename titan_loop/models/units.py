@@ -1,7 +1,7 @@
 """Units: the modules of a decoder whose weights are gathered, freed and reduced together.
 
-A decoder lists its own (`LoopDecoder.units`). FSDP, the estimates of memory and traffic and `plan`
-read the list, so none of them knows what a family consists of.
+A decoder lists its own (`LoopDecoder.units`). FSDP and `plan` read the list, so neither knows what
+a family consists of.
 """
 
 import math
@@ -28,54 +28,33 @@ class Unit(NamedTuple):
         name: What `plan` calls it; units of one name are listed together.
         modules: Modules; they stay gathered until the last of them ran. A unit inside another one
             is a unit of its own.
-        place: Whether it is visited before the recurrent steps, in each of them, or after.
-        visits: Number of visits, in every step if it is visited in each.
-        between: Number of visits between two steps, beside the others.
-        backward_visits: Number of visits in the backward pass; None for the same.
+        place: Whether it is visited before the recurrent steps, in each of them, between every two
+            or after.
+        between: Whether it is also visited between every two steps.
+        gathered_in_backward: False where the backward pass needs no weight.
         fp32: Whether it computes in fp32. Such a unit is small, and tensor-parallel ranks each hold
             all of it.
         kept: Whether it stays gathered after a visit unless `fsdp_reshard_after_forward` is always:
             it is small, or its backward pass follows at once.
-        reductions: Number of reductions of its gradients, not all of which are complete at once.
-        reads_all_states: Whether part of it has a backward pass even for steps that the layers'
-            does not reach.
     """
 
     name: str
     modules: tuple[nn.Module, ...] = ()
-    place: Literal["before", "step", "after"] = "step"
-    visits: int = 1
-    between: int = 0
-    backward_visits: int | None = None
+    place: Literal["before", "step", "between", "after"] = "step"
+    between: bool = False
+    gathered_in_backward: bool = True
     fp32: bool = False
     kept: bool = False
-    reductions: int = 1
-    reads_all_states: bool = False
 
     @property
     def is_looped(self) -> bool:
         """Whether it is a part of every step; a coda may be visited in each, and is none."""
-        return self.place == "step" and self.name != OUTSIDE
+        return self.place in ("step", "between") and self.name != OUTSIDE
 
     @property
     def is_revisited(self) -> bool:
         """Whether the number of visits grows with R."""
-        return self.place == "step" or self.between > 0
-
-    def visited(self, recurrent_steps: int) -> int:
-        """Return the visits of a forward pass of so many steps."""
-        others = self.between * (recurrent_steps - 1)
-        return self.visits * (recurrent_steps if self.place == "step" else 1) + others
-
-    def visited_back(self, steps_with_backward: int) -> int:
-        """Return the visits of a backward pass that reaches so many steps.
-
-        Where it does not reach step 1, the visit between the last steps that it reaches takes the
-        place of the embedding's.
-        """
-        visits = self.visits if self.backward_visits is None else self.backward_visits
-        others = self.between * max(0, steps_with_backward - 1)
-        return visits * (steps_with_backward if self.place == "step" else 1) + others
+        return self.place in ("step", "between") or self.between
 
 
 @dataclass(frozen=True)

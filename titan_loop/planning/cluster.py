@@ -8,26 +8,19 @@ from titan_loop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What the recipe is to run on.
+    """Hosts and their GPUs.
 
     Attributes:
         nodes: Number of hosts.
         gpus_per_node: Number of GPUs per host, one rank each.
         gpu: Memory and peak of one GPU.
         mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
-        compute_bytes: Bytes of a parameter in the forward pass: 2 for bf16, 4 for fp32.
     """
 
     nodes: int
     gpus_per_node: int
     gpu: Device
     mfu: float
-    compute_bytes: int = 2
-
-    @property
-    def peak_flops(self) -> float:
-        """FLOP/s of one GPU in the precision of the forward pass."""
-        return self.gpu.peak_flops if self.compute_bytes == 2 else self.gpu.fp32_peak_flops
 
     @property
     def ranks(self) -> int:

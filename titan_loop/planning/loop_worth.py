@@ -67,7 +67,7 @@ def worth_lines(worth: FittedWorth, needs: Sequence[StageNeeds], cluster: Cluste
     rows = [["stage", "model", "parameters", "R", "nats per token", "GPU-days"]]
     outside: set[str] = set()
     for need in needs:
-        if need.shape.trainable != "all":
+        if need.config.trainable != "all":
             continue  # the gate alone changes no prediction
         total = sum(unit.parameters() for unit in need.units)
         looped = sum(unit.parameters() for unit in need.units if unit.unit.is_looped)
@@ -80,7 +80,7 @@ def worth_lines(worth: FittedWorth, needs: Sequence[StageNeeds], cluster: Cluste
             ("a layer a visit", unrolled, unrolled - total + looped, 1.0, unrolled_flops),
         ):
             loss = _predicted(worth.fit, parameters, inside, need.tokens, visits)
-            days = need.tokens * cost / (cluster.peak_flops * cluster.mfu * SECONDS_PER_DAY)
+            days = need.tokens * cost / (need.gpu_flops * cluster.mfu * SECONDS_PER_DAY)
             first = name == need.name
             rows.append(
                 [

@@ -1,14 +1,34 @@
-"""The needs of a recipe's stages, as lines of text."""
+"""The needs and rehearsals of a recipe's stages, as lines of text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
-from titan_loop.distributed.step_shape import OptimizerStates
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.models.units import LAYERS, UnitSize
 from titan_loop.planning.cluster import Cluster
+from titan_loop.planning.measured_step import MeasuredStep
+from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes
 from titan_loop.planning.stage_needs import StageNeeds
+from titan_loop.planning.step_meter import Moved
 from titan_loop.tables import columns
 
+NOT_REHEARSED = (
+    "kernels: inductor and Triton, Flex's tuning, and the memory single kernels work in; graphs "
+    "are traced and run operation by operation (aot_eager)",
+    "NCCL: its memory, its time-outs, and whether collectives overlap with computation",
+    "streams, pinned memory (CPU offload, full-offload, async_with_pinned_mem) and CUDA graphs; "
+    "gradients and states on the host count as the GPU's",
+    "fragmentation of the allocator, and the building of attention masks",
+    "values: data, losses, the exit of a curriculum; reading and writing files",
+    "model.attention=varlen: its shapes depend on where documents end",
+)
+"""What no process without a GPU can tell, printed under `plan --rehearse`."""
+
 _COLUMNS = 7  # stages beside each other
+
+T = TypeVar("T")
 
 
 def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNeeds]) -> list[str]:
@@ -20,25 +40,49 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
         cluster: Cluster that was planned for.
         needs: Needs of each stage.
     """
-    dtype = "bf16" if cluster.compute_bytes == 2 else "fp32"
-    optimizers = " or ".join(dict.fromkeys(_optimizer(need.shape.states) for need in needs))
+    dtypes = _each(needs, lambda need: "bf16" if _compute_bytes(need) == 2 else "fp32")
+    optimizers = _each(needs, _optimizer)
+    peaks = _each(needs, lambda need: f"{need.gpu_flops / 1e12:g}")
     lines = [
         f"{recipe} on {cluster.ranks:,} GPUs ({cluster.nodes} nodes × {cluster.gpus_per_node} "
-        f"{gpu}), {dtype} compute, fp32 masters and {optimizers}, {cluster.mfu:.0%} MFU of "
-        f"{cluster.peak_flops / 1e12:g} TFLOP/s assumed"
+        f"{gpu}), {dtypes} compute, fp32 masters and {optimizers}, {cluster.mfu:.0%} MFU of "
+        f"{peaks} TFLOP/s assumed"
     ]
-    for start in range(0, len(needs), _COLUMNS):
-        lines += ["", *_columns(needs[start : start + _COLUMNS], cluster)]
+    for some in _side_by_side(needs):
+        lines += ["", *_needs_table(some, cluster)]
     total = sum(need.gpu_days for need in needs)
     return [
         *lines,
-        "* with the stage's own checkpointing",
         f"\nall stages: {sum(need.tokens for need in needs):,} tokens, {total:,.1f} GPU-days, "
         f"{total / cluster.ranks:,.2f} days",
     ]
 
 
-def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
+def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
+    """Return a table with one column per stage, and why stages were not assembled.
+
+    Args:
+        found: Stages, of which at least one.
+        cluster: The cluster that they were rehearsed for.
+    """
+    assembled = [one for one in found if one.measured is not None]
+    lines = [f"rehearsed as rank 0 of {cluster.ranks:,}, fake tensors on a fake process group"]
+    for some in _side_by_side(assembled):
+        lines += _rehearsal_table(some)
+    if any(one.like.startswith("as ") for one in found):
+        lines.append("as STAGE: differs from it in data, seed, rates, length or other values alone")
+    return [
+        *lines,
+        *(f"{one.needs.name}: not assembled: {one.fault}" for one in found if one.fault),
+    ]
+
+
+def _side_by_side(stages: Sequence[T]) -> Iterator[Sequence[T]]:
+    for start in range(0, len(stages), _COLUMNS):
+        yield stages[start : start + _COLUMNS]
+
+
+def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     rows: list[list[str]] = []
 
     def row(title: str, cell: Callable[[StageNeeds], str]) -> None:
@@ -57,47 +101,68 @@ def _columns(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("tokens", lambda n: f"{n.tokens:.4g}")
     row("data", lambda n: n.data)
     row("training steps", lambda n: f"{n.steps:,}")
-    row("window", lambda n: f"{n.shape.seq_len:,}")
+    row("window", lambda n: f"{n.config.training.seq_len:,}")
     row("global batch, windows", lambda n: _range(*n.batch_windows))
     row("data-parallel ranks", lambda n: f"{n.data_parallel_ranks:,}")
     row("context × tensor parallel", _model_parallel)
-    row("local batch, windows", lambda n: str(n.shape.windows))
+    row("local batch, windows", lambda n: str(n.config.training.local_batch_size))
     row("accumulation", lambda n: _range(*n.accumulation))
-    row("checkpointing", lambda n: n.shape.checkpointing)
+    row("checkpointing", lambda n: checkpointing_of(n.config.activation_checkpoint))
     row("FSDP policy", lambda n: n.policy)
-    row("GiB of a GPU, estimated peak", lambda n: _gib(n.memory.peak))
-    row("  parameters, sharded", lambda n: _gib(n.memory.parameters))
-    row("  gradients, sharded", lambda n: _gib(n.memory.gradients))
-    row("  optimiser", lambda n: _gib(n.memory.optimizer))
-    row("  parameters kept gathered", lambda n: _gib(n.memory.gathered))
-    row("  gradients, unsharded", lambda n: _gib(n.memory.unsharded_gradients))
-    row("  readout chunk", lambda n: _gib(n.memory.readout_chunk))
-    row("  head, state gradients", lambda n: _gib(n.memory.readout - n.memory.readout_chunk))
-    row("  being recomputed", lambda n: _gib(n.memory.recomputed))
-    row("  Muon's update", lambda n: _gib(n.memory.update))
-    for policy in needs[0].activations:
-        row(f"  activations, {policy}", lambda n, policy=policy: _activations(n, policy))
-    row("GiB of the host, offloaded", lambda n: _gib(n.memory.offloaded))
-    row("collectives in a step", lambda n: f"{sum(t.count for t in n.traffic):,}")
-    row("GiB received in a step", lambda n: _gib(sum(t.received_bytes for t in n.traffic)))
-    for what in dict.fromkeys(entry.what for need in needs for entry in need.traffic):
-        row(f"  {what}", lambda n, what=what: _traffic(n, what))
+    row("GiB of a rank, states", lambda n: _gib(n.states.total))
+    row("  parameters, sharded", lambda n: _gib(n.states.parameters))
+    row("  gradients, sharded", lambda n: _gib(n.states.gradients))
+    row("  optimiser", lambda n: _gib(n.states.optimizer))
     row("GPU-days", lambda n: f"{n.gpu_days:,.1f}")
     row("days", lambda n: f"{n.gpu_days / cluster.ranks:,.2f}")
     return columns(rows)
+
+
+def _rehearsal_table(found: Sequence[Rehearsed]) -> list[str]:
+    stages = [(one, one.measured, _moved(one)) for one in found if one.measured is not None]
+    rows: list[list[str]] = []
+
+    def row(title: str, cell: Callable[[Rehearsed, MeasuredStep, dict[str, Moved]], str]) -> None:
+        rows.append([title, *(cell(*stage) for stage in stages)])
+
+    row("stage", lambda one, *_: one.needs.name)
+    row("", lambda one, *_: one.like or "assembled")
+    row("micro-batches", lambda one, m, _: f"{m.micro_batches} of {one.needs.accumulation[1]:g}")
+    row("GiB of a GPU, peak", lambda one, m, _: _gib(gpu_peak_bytes(one.needs, m)))
+    row("GiB of a rank in a checkpoint", lambda _, m, __: _gib(m.checkpoint_bytes))
+    row("collectives in a step", lambda *s: f"{sum(kind.count for kind in s[2].values()):,}")
+    row("GiB received in a step", lambda *s: _gib(sum(k.received_bytes for k in s[2].values())))
+    for kind in sorted({kind for _, _, moved in stages for kind in moved}):
+        row(f"  {kind}", lambda *s, kind=kind: _gib(s[2].get(kind, Moved()).received_bytes))
+    if any(one.cpu_seconds for one, *_ in stages):
+        row("CPU seconds", lambda one, *_: f"{one.cpu_seconds:.0f}")
+    return columns(rows)
+
+
+def _moved(one: Rehearsed) -> dict[str, Moved]:
+    return {} if one.measured is None else one.measured.moved_in(one.needs.accumulation[1])
+
+
+def _each(needs: Sequence[StageNeeds], cell: Callable[[StageNeeds], str]) -> str:
+    return " or ".join(dict.fromkeys(map(cell, needs)))
+
+
+def _compute_bytes(need: StageNeeds) -> int:
+    return TORCH_DTYPE_MAP[need.config.training.mixed_precision_param].itemsize
 
 
 def _parameters(units: Sequence[UnitSize], name: str | None = None) -> str:
     return f"{sum(unit.parameters() for unit in units if name in (None, unit.unit.name)):,}"
 
 
-def _optimizer(states: OptimizerStates) -> str:
-    name = "Muon" if states.muon_bytes else "AdamW"
-    return f"{name} with an average" if states.averaged else name
+def _optimizer(need: StageNeeds) -> str:
+    name = "Muon" if need.config.optimizer.name == "muon" else "AdamW"
+    return f"{name} with an average" if need.config.ema.decay > 0 else name
 
 
 def _model_parallel(need: StageNeeds) -> str:
-    return f"{need.shape.context_parallel_degree} × {need.shape.tensor_parallel_degree}"
+    parallel = need.config.parallelism
+    return f"{parallel.context_parallel_degree} × {parallel.tensor_parallel_degree}"
 
 
 def _range(smallest: float, largest: float) -> str:
@@ -109,13 +174,3 @@ def _range(smallest: float, largest: float) -> str:
 
 def _gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.2f}"
-
-
-def _activations(need: StageNeeds, policy: str) -> str:
-    mark = "*" if policy == need.shape.checkpointing else " "
-    return _gib(need.activations[policy]) + mark
-
-
-def _traffic(need: StageNeeds, what: str) -> str:
-    received = sum(entry.received_bytes for entry in need.traffic if entry.what == what)
-    return _gib(received) if received else "-"

@@ -1,29 +1,23 @@
-"""The needs of a stage on a cluster that is not there: memory, FLOPs, communication, GPU-days.
+"""The exact needs of a stage on a cluster: states, FLOPs, steps, batches, GPU-days.
 
     config ─► architecture, schedules ─┬─► steps, batch, accumulation ─┐
-                                       ├─► memory of a GPU by part ────┼─► table, refusals
-    cluster ─► ranks, GPU ─────────────┴─► collectives, GPU-days ──────┘
+                                       ├─► bytes of states ────────────┼─► table, refusals
+    cluster ─► ranks, GPU ─────────────┴─► GPU-days ───────────────────┘
 
-Pure arithmetic: no process group, no device, no parameter. Memory is the estimate of
-`titan_loop/distributed/memory.py`, communication the count of `communication.py`; GPU-days follow
-from the model FLOPs (recomputation does not count) and a utilisation that is assumed, not measured.
+Pure arithmetic: no process group, no device, no parameter. GPU-days follow from the model FLOPs
+(recomputation does not count) and a utilisation that is assumed, not measured. Peaks of memory and
+collectives come from `rehearsal.py`.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import titan_loop.compat as compat  # before any torchtitan module
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_loop.distributed.activation_checkpointing import CHECKPOINTING, Checkpointing
-from titan_loop.distributed.communication import Traffic, step_traffic
-from titan_loop.distributed.devices import Device
-from titan_loop.distributed.memory import (
-    USABLE_SHARE,
-    StepMemory,
-    estimate_memory,
-    unit_sizes,
-)
-from titan_loop.distributed.step_shape import StepShape, step_shape
+from titan_loop.distributed.activation_checkpointing import checkpointing_of
+from titan_loop.distributed.devices import USABLE_SHARE, Device
+from titan_loop.distributed.state_bytes import StateBytes, state_bytes, unit_sizes
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
@@ -49,38 +43,40 @@ class StageNeeds:
 
     Attributes:
         name: Name of the stage.
+        config: Config of the run, not resolved.
+        model: Its architecture.
         units: FSDP units and their parameters.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
         mean_recurrent_steps: Mean R over the stage's tokens.
-        shape: Work of one rank in one micro-batch, at the largest R.
+        recurrent_steps: The largest R.
         tokens: Tokens of the whole stage.
         steps: Number of training steps.
         batch_windows: Smallest and largest global batch, in windows.
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
-        memory: Bytes of one GPU under the config's checkpointing policy.
-        activations: Bytes kept for the backward pass under every policy.
-        traffic: Collectives of one rank in a step with the largest batch.
+        states: Bytes of weights, gradients and moments on one rank.
+        gpu_flops: Peak FLOP/s of one GPU in the precision of the forward pass.
         gpu_days: GPU-days of the whole cluster.
         data: Whether the stage's data are here and last.
         refusals: Reasons why the stage cannot run, each with a fix.
     """
 
     name: str
+    config: LoopTrainer.Config
+    model: LoopDecoder.Config
     units: list[UnitSize]
     flops_per_token: Flops
     flops_at_one: Flops
     mean_recurrent_steps: float
-    shape: StepShape
+    recurrent_steps: int
     tokens: int
     steps: int
     batch_windows: tuple[int, int]
     data_parallel_ranks: int
     policy: str
-    memory: StepMemory
-    activations: dict[str, float]
-    traffic: list[Traffic]
+    states: StateBytes
+    gpu_flops: float
     gpu_days: float
     data: str
     refusals: list[str]
@@ -88,7 +84,7 @@ class StageNeeds:
     @property
     def accumulation(self) -> tuple[float, float]:
         """Micro-batches of a rank in the smallest and the largest batch; whole unless refused."""
-        per_pass = self.data_parallel_ranks * self.shape.windows
+        per_pass = self.data_parallel_ranks * self.config.training.local_batch_size
         smallest, largest = self.batch_windows
         return smallest / per_pass, largest / per_pass
 
@@ -97,8 +93,9 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     """Compute what every stage of a recipe needs.
 
     Args:
-        recipe: Stages, whose data need not be there.
-        cluster: What they are to run on.
+        recipe: Made under `compat.assuming("cuda")`, so that its defaults are those of a GPU; its
+            data need not be there.
+        cluster: The cluster to run on.
         only: Name of one stage to plan alone.
 
     Raises:
@@ -121,7 +118,7 @@ def stage_needs(
     Args:
         name: Name of the stage.
         config: Config of its run, not resolved: the data need not be there.
-        cluster: What it is to run on.
+        cluster: The cluster to run on.
         recipe: The recipe of the stage, to ask what it can take over from its parent; None for a
             run alone.
 
@@ -129,82 +126,128 @@ def stage_needs(
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
     """
     raise_first(value_refusals(config))
+    data, refusals = _data(config)
+    model = stage_architecture(config)
+    refusals += _setting_refusals(name, config, model, recipe, has_data=data == "enough")
+    unfit = _layout_refusals(config, model, cluster.ranks)
+    refusals += unfit
+    if not unfit:  # else the ranks are split in no way that could be judged
+        refusals += map(str, batch_refusals(config, cluster.ranks))
+    parallel, training, units = config.parallelism, config.training, unit_sizes(model)
+    tensor_parallel, replicas = (
+        parallel.tensor_parallel_degree,
+        parallel.data_parallel_replicate_degree,
+    )
+    compute_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    fsdp, _ = config.fsdp.decided(
+        units, parallel, compute_bytes=compute_bytes, device_bytes=cluster.gpu.memory_bytes
+    )
+    states = state_bytes(
+        model,
+        shards=max(1, cluster.ranks // (replicas * tensor_parallel)),
+        tensor_parallel=tensor_parallel,
+        trainable=config.trainable,
+        muon=config.optimizer.name == "muon",
+        averaged=config.ema.decay > 0,
+    )
+    refusals += _states_refusals(config, states, cluster.gpu)
+    sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
+    tokens = config.windows_of_the_run() * training.seq_len
+    depths = depths_over(config.recurrence, config.total_tokens)
+    flops = mean_flops(config, model)
+    gpu = cluster.gpu
+    gpu_flops = gpu.peak_flops if compute_bytes == 2 else gpu.fp32_peak_flops
+    return StageNeeds(
+        name=name,
+        config=config,
+        model=model,
+        units=units,
+        flops_per_token=flops,
+        flops_at_one=model.training_flops(training.seq_len, 1, config.trainable),
+        mean_recurrent_steps=math.fsum(r * count for (r, _), count in depths.items())
+        / depths.total(),
+        recurrent_steps=most_recurrent_steps(config.recurrence),
+        tokens=tokens,
+        steps=_steps(config),
+        batch_windows=(min(sizes), max(sizes)),
+        data_parallel_ranks=max(
+            1, cluster.ranks // (tensor_parallel * parallel.context_parallel_degree)
+        ),
+        policy=fsdp.policy,
+        states=states,
+        gpu_flops=gpu_flops,
+        gpu_days=tokens * flops.total / (gpu_flops * cluster.mfu * SECONDS_PER_DAY),
+        data=data,
+        refusals=refusals,
+    )
+
+
+def memory_refusal(need: StageNeeds, peak_bytes: float, gpu: Device) -> str | None:
+    """Return why a stage's step does not fit a GPU, with a fix; None if it does.
+
+    Args:
+        need: The stage.
+        peak_bytes: The most that a GPU holds during the step.
+        gpu: The GPU.
+    """
+    usable = USABLE_SHARE * gpu.memory_bytes
+    if peak_bytes <= usable:
+        return None
+    policy = checkpointing_of(need.config.activation_checkpoint)
+    if policy in _MORE_RECOMPUTATION:
+        fix = f"use {_MORE_RECOMPUTATION[policy]}"
+    elif need.config.training.local_batch_size > 1:
+        fix = "use a smaller --training.local-batch-size"
+    else:
+        fix = "share windows with a larger --parallelism.context-parallel-degree"
+    return (
+        f"a GPU would need {peak_bytes / 2**30:.0f} GiB of {usable / 2**30:.0f} usable with "
+        f"checkpointing {policy}; {fix}"
+    )
+
+
+_MORE_RECOMPUTATION = {
+    "none": "activation-checkpoint:selective",
+    "memory-budget": "activation-checkpoint:full",
+    "selective": "activation-checkpoint:full",
+    "full": "activation-checkpoint:recurrent-step --activation-checkpoint.layers full",
+    "recurrent-step": "--activation-checkpoint.layers full",
+}
+"""Policy → the flags of one that keeps less."""
+
+
+def _states_refusals(config: LoopTrainer.Config, states: StateBytes, gpu: Device) -> list[str]:
+    usable = USABLE_SHARE * gpu.memory_bytes
+    if states.total <= usable or config.training.enable_cpu_offload:
+        return []
+    return [
+        f"weights, gradients and moments take {states.total / 2**30:.0f} GiB of a GPU, "
+        f"{usable / 2**30:.0f} are usable; use more GPUs"
+    ]
+
+
+def _setting_refusals(
+    name: str,
+    config: LoopTrainer.Config,
+    model: LoopDecoder.Config,
+    recipe: Recipe | None,
+    *,
+    has_data: bool,
+) -> list[str]:
+    """Return settings that contradict each other or the parent's."""
+    refusals: list[str] = []
     stage = None if recipe is None else recipe.stage(name)
     parent = recipe.stage(stage.parent) if recipe and stage and stage.parent else None
-    data, refusals = _data(config)
-    if data == "enough" and recipe and stage and len(recipe.stages) > 1:
+    if has_data and recipe and stage and len(recipe.stages) > 1:
         refusals += map(str, repetition_refusals(stage))
     trained = parent is not None or bool(config.checkpoint.carry.parent)
     refusals += map(str, setting_refusals(config, starts_trained=trained))
     refusals += map(str, suite_refusals(config))
-    model = stage_architecture(config)
     if stage and parent:
         before = stage_architecture(parent.config).architecture()
         carried = carry_refusals(stage, parent, wanted=model.architecture(), trained=before)
         refusals += map(str, carried)
-    unfit = _layout_refusals(config, model, cluster.ranks)
-    refusals += unfit
-    parallel = config.parallelism
-    model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
-    data_parallel = max(1, cluster.ranks // model_parallel)
-    replicas = parallel.data_parallel_replicate_degree
-    with compat.assuming("cuda"):  # in what Muon computes
-        states = config.optimizer_states
-    shape = step_shape(
-        training=config.training,
-        parallelism=parallel,
-        activation_checkpoint=config.activation_checkpoint,
-        fp32_visit_sum=config.fsdp.fp32_visit_sum,
-        world_size=cluster.ranks,
-        device_type="cuda",
-        compute_bytes=cluster.compute_bytes,
-        recurrent_steps=most_recurrent_steps(config.recurrence),
-        backward_steps=config.recurrence.most_backward_steps,
-        trainable=config.trainable,
-        states=states,
-    )
-    fsdp, _ = config.fsdp.decided(model, shape, cluster.gpu.memory_bytes)
-    hold_layers = fsdp.policy == "per_step"
-    estimates: dict[Checkpointing, StepMemory] = {
-        checkpointing: estimate_memory(
-            model, replace(shape, checkpointing=checkpointing), hold_layers=hold_layers
-        )
-        for checkpointing in CHECKPOINTING
-    }
-    sizes = batch_sizes(config.batch, shape.seq_len, config.total_tokens)
-    if not unfit:  # else the ranks are split in no way that could be judged
-        refusals += map(str, batch_refusals(config, cluster.ranks))
-    refusals += _memory_refusals(shape, estimates, cluster.gpu)
-    tokens = config.windows_of_the_run() * shape.seq_len
-    depths = depths_over(config.recurrence, config.total_tokens)
-    mean_steps = math.fsum(r * count for (r, _), count in depths.items()) / depths.total()
-    flops = mean_flops(config, model)
-    accumulation = -(-max(sizes) // (data_parallel * shape.windows))
-    return StageNeeds(
-        name=name,
-        units=unit_sizes(model),
-        flops_per_token=flops,
-        flops_at_one=model.training_flops(shape.seq_len, 1, config.trainable),
-        mean_recurrent_steps=mean_steps,
-        shape=shape,
-        tokens=tokens,
-        steps=_steps(config),
-        batch_windows=(min(sizes), max(sizes)),
-        data_parallel_ranks=data_parallel,
-        policy=fsdp.policy,
-        memory=estimates[shape.checkpointing],
-        activations={name: memory.activations for name, memory in estimates.items()},
-        traffic=step_traffic(
-            model,
-            shape,
-            hold_layers=hold_layers,
-            micro_batches=accumulation,
-            replicas=replicas,
-        ),
-        gpu_days=tokens * flops.total / (cluster.peak_flops * cluster.mfu * SECONDS_PER_DAY),
-        data=data,
-        refusals=refusals,
-    )
+    return refusals
 
 
 def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
@@ -234,32 +277,6 @@ def _layout_refusals(
     if found and min(degrees) < 1:
         raise UserError(found[0])  # there is nothing to compute a table from
     return found
-
-
-def _memory_refusals(
-    shape: StepShape, estimates: dict[Checkpointing, StepMemory], gpu: Device
-) -> list[str]:
-    usable = USABLE_SHARE * gpu.memory_bytes
-    memory = estimates[shape.checkpointing]
-    if memory.peak <= usable:
-        return []
-    fitting = [name for name, other in estimates.items() if other.peak <= usable]
-    flags = {
-        "recurrent-step+full": "activation-checkpoint:recurrent-step "
-        "--activation-checkpoint.layers full"
-    }
-    if fitting:
-        fix = f"use {flags.get(fitting[0], f'activation-checkpoint:{fitting[0]}')}"
-    elif memory.persistent > usable:
-        fix = "use more GPUs, parameters, gradients and moments alone do not fit"
-    elif shape.windows > 1:
-        fix = "use a smaller --training.local-batch-size"
-    else:
-        fix = "share windows with a larger --parallelism.context-parallel-degree"
-    return [
-        f"a GPU would need {memory.peak / 2**30:.0f} GiB of {usable / 2**30:.0f} usable with "
-        f"checkpointing {shape.checkpointing}; {fix}"
-    ]
 
 
 def _steps(config: LoopTrainer.Config) -> int:

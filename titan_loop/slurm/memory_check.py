@@ -1,13 +1,17 @@
-"""A check that a recipe's stages fit the GPUs that a job asks for, by the estimate of `plan`."""
+"""A check that a recipe's stages fit the GPUs that a job asks for.
+
+Weights, gradients and moments are counted; the peak of a step is known where `titan-loop plan` has
+measured it for the same cluster.
+"""
 
 from collections.abc import Sequence
 
 import titan_loop.compat as compat  # before any torchtitan module
 
-from titan_loop.distributed.devices import DEVICES
-from titan_loop.distributed.memory import USABLE_SHARE
+from titan_loop.distributed.devices import DEVICES, USABLE_SHARE
 from titan_loop.errors import UserError
 from titan_loop.planning.cluster import Cluster
+from titan_loop.planning.rehearsal import known_peak_bytes
 from titan_loop.planning.stage_needs import stage_needs
 from titan_loop.recipes.recipe import Recipe, Stage
 
@@ -34,26 +38,31 @@ def memory_remarks(
             f"{'unknown' if gpu else 'named'}; look at titan-loop plan {recipe.name} --gpu NAME"
         ]
     device = max((DEVICES[name] for name in kinds), key=lambda known: known.memory_bytes)
+    cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=device, mfu=_MFU)
     found: list[str] = []
+    unmeasured: list[str] = []
     for stage in stages:
-        cluster = Cluster(
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            gpu=device,
-            mfu=_MFU,
-            compute_bytes=4 if stage.config.training.mixed_precision_param == "float32" else 2,
-        )
         with compat.assuming("cuda"):
-            peak = stage_needs(stage.name, stage.config, cluster, recipe=recipe).memory.peak
-        if peak <= USABLE_SHARE * device.memory_bytes:
+            needs = stage_needs(stage.name, stage.config, cluster, recipe=recipe)
+            peak = known_peak_bytes(needs, cluster)
+        offloaded = stage.config.training.enable_cpu_offload
+        states = 0.0 if offloaded else needs.states.total
+        need = states if peak is None else peak
+        if need <= USABLE_SHARE * device.memory_bytes:
+            unmeasured += [stage.name] * (peak is None)
             continue
         line = (
-            f"stage {stage.name} needs {peak / 2**30:.0f} GiB of the "
-            f"{device.memory_bytes / 2**30:.0f} GiB of a {gpu}, by estimate; titan-loop plan "
+            f"stage {stage.name} needs {need / 2**30:.0f} GiB of the "
+            f"{device.memory_bytes / 2**30:.0f} GiB of a {gpu}; titan-loop plan "
             f"{recipe.name} --stage {stage.name} --nodes {nodes} --gpus-per-node {gpus_per_node} "
             "says what helps"
         )
-        if peak > device.memory_bytes:
+        if need > device.memory_bytes:
             raise UserError(line)
         found.append(line)
+    if unmeasured:
+        found.append(
+            f"peak memory is not known of {', '.join(unmeasured)}; titan-loop plan {recipe.name} "
+            f"--nodes {nodes} --gpus-per-node {gpus_per_node} measures it"
+        )
     return found

@@ -33,7 +33,6 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.distributed.activation_checkpointing import ActivationCheckpointingConfig
 from titan_loop.distributed.loop_fsdp import FSDPConfig
-from titan_loop.distributed.step_shape import OptimizerStates
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import ModelOptions, default_options
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
@@ -196,12 +195,6 @@ class RunConfig(Trainer.Config):
     )
     override: Annotated[OverrideConfig, tyro.conf.Suppress] = field(default_factory=OverrideConfig)
     hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
-
-    @property
-    def optimizer_states(self) -> OptimizerStates:
-        """What the optimisers keep, for estimates of memory."""
-        muon_bytes = self.muon.torch_dtype.itemsize if self.optimizer.name == "muon" else 0
-        return OptimizerStates(muon_bytes=muon_bytes, averaged=self.ema.decay > 0)
 
     def open_data(self) -> GlobalBatchLoader:
         """Open the data as one rank would: cards and sizes only, so it finds faults early."""

@@ -27,7 +27,6 @@ from titan_loop.training.config import RunConfig
 from titan_loop.training.flop_budget import within_budget
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.preflight import refusals
-from titan_loop.training.recurrence import most_recurrent_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +111,6 @@ def resolve(
             parallelize_loop_decoder,
             fsdp=config.fsdp,
             trainable=config.trainable,
-            recurrent_steps=most_recurrent_steps(config.recurrence),
-            states=config.optimizer_states,
         ),
         pipelining_fn=None,
         post_optimizer_build_fn=None,

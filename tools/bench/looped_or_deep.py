@@ -6,12 +6,10 @@
 
 First both read one state out (no gate), so that their FLOPs are equal. Then the loop reads out all
 its states; the extra time is compared with that of the head and loss alone on as many states more.
-Bytes are those `communication.py` predicts for a training step on two ranks under `per_step`; a
-test compares its predictions with what is counted.
+`titan-loop plan` says what either communicates.
 """
 
 import argparse
-import dataclasses
 import statistics
 from collections.abc import Callable
 
@@ -30,11 +28,8 @@ from training_step import (
     trainer_step,
 )
 
-from titan_loop.distributed.communication import step_traffic
-from titan_loop.distributed.step_shape import StepShape
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import decoder_config
 
 
 def main() -> int:
@@ -73,12 +68,6 @@ def main() -> int:
     extra = [gate - one for gate, one in zip(times[2], times[0], strict=True)]
     share = statistics.median(extra) / statistics.median(times[3])
     print(f"extra readouts: {spread(extra)} s in the step, {share:.2f} of the readouts alone")
-    for what in ("layers", "all"):
-        received = [_received(job, what) for job in (looped, deep)]
-        print(
-            f"bytes received in a step on two ranks, {what}: {received[0]:,.0f} of "
-            f"{received[1]:,.0f}, {received[0] / received[1]:.4f}"
-        )
     dist.destroy_process_group()
     return 0
 
@@ -116,21 +105,6 @@ def _readouts(job: Job, model: LoopDecoder, count: int) -> Callable[[], None]:
         model.lm_head.weight.grad = None
 
     return readouts
-
-
-def _received(job: Job, what: str) -> float:
-    config = decoder_config(
-        dataclasses.replace(job.model, attention="sdpa"), max_seq_len=job.seq_len
-    )
-    shape = StepShape(
-        windows=job.windows,
-        seq_len=job.seq_len,
-        recurrent_steps=config.recurrent_steps,
-        compute_bytes=2 if device().type == "cuda" else 4,
-        shard_degree=2,
-    )
-    traffic = step_traffic(config, shape, hold_layers=True)
-    return sum(entry.received_bytes for entry in traffic if what in ("all", entry.what))
 
 
 if __name__ == "__main__":

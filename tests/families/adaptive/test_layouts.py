@@ -146,7 +146,7 @@ def test_five_iterations_gather_a_layer_as_often_as_one(
         ("full", "per_visit", "bfloat16"),
     ],
 )
-def test_estimated_peak_is_near_the_measured_one(gloo_pool, checkpointing, policy, dtype):
+def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool, checkpointing, policy, dtype):
     settings = {"policy": policy, "checkpointing": checkpointing, "dtype": dtype, "steps": 1}
     model = AdaptiveOptions(dim=128, n_layers=4, local_slots=64, global_slots=32)
     check_peak(gloo_pool, f"adaptive-{checkpointing}", {**LONG, **settings, "model": model})

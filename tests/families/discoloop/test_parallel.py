@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests.distributed.test_collectives import check_bytes, check_states
 from tests.distributed.test_compile import (
     COMPILED_TOLERANCE,
     SEQ_LEN,
@@ -70,32 +69,6 @@ PAIRS = [
 @pytest.mark.parametrize(("layout", "case"), runnable(PAIRS))
 def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
     check_parity(gloo_pool, layout, CASES[case])
-
-
-@pytest.mark.parametrize(
-    ("policy", "dtype", "case"),
-    [
-        ("per_visit", "float32", {"family": PonderOptions}),
-        ("per_visit", "float32", {**DISCO, "reshard": "always"}),
-        ("per_visit", "float32", {**DISCO, "backward_steps": 2}),
-        ("per_step", "bfloat16", DISCO),
-    ],
-)
-def test_bytes_of_a_step_are_those_predicted(gloo_pool, policy, dtype, case):
-    check_bytes(gloo_pool, policy, 1, dtype, case)
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "options"),
-    [
-        ("full", DiscoLoopOptions(exit_gate=True)),
-        ("none", DiscoLoopOptions(exit_gate=True, top_k=5, readout_chunk_tokens=32)),
-    ],
-)
-def test_states_under_sequence_parallelism_travel_as_often_as_predicted(
-    gloo_pool, checkpointing, options
-):
-    check_states(gloo_pool, checkpointing, options)
 
 
 @pytest.mark.slow

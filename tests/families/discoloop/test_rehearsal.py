@@ -1,14 +1,18 @@
-"""A rehearsed stage of the families with a decoded channel moves what plan says."""
+"""A rehearsed stage of the families with a decoded channel reduces every weight once."""
 
 import pytest
 
-from tests.planning.test_rehearsal import as_before, assert_as_planned, rehearsed, stage  # noqa: F401
+from tests.planning.test_rehearsal import (  # noqa: F401
+    as_before,
+    assert_every_weight_is_reduced_once,
+    stage,
+)
 from titan_loop.families.discoloop.model import DiscoLoopOptions
 from titan_loop.families.discoloop.ponder import PonderOptions
 
 
 @pytest.mark.parametrize("options", [DiscoLoopOptions, PonderOptions])
-def test_a_decoded_channel_moves_what_plan_says(options):
+def test_a_decoded_channel_reduces_every_weight_once(options):
     config = stage()
     config.model = options(vocab_size=512)
-    assert_as_planned(rehearsed(config))
+    assert_every_weight_is_reduced_once(config)

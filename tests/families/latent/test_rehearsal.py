@@ -1,8 +1,12 @@
-"""A rehearsed stage of latent steps holds and moves what plan says."""
+"""A rehearsed stage of latent steps reduces every weight once."""
 
 import pytest
 
-from tests.planning.test_rehearsal import as_before, assert_as_planned, rehearsed, stage  # noqa: F401
+from tests.planning.test_rehearsal import (  # noqa: F401
+    as_before,
+    assert_every_weight_is_reduced_once,
+    stage,
+)
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.latent.model import LatentOptions
 from titan_loop.families.latent.objective import LatentSupervision
@@ -11,7 +15,7 @@ from titan_loop.training.schedule import Schedule
 
 
 @pytest.mark.parametrize("state", ["discrete", "continuous"])
-def test_latent_steps_hold_and_move_what_plan_says(state):
+def test_latent_steps_reduce_every_weight_once(state):
     """Attention weights, and the padding of two rows on eight ranks."""
     config = stage()
     task = DagArithmetic(modulus=5, nodes=6, leaves=3, names=12, most_depth=4, test_nodes=(5, 9))
@@ -20,4 +24,4 @@ def test_latent_steps_hold_and_move_what_plan_says(state):
     config.model = LatentOptions(size="debugmodel", state=state, dropout=0.1)
     config.batch.global_batch_tokens = Schedule.constant(8 * 256)
     config.total_tokens = 6 * 8 * 256
-    assert_as_planned(rehearsed(config))
+    assert_every_weight_is_reduced_once(config)

@@ -24,7 +24,7 @@ def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
     check_parity(gloo_pool, layout, CASES[case])
 
 
-def test_estimated_peak_is_near_the_measured_one(gloo_pool):
+def test_the_meter_s_peak_is_near_the_allocator_s(gloo_pool):
     settings = {"policy": "per_step", "checkpointing": "none", "dtype": "float32", "steps": 4}
     model = RecurrentDepthOptions(size="small")
     check_peak(gloo_pool, "other-blocks", {**LONG, **settings, "model": model})

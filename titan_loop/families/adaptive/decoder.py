@@ -202,15 +202,13 @@ class AdaptiveDecoder(GPT2Decoder):
         units = super().units()
         layers: list[Any] = list(self.layers.values())
         for layer in layers:
-            parts = ((layer.control, layer.config.iterations), (layer.gates, layer.config.reads))
             units += [
-                Unit(CONTROL, (module,), visits=visits, fp32=True, kept=True)
-                for module, visits in parts
+                Unit(CONTROL, (module,), fp32=True, kept=True)
+                for module in (layer.control, layer.gates)
                 if module is not None
             ]
         if self.bank is not None:
-            visits = sum(layer.config.reads for layer in layers)
-            units.append(Unit(BANK, (self.bank,), visits=visits, kept=True))
+            units.append(Unit(BANK, (self.bank,), kept=True))
         return units
 
     def compiled_parts(self) -> nn.Module:

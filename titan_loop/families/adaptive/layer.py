@@ -37,7 +37,6 @@ from titan_loop.families.adaptive.memory_bank import BankReader, MemoryBank, Mem
 from titan_loop.models.attention import LoopAttention
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.gpt2_block import GPT2Block
-from titan_loop.models.memory_parts import LayerBytes, Spread
 
 Halting = Literal["remainder", "literal"]
 MemoryRead = Literal["after", "before", "each"]
@@ -149,26 +148,6 @@ class AdaptiveLayer(Module):
         def memory_elements(self) -> int:
             """Number of weights that all reads of banks multiply, each read counted."""
             return self.reads * sum(bank.matrix_elements for bank in self.banks)
-
-        def kept_bytes(self, spread: Spread) -> LayerBytes:
-            """As of `SandwichBlock`, for all iterations.
-
-            An iteration adds to the block's its branch, h⁽ᵗ⁾ in fp32 and, in bf16, the input of the
-            norm; a read of memory its banks' and the state it is added to.
-            """
-            block, dim = self.block.kept_bytes(spread), self.block.attention.dim
-            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
-            whole, selected, layer_input = block
-            state = 4 * dim / tp
-            if self.control is not None:
-                copied = c * dim / tp if c < 4 else 0
-                whole = self.iterations * (whole + state + c * dim / tp + copied)
-                selected, layer_input = self.iterations * (selected + state), state
-            for bank in self.banks:
-                every, some = bank.kept_bytes(spread)
-                whole, selected = whole + self.reads * every, selected + self.reads * some
-            whole += self.reads * state * bool(self.banks)
-            return LayerBytes(whole, selected, layer_input)
 
     def __init__(self, config: Config) -> None:
         super().__init__()

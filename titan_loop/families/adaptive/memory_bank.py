@@ -23,8 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchtitan.protocols.module import Module
 
-from titan_loop.models.memory_parts import Spread
-
 
 class MemoryBank(Module):
     """M learned keys and values of width D."""
@@ -40,15 +38,6 @@ class MemoryBank(Module):
         def matrix_elements(self) -> int:
             """Number of weights that one read multiplies, those of its reader included."""
             return 2 * self.slots * self.dim + self.dim**2
-
-        def kept_bytes(self, spread: Spread) -> tuple[float, float]:
-            """Return what a read keeps, in bytes per token: all, and under selective checkpointing.
-
-            The normed query, what was read and W m; the fp32 softmax, and its copy in bf16.
-            """
-            c, tp = spread.compute_bytes, spread.tensor_parallel_degree
-            shares = self.slots * (4 + (c if c < 4 else 0))
-            return (3 * c * self.dim + shares) / tp, c * (self.dim + self.slots) / tp
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -16,7 +16,6 @@ from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
-from titan_loop.models.memory_parts import MemoryPart, Spread, norm_bytes, part
 from titan_loop.models.sharding import scattered_state
 from titan_loop.models.soft_decode import Decoding, soft_encode
 from titan_loop.models.units import TABLES, Unit
@@ -31,11 +30,6 @@ class DecodingDecoder(LoopDecoder):
 
         decoding: Decoding
         decoded_state: Identity.Config = field(default_factory=Identity.Config)
-
-        @property
-        def decodes(self) -> Decoding:
-            """How Φ makes a distribution of logits."""
-            return self.decoding
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Declare placements; Φ is a sum over ranks until it is scattered like a state."""
@@ -67,15 +61,6 @@ class DecodingDecoder(LoopDecoder):
             back = 0 if trainable == "exit_gate" else min(between, backward_steps or between)
             return flops._replace(decoding=between * forward + back * backward)
 
-        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
-            """List the looped decoder's parts, and Φ with its norm and the tokens kept."""
-            kept = 8 * (self.decoding.top_k or 0)  # an id and a probability each
-            decoded = spread.compute_bytes * self.dim / spread.tensor_parallel_degree
-            return [
-                *LoopDecoder.Config.memory_parts(self, spread),
-                part(decoded + norm_bytes(self.dim, spread) + kept, "step"),
-            ]
-
     config: Config
 
     def __init__(self, config: Config) -> None:
@@ -99,14 +84,6 @@ class DecodingDecoder(LoopDecoder):
         """List the units; the head finds the embeddings gathered, tied or not."""
         tables = (self.tok_embeddings, *self.positions.tables(), self.lm_head)
         return [
-            Unit(
-                TABLES,
-                tables,
-                place="after",
-                visits=2,
-                between=1,
-                kept=True,
-                reductions=1 if self.config.enable_weight_tying else 2,
-            ),
+            Unit(TABLES, tables, place="after", between=True, kept=True),
             *(unit for unit in super().units() if unit.name != TABLES),
         ]

@@ -157,9 +157,7 @@ class DiscoLoopDecoder(DecodingDecoder):
 
     def units(self) -> list[Unit]:
         """List the units, the channel's own among them."""
-        channel = Unit(
-            "decoded channel", (self.channel,), visits=0, between=1, fp32=True, kept=True
-        )
+        channel = Unit("decoded channel", (self.channel,), place="between", fp32=True, kept=True)
         return [*super().units(), channel]
 
 

@@ -52,7 +52,6 @@ from titan_loop.models.flops import Flops
 from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
-from titan_loop.models.memory_parts import LayerBytes, MemoryPart, Spread
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.positions import PositionKind
 from titan_loop.models.readout import LMHead, Vocabulary
@@ -233,21 +232,6 @@ class LatentDecoder(LoopDecoder):
                 self, seq_len, recurrent_steps, trainable, backward_steps
             )
             return flops._replace(readouts=6 * recurrent_steps * self.dim * sum(self.sizes))
-
-        def memory_parts(self, spread: Spread) -> list[MemoryPart]:
-            """Return Ouro's; a discrete model's steps are rows of one pass."""
-            parts = LoopDecoder.Config.memory_parts(self, spread)
-            if self.state == "continuous":
-                return parts
-            return [
-                MemoryPart(
-                    LayerBytes(*(spread.recurrent_steps * size for size in kept)),
-                    "once",
-                    recomputed,
-                    visits,
-                )
-                for kept, _, recomputed, visits in parts
-            ]
 
     config: Config
     tok_embeddings: FactorEmbedding

@@ -1,0 +1,100 @@
+"""Bytes of weights, gradients and optimizer moments on one rank, exact and from the config alone.
+
+    parameters  4·P/S   gradients  4·P/S   AdamW's moments  8·P/S   an average of the weights  4·P/S
+
+Muon keeps one moment of the layers' matrices instead of two. P parameters, S ranks that shard them;
+FSDP pads rows, which counts. Activations, peaks and collectives are measured instead, by the
+rehearsal in `titan_loop/planning`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.units import UnitSize, unit_sizes_of
+
+_VALUE_BYTES = 4  # of parameters, gradients and each moment
+
+
+class StateBytes(NamedTuple):
+    """Bytes that one rank holds from step to step, in fp32.
+
+    Attributes:
+        parameters: Sharded parameters.
+        gradients: Sharded gradients of the parameters that train.
+        optimizer: Moments, and the average of the weights.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Sum of the three."""
+        return sum(self)
+
+
+def state_bytes(
+    config: LoopDecoder.Config,
+    *,
+    shards: int,
+    tensor_parallel: int = 1,
+    trainable: Trainable = "all",
+    muon: bool = False,
+    averaged: bool = False,
+) -> StateBytes:
+    """Return the bytes of one rank's share.
+
+    Args:
+        config: The architecture.
+        shards: Number of ranks that FSDP shards over; replicas of HSDP do not count.
+        tensor_parallel: Number of ranks that share a layer's matrices. Padding of what they cut is
+            not counted.
+        trainable: Parameters that have gradients and moments.
+        muon: Whether Muon updates the layers' matrices.
+        averaged: Whether the optimizer keeps an average of the weights.
+    """
+    sizes, hidden_elements = _measured(config)
+    parameters, gradients = (
+        _VALUE_BYTES * sum(_shard_elements(size, shards, tensor_parallel, kind) for size in sizes)
+        for kind in ("all", trainable)
+    )
+    optimizer = (2 + averaged) * gradients
+    if muon:
+        optimizer -= _VALUE_BYTES * hidden_elements / (shards * tensor_parallel)
+    return StateBytes(parameters, gradients, optimizer)
+
+
+def unit_sizes(config: LoopDecoder.Config) -> list[UnitSize]:
+    """Count the parameters of each FSDP unit from the architecture alone."""
+    return _measured(config)[0]
+
+
+def _shard_elements(
+    size: UnitSize, shards: int, tensor_parallel: int, trainable: Trainable
+) -> float:
+    if size.unit.fp32 or tensor_parallel == 1:
+        return size.shard(shards, trainable)
+    return size.parameters(trainable) / tensor_parallel / shards
+
+
+def _measured(config: LoopDecoder.Config) -> tuple[list[UnitSize], int]:
+    """Return the units, and the number of elements in the matrices that Muon would update."""
+    key = f"{type(config).__qualname__} {config.architecture()}"
+    if key not in _measurements:
+        with torch.device("meta"):
+            model = config.build()
+        hidden = sum(
+            math.prod(parameter.shape)
+            for name, parameter in model.named_parameters()
+            if model.parameter_group(name, parameter).is_hidden_matrix
+        )
+        _measurements[key] = unit_sizes_of(model, model.units()), hidden
+    return _measurements[key]
+
+
+_measurements: dict[str, tuple[list[UnitSize], int]] = {}

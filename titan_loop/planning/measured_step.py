@@ -1,0 +1,171 @@
+"""The step that a rehearsal measured, kept on disk under everything that decides it.
+
+    stage, ranks ─► traits without values ┐
+    versions, source code ────────────────┴─► hash ─► ~/.cache/titan_loop/rehearsals/HASH.json
+
+A rehearsal sees no values: a seed, a source, a rate or the η of a prior changes nothing that it
+measures, so stages that differ only in those share one result. Whatever is not known to be such a
+value counts as a difference. TITAN_LOOP_REHEARSAL_CACHE names another folder.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import titan_loop
+from titan_loop.errors import UserError
+from titan_loop.planning.stage_needs import StageNeeds
+from titan_loop.planning.step_meter import Moved
+from titan_loop.runs.run_directory import library_versions
+from titan_loop.storage.json_files import read_versioned_json, write_json
+
+FORMAT_VERSION = 1
+CACHE_VARIABLE = "TITAN_LOOP_REHEARSAL_CACHE"
+
+_WHOLE = ("activation_checkpoint.memory_budget",)
+"""Numbers with a fraction that decide more than by their sign."""
+
+_ONLY_VALUES = (
+    "stage",
+    "dump_folder",
+    "total_tokens",
+    "total_flops",
+    "batch",  # its micro-batches are in the key
+    "dataloader",  # its columns are compared instead
+    "learning_rate",
+    "callbacks",
+    "debug.seed",
+    "checkpoint.carry",
+    "checkpoint.interval",
+    "checkpoint.keep_every",
+    "held_out.interval",
+    "held_out.sources",
+    "suite",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One training step of rank 0, and its checkpoint.
+
+    Attributes:
+        micro_batches: Micro-batches of the step.
+        moved: Its collectives by kind.
+        moved_again: Collectives of its last micro-batch, which every further one repeats.
+        peak_bytes: The most that was held during the step.
+        checkpoint_bytes: Bytes that the rank would write to a checkpoint.
+    """
+
+    micro_batches: int
+    moved: Mapping[str, Moved] = field(default_factory=dict)
+    moved_again: Mapping[str, Moved] = field(default_factory=dict)
+    peak_bytes: float
+    checkpoint_bytes: int
+
+    def moved_in(self, micro_batches: float) -> dict[str, Moved]:
+        """Return the collectives of a step with at least as many micro-batches."""
+        further = max(0, round(micro_batches) - self.micro_batches)
+        none = Moved()
+        return {
+            kind: Moved(
+                once.count + further * again.count,
+                once.received_bytes + further * again.received_bytes,
+            )
+            for kind, once in self.moved.items()
+            for again in [self.moved_again.get(kind, none)]
+        }
+
+
+def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
+    """Return 64 hexadecimal digits for everything that decides what a rehearsal measures.
+
+    Args:
+        needs: The stage.
+        ranks: Number of ranks of the cluster.
+        micro_batches: Micro-batches of the measured step.
+    """
+    loader = needs.config.dataloader
+    decides = {
+        "versions": library_versions(),
+        "code": _own_code(),
+        "config": traits(needs.config),
+        "model": [type(needs.model), traits(needs.model.architecture())],
+        "units": [[unit.unit, unit.shapes] for unit in needs.units],
+        "columns": [traits(loader.columns()), loader.knows_depth()],
+        "work": [ranks, needs.policy, needs.recurrent_steps, micro_batches],
+    }
+    text = json.dumps(decides, sort_keys=True, default=_named)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_measured(key: str) -> MeasuredStep | None:
+    """Return the step that was measured under a key; None if there is none that can be read."""
+    with suppress(OSError, UserError, KeyError, TypeError):
+        record = read_versioned_json(_file(key), format_version=FORMAT_VERSION, fix="delete it")
+        moved, again = (
+            {kind: Moved(**values) for kind, values in record[name].items()}
+            for name in ("moved", "moved_again")
+        )
+        return MeasuredStep(
+            micro_batches=int(record["micro_batches"]),
+            moved=moved,
+            moved_again=again,
+            peak_bytes=float(record["peak_bytes"]),
+            checkpoint_bytes=int(record["checkpoint_bytes"]),
+        )
+    return None
+
+
+def write_measured(key: str, measured: MeasuredStep) -> None:
+    """Keep a step; a folder that cannot be written only costs the time to measure again."""
+    with suppress(OSError):
+        write_json(_file(key), {"format_version": FORMAT_VERSION, **asdict(measured)})
+
+
+def traits(value: Any, name: str = "") -> Any:
+    """Return a config without its mere values; of most numbers with a fraction, the sign."""
+    if is_dataclass(value):
+        inside = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        return [type(value), traits(inside, name)]
+    if isinstance(value, Mapping):
+        named = {key: f"{name}.{key}".lstrip(".") for key in value}
+        return {
+            key: traits(value[key], path) for key, path in named.items() if path not in _ONLY_VALUES
+        }
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [traits(item, name) for item in value]
+    if isinstance(value, float) and name not in _WHOLE:
+        return (value > 0) - (value < 0)
+    return value
+
+
+def _file(key: str) -> Path:
+    folder = os.environ.get(CACHE_VARIABLE) or "~/.cache/titan_loop/rehearsals"
+    return Path(folder).expanduser() / f"{key}.json"
+
+
+def _named(value: Any) -> str:
+    """Return a text for what JSON does not know; of a user's class it changes with the code."""
+    if not isinstance(value, type):
+        return repr(value)
+    module = sys.modules.get(value.__module__)
+    path = getattr(module, "__file__", None)
+    own = value.__module__.partition(".")[0] in ("titan_loop", "torchtitan", "torch", "builtins")
+    code = "" if own or path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    return f"{value.__module__}.{value.__qualname__} {code}"
+
+
+@cache
+def _own_code() -> str:
+    """Return a hash of this package's modules: versions stay the same while somebody edits."""
+    digest, folder = hashlib.sha256(), Path(titan_loop.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
