@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from typing import Literal
 
 import pytest
 import titan_loop.compat as compat
@@ -34,7 +33,6 @@ from torchtitan.models.common.rope import CosSinRoPE
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 from torchtitan.trainer import Trainer
-from tyro import _errors as tyro_errors
 
 
 def parameters(function) -> list[str]:
@@ -201,36 +199,6 @@ def test_optimizer_groups_match_by_regular_expression_in_order():
 def test_command_line_registry_exists():
     assert "register_tyro_rules" in vars(ConfigManager)
     assert custom_registry is not None
-
-
-def test_tyro_hands_mistakes_to_a_hook_instead_of_printing_them():
-    """`titan_loop.cli.arguments` reads these fields of tyro's private `_errors`."""
-    assert metadata.version("tyro") == "1.0.17"
-    events: list[tyro_errors.ParseErrorEvent] = []
-
-    def tell(event: tyro_errors.ParseErrorEvent) -> None:
-        events.append(event)
-        raise InterruptedError  # instead of tyro's page and SystemExit
-
-    def verb(
-        path: tyro.conf.Positional[str], *, count: int = 1, kind: Literal["a", "b"] = "a"
-    ) -> None: ...
-
-    for words in ([], ["x", "--count"], ["x", "--count", "y"], ["x", "--kind", "c"]):
-        with pytest.raises(InterruptedError), tyro_errors.on_parse_error(tell):
-            tyro.cli(verb, args=words, return_unknown_args=True)
-    missing, short, wrong, choice = events
-    assert isinstance(missing, tyro_errors.MissingArgs)
-    assert [entry.arg.is_positional() for entry in missing.missing_arguments] == [True]
-    assert missing.unrecognized_tokens == []
-    assert isinstance(short, tyro_errors.BadValue)
-    assert short.argument.lowered.name_or_flags == ("--count",)
-    assert isinstance(wrong, tyro_errors.InstantiationFailure)
-    assert wrong.argument is not None
-    assert wrong.argument.lowered.metavar == "INT"
-    assert "'y'" in wrong.message
-    assert isinstance(choice, tyro_errors.InvalidChoice)
-    assert (choice.value, choice.choices) == ("c", ("a", "b"))
 
 
 def test_tyro_returns_unknown_words_as_they_were_written():

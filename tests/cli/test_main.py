@@ -121,15 +121,17 @@ def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert error_of(capsys, "train", "quickstrat") == (
         "unknown recipe 'quickstrat'; nearest: quickstart, quickstart_search"
     )
-    assert "unknown flag --widnows; nearest: --windows" in error_of(
+    assert "Unrecognized options: --widnows, 3; Perhaps you meant: --windows INT; see" in error_of(
         capsys, "eval", "runs/x", "--widnows", "3"
     )
     assert "no module 'no_such_package'" in error_of(capsys, "train", "no_such_package.m:f")
 
 
 def test_mistakes_of_a_verb_name_it(capsys):
-    assert "required: --vocab-size, --output" in error_of(capsys, "data", "train-tokenizer", "x")
-    assert "--count: invalid literal for int() with base 10: 'x'; expected --count INT" in error_of(
+    assert "data train-tokenizer: --vocab-size INT" in error_of(
+        capsys, "data", "train-tokenizer", "x"
+    )
+    assert "--count: invalid literal for int() with base 10: 'x'; see titan-loop data" in error_of(
         capsys, "data", "show", "corpora/x", "--count", "x"
     )
     assert "the recipe comes first" in error_of(capsys, "train", "--total-tokens", "3")

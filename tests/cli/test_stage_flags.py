@@ -80,7 +80,7 @@ def test_a_policy_after_a_stage_s_flags_is_the_stage_s(recipe):
             "stage 1b: unknown flag --total-token; nearest: --total-tokens",
         ),
         (["--stages.1b.total-tokens", "x"], "stage 1b: "),
-        (["--stages.1b.total-tokens"], "stage 1b: --total-tokens needs a value"),
+        (["--stages.1b.total-tokens"], "stage 1b: Missing value for argument '--total-tokens'"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(recipe, flags, message):

@@ -143,7 +143,10 @@ def test_the_verbs(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "show", str(source), "--count", "0"]) == EXIT_USER_ERROR
     assert "count 0 must be at least 1" in capsys.readouterr().err
     assert main(["data", "show", str(source), "--split", "test"]) == EXIT_USER_ERROR
-    assert "--split test is not one of train, held_out" in capsys.readouterr().err
+    assert (
+        "invalid choice 'test' for argument '--split'. Expected one of ('train', 'held_out')"
+        in capsys.readouterr().err
+    )
     assert main(["data", "pack", str(source), "--seq-len", "8"]) == EXIT_USER_ERROR
     assert "6 documents of 'train' have more than 8 + 1 tokens" in capsys.readouterr().err
     pack = ["data", "pack", str(source), "--seq-len", "8", "--long-documents", "split"]

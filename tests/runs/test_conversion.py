@@ -181,10 +181,10 @@ def test_mistakes_are_one_line_and_leave_nothing(
     for layers in (3, 2, 1):
         message = error_of(capfd, parent, *to_new, layers)
         assert f"layers={layers} is not a multiple of the checkpoint's 2 layers; use 4" in message
-    assert "--mode stack is not one of stacked, interleaved" in error_of(
+    assert "invalid choice 'stack' for argument '--mode'" in error_of(
         capfd, parent, *to_new, 4, "--mode", "stack"
     )
-    assert "nearest: --moments" in error_of(capfd, parent, *to_new, 4, "--moment", "scale")
+    assert "Perhaps you meant: --moments" in error_of(capfd, parent, *to_new, 4, "--moment", "scale")
     assert "is not a folder" in error_of(capfd, tmp_path / "missing", *to_new, 4)
     assert "has no manifest" in error_of(capfd, parent / "checkpoints", *to_new, 4)
     assert "is not empty" in error_of(capfd, parent, "--output", parent, "--layers", 4)

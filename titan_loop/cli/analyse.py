@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from titan_loop.cli.arguments import command, list_verbs, wants_help
+from titan_loop.cli.arguments import HELP, command, list_verbs
 from titan_loop.errors import EXIT_OK, UserError, nearest
 from titan_loop.plugins import find, names, summary
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run(words: Sequence[str]) -> int:
     """Run one analysis, or list them all without a verb."""
     verb, *rest = words or ["--help"]
-    if wants_help(verb):
+    if verb in HELP:
         list_verbs("analyse", {name: summary("analyses", name) for name in names("analyses")})
         return EXIT_OK
     analysis = find("analyses", verb)

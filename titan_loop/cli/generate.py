@@ -8,7 +8,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from titan_loop.cli.arguments import FreeTexts, command
+from tyro.conf import UseAppendAction
+
+from titan_loop.cli.arguments import command
 from titan_loop.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,14 +46,14 @@ class Generation:
         dtype: Type of the weights.
     """
 
-    prompt: FreeTexts = ()
+    prompt: UseAppendAction[tuple[str, ...]] = ()
     chat: bool = False
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
-    stop: FreeTexts = ()
+    stop: UseAppendAction[tuple[str, ...]] = ()
     recurrent_steps: int | None = None
     exit: str = "full"
     kv_cache: str = "full"

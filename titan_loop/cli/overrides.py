@@ -1,7 +1,7 @@
 """Set any field of a config from the command line: torchtitan's tyro rules plus `Schedule`'s."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar, get_args, get_type_hints
 
@@ -9,9 +9,9 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_loop.cli.arguments import one_line_errors, unknown
-from titan_loop.cli.flag_help import WITHOUT_EFFECT, Flag, flags_of, help_text
-from titan_loop.errors import EXIT_OK, UserError
+from titan_loop.cli.arguments import HELP, list_rule, one_line_errors
+from titan_loop.cli.flag_help import WITHOUT_EFFECT, flags_of, help_text
+from titan_loop.errors import EXIT_OK, UserError, nearest
 from titan_loop.training.schedule import parse_tokens, register_tyro_rule
 
 Config = TypeVar("Config")
@@ -37,25 +37,24 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
     if not arguments:
         return config
     _register_rules()
-    choices = list(_choices(config))
-    if not set(choices).intersection(arguments):  # whose own flags tyro explains
-        for word in {"-h", "--help", "--help-all"}.intersection(arguments):
-            print(help_text(config, program, choices, everything=word == "--help-all"))
-            raise SystemExit(EXIT_OK)
-    known = list(flags_of(config))
-    flags = [flag.name for flag in known]
+    choices, flags = [*_choices(config)], [*flags_of(config)]
+    # A choice has flags of its own, which tyro explains.
+    if HELP & {*arguments} and not {*choices} & {*arguments}:
+        print(help_text(flags, program, choices))
+        raise SystemExit(EXIT_OK)
+    arguments = ["--help" if word == "--help-all" else word for word in arguments]
     _refuse_without_effect(arguments)
-    with one_line_errors(flags):
+    with one_line_errors(arguments):
         parsed, rest = tyro.cli(
             type(config),
-            args=_with_plain_lists(_write_out_token_counts(arguments), known, choices),
+            args=_write_out_token_counts(arguments),
             default=config,
             registry=custom_registry,
             prog=program,
             return_unknown_args=True,
         )
     if rest:
-        raise UserError(unknown(rest, flags, choices))
+        raise UserError(_unknown(rest, {flag.name for flag in flags}, choices))
     return parsed
 
 
@@ -78,6 +77,7 @@ def _write_out_token_counts(arguments: Sequence[str]) -> list[str]:
 @cache  # a rule registered twice would run twice
 def _register_rules() -> None:
     ConfigManager.register_tyro_rules(custom_registry)
+    custom_registry.primitive_rule(list_rule)
     register_tyro_rule(custom_registry)
 
 
@@ -91,31 +91,30 @@ def _refuse_without_effect(arguments: Sequence[str]) -> None:
                 raise UserError(f"{flag} has no effect: {why}")
 
 
-def _with_plain_lists(
-    arguments: Sequence[str], flags: Sequence[Flag], choices: Sequence[str]
-) -> list[str]:
-    """Return the arguments with lists as tyro's rules read them: text by commas, numbers by spaces.
+def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[str]) -> str:
+    """Say what is wrong with words that belong to no flag.
 
-    Args:
-        arguments: Lists in them are separated by spaces or by commas.
-        flags: All flags.
-        choices: Words that end a list, such as `activation-checkpoint:full`.
+    `--lr` may stand for `--learning-rate`, `--seed` for `--debug.seed` and `--dataloader.seed`.
     """
-    kinds = {flag.name: flag.kind for flag in flags if flag.kind in (list[str], list[int])}
-    words, written = [*arguments], []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        kind = kinds.get(name.replace("_", "-")) if word.startswith("--") else None
-        if kind is None:
-            written.append(word)
-            continue
-        values = [value] if equals else []
-        while words and not words[0].startswith("--") and words[0] not in choices:
-            values.append(words.pop(0))
-        parts = [part for text in values for part in text.split(",")]
-        written += [name, *([",".join(parts)] if kind == list[str] and parts else parts)]
-    return written
+    word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+    if not word.startswith("-"):
+        return f"unknown argument {word}{nearest(word, choices)}"
+    flag = word.replace("_", "-")
+    if flag in flags:
+        return f"{word} stands after a choice such as activation-checkpoint:full; put it before"
+    parts = {name: name.rpartition(".")[2].strip("-") for name in flags}
+    wanted = flag.rpartition(".")[2].strip("-")
+    alike = [
+        name
+        for name, part in sorted(parts.items())
+        if wanted in (part, "".join(word[0] for word in part.split("-")))
+    ]
+    if alike:
+        return f"unknown flag {word}; nearest: {', '.join(alike[:3])}"
+    close = nearest(flag, flags)
+    if close.startswith("; known"):
+        close = "; --help-all lists all flags"
+    return f"unknown flag {word}{close}"
 
 
 def _choices(config: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from titan_loop.cli.arguments import FreeText, group
+from titan_loop.cli.arguments import group
 from titan_loop.cli.stage_flags import resolve_recipe, split_by_stage
 from titan_loop.errors import UserError
 from titan_loop.launcher import slurm_task
@@ -23,7 +23,7 @@ def submit(
     gpus_per_node: str,
     time: str,
     ranks_per_node: int | None = None,
-    sbatch: FreeText = "",
+    sbatch: str = "",
     save_seconds: int = SAVE_SECONDS,
     stage: str | None = None,
     dump_folder: str = "",

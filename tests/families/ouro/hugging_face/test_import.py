@@ -411,4 +411,4 @@ def test_the_command_line_answers_mistakes(capsys):
     assert cli.main(["convert"]) == 0
     assert "import" in capsys.readouterr().out
     assert error_of(capsys, "xport") == "unknown verb 'convert xport'; nearest: export, import"
-    assert "required: --output" in error_of(capsys, "import", "folder")
+    assert "convert import: --output PATH" in error_of(capsys, "import", "folder")
