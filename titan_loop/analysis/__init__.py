@@ -1,4 +1,4 @@
-"""Analysis: what a person looks at, drawn from a run directory alone.
+"""Analysis: tables, plots and pages for people, drawn from a run directory alone.
 
 metrics.jsonl, evals/depth-step-N.json ─► tables (text), plots (PNG)
 """

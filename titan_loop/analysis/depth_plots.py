@@ -19,7 +19,7 @@ _POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
-    """Draw what recurrent steps add: bits per byte less those after the first, one panel a source.
+    """Draw the gain of recurrent steps: bits per byte less the first step's, a panel a source.
 
     Bars are 95 % bootstrap intervals of the difference over the same documents, and the vertical
     line is the R that was trained. N-gram models are far off, and stand in the table.

@@ -22,7 +22,7 @@ def held_out_name(report: DepthReport, source: str, depth: int) -> str:
 
 
 def units_of(run: RunDirectory) -> dict[str, list[str]]:
-    """Return what `RunResult.units` has, of the newest step with a report of depths."""
+    """Return the content of `RunResult.units`, of the newest step with a report of depths."""
     reports = depth_reports(run)
     newest = max((report.step for report in reports), default=0)
     return {

@@ -143,7 +143,7 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
 
 
 def plot_entropy(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the mean entropy of the exit distribution, below that of a uniform one."""
+    """Draw the mean entropy of the exit distribution, below a uniform one's."""
 
     def draw(axes: "Axes") -> None:
         tokens, entropy = series(records, "tokens"), series(records, "exit/entropy_nats")
@@ -180,7 +180,7 @@ def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], p
         total = np.maximum(read.sum(axis=0), 1)
         for index, name in enumerate(names):
             color = mpl.colormaps[_SOURCE_COLORS](index % 10)
-            # matplotlib leaves out of its legend what begins with an underscore.
+            # matplotlib leaves labels with an underscore in front out of its legend.
             label = f" {name}" if name.startswith("_") else name
             # Thinner from line to line, and dashes one after another: equal shares stay visible.
             axes.plot(

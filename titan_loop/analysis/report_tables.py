@@ -32,7 +32,7 @@ def depth_rows(report: DepthReport) -> list[list[str]]:
 
 
 def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
-    """Return the headline metric of every task at every reading, then what has none.
+    """Return the headline metric of every task at every reading, then tasks without a result.
 
     Args:
         preferred: Task → metric to show of it, where there is a choice.

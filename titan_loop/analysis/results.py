@@ -30,7 +30,7 @@ _MOST_LOSSES = 40
 _MOST_EVALUATIONS = 20
 _REPORTED_BY = ("task", "stratum", "metric", "reading")
 _PLACES = ("--stage", "--dump-folder")
-"""Flags that say which run it is, not what it does."""
+"""Flags that name a run without changing it."""
 
 Where: TypeAlias = Mapping[str, str]
 """Part of the address of a number: its `stage`, and `task`, `stratum` (where the task has several),
@@ -48,7 +48,7 @@ class ResultTable:
         name: Name of the plot's file, behind the recipe's.
         rows: Label → address.
         columns: Label → address.
-        everywhere: What all addresses have in common.
+        everywhere: Common part of all addresses.
         paper: Row → column → the paper's number.
         columns_are: Label of the plot's horizontal axis.
         factor: Unit of the shown numbers: 100 for per cent.
@@ -102,7 +102,7 @@ class ResultTable:
                 ]
 
     def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Interval | None:
-        """Return a cell less that of the row `less`, both over the same documents and seeds.
+        """Return a cell less the row `less`'s, both over the same documents and seeds.
 
         Returns:
             None where a run is missing, has no held-out text, or has read other documents.
@@ -136,13 +136,13 @@ class ResultTable:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A finished run; the fields are those of the file.
+    """A finished run, with the fields of the file.
 
     Attributes:
         recipe: The recipe, as `train` was given it.
         stage: Name of the stage; of a recipe of one run the recipe's.
         overrides: Flags behind the recipe's name.
-        commit: What `git describe` said of the code that trained it; None outside a checkout.
+        commit: `git describe` of the code that trained it; None outside a checkout.
         seconds: Duration of training, without evaluation.
         flops: Model FLOPs of training, all ranks together; recomputation does not count. None where
             the run has not recorded them.
@@ -185,7 +185,7 @@ class RunResult:
 
     @classmethod
     def of(cls, run: RunDirectory) -> "RunResult":
-        """Collect what a run recorded.
+        """Collect the records of a run.
 
         Raises:
             UserError: It was not started by `titan-loop train`, or logged nothing.
@@ -250,7 +250,7 @@ def short_name(recipe: str) -> str:
 
 
 def _recipe_of(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the recipe of `… train RECIPE FLAGS`, and the flags but those of `_PLACES`."""
+    """Return the recipe of `… train RECIPE FLAGS`, and the flags that are not in `_PLACES`."""
     if "train" not in command[:-1]:
         raise UserError(
             f"the run was started by {' '.join(command)!r}, not by titan-loop train RECIPE; train "
@@ -319,7 +319,7 @@ def _metrics(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what evaluations found at the newest step that has one; later ones count."""
+    """Return the results at the newest evaluated step; of several, the latest count."""
     found = [(record["step"], record["results"]) for record in evaluated]
     for report in depth_reports(run):
         depths = {

@@ -39,7 +39,7 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
 
 
 def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw what `over_training` names over the steps of training, a line a row and run."""
+    """Draw the columns of `over_training` over the steps of training, a line a row and run."""
 
     def draw(axes: "Axes", column: str) -> None:
         for index, row in enumerate(table.rows):

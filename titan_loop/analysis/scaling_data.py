@@ -49,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True)
 class ScalingData:
-    """What a study fits.
+    """The losses that a study fits.
 
     Attributes:
         total: Total losses; `steps` is the R trained with.
@@ -147,7 +147,7 @@ def _runs(folders: Sequence[Path]) -> Iterator[Path]:
 
 
 def _trained_on(run: SavedRun) -> str:
-    """Return what must be equal for two losses to be comparable, as JSON."""
+    """Return the settings that two comparable losses share, as JSON."""
     described = run.checkpoint().manifest["data"].get("data", {})
     kept = {name: value for name, value in described.items() if name not in ("seed", "seq_len")}
     if "sources" in kept:  # the same data may lie in another folder

@@ -33,7 +33,7 @@ class HoldOut:
     """A fit of part of the points.
 
     Attributes:
-        kind: What was held out.
+        kind: The part that was held out.
         r_squared: Over all points, one for each fit.
     """
 
@@ -46,9 +46,9 @@ class FittedLaw:
     """A law, the points it was fitted to, and how well it predicts points it did not see.
 
     Attributes:
-        name: What was fitted, such as "total loss".
+        name: The fitted loss, such as "total loss".
         hold_outs: Those that the points allow.
-        remarks: What a reader must know, such as coefficients that the points leave open.
+        remarks: Caveats, such as coefficients that the points leave open.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ScalingStudy:
     rising: int
 
     def as_record(self) -> dict[str, Any]:
-        """Return what `scaling.json` holds."""
+        """Return the content of `scaling.json`."""
         return {
             "format_version": 1,
             "laws": [

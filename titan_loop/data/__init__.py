@@ -4,7 +4,7 @@
        │        source_card, shards, packed_index, open_files: a prepared source, read by both
     load/       windows ─► mixture ─► loader ─► global batches
     tasks/      examples that are generated instead
-    columns     what batches hold beside tokens, positions and labels
+    columns     further columns of batches, beside tokens, positions and labels
 
 A *source* is one tokenised data set: a folder with `train/*.ds`, `held_out/*.ds`, `tokenizer.json`
 and `source.json`. A *window* is L + 1 tokens cut from a source's stored stream. The only state of a

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 OWN_NAMES = ("input", "positions", "labels")
-"""What every batch has; no column may be called so, nor `LABELLED`."""
+"""Names in every batch, which no column may have, nor `LABELLED`."""
 
 LABELLED = "labelled"
 """Indices of the tokens with a label into all of a batch's, from loaders of which few have one."""

@@ -62,7 +62,7 @@ class OpenFiles:
         return len(self._descriptors)
 
     def close(self) -> None:
-        """Close all files; what is read again is opened again."""
+        """Close all files; reading one opens it again."""
         _close_all(self._descriptors)
 
     def read(self, path: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:

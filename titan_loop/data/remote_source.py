@@ -160,7 +160,7 @@ def _size(path: Path) -> int | None:
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Return what `read` returns, called again after any error: every store has its own."""
+    """Call `read`, again after any error, since every store raises errors of its own."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return read()

@@ -1,4 +1,4 @@
-"""`source.json`: what a prepared source is, and the commit record that says it is complete.
+"""`source.json`: the description of a prepared source, and the record that it is complete.
 
 It is written last and atomically, so a folder without it was interrupted. The loader trusts its
 sizes (and checks them against the files) instead of opening every shard.
@@ -85,7 +85,7 @@ class PackedCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitCard:
-    """One split: what was written.
+    """One split as it was written.
 
     `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
     `eos_only_at_ends` says that every document was seen to end in EOS and to have none before: ends

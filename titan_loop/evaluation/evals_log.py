@@ -1,4 +1,4 @@
-"""`evals.jsonl` of a run: one line per evaluation, whoever made it.
+"""`evals.jsonl` of a run: one line per evaluation, by the trainer or a watcher.
 
 - `step`, `tokens`: how far the model was trained.
 - `manifest_sha256`: which checkpoint it was; null for a model in training, not saved yet.

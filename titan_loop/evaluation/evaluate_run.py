@@ -50,7 +50,7 @@ def evaluate_run(
         depths: Recurrent steps to score, each ≥ 1; may exceed the trained R.
         windows: Number of held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; all of the run's by default.
-        seq_len: Tokens of a held-out window; by default those of training.
+        seq_len: Tokens of a held-out window; by default as in training.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.

@@ -61,12 +61,12 @@ class TaskOptions:
 
     Attributes:
         tasks: Tasks to ask, from `suites.expand_tasks`.
-        recurrent_steps: R of the exit policy; None takes that of training.
+        recurrent_steps: R of the exit policy; None takes the trained R.
         exit: One exit policy; excludes `depths` and `frontier`.
         depths: Recurrent steps to read in one pass.
         frontier: Whether to read every depth and every policy at many settings.
         sources: Sources to score, by name or folder; none for all of the run's.
-        seq_len: Tokens of a held-out window; None takes those of training.
+        seq_len: Tokens of a held-out window; None takes the trained length.
         limit: Number of documents per task, for a first look; None for all.
         max_length: Context in tokens; None takes the trained window.
         tokenizer: A `tokenizer.json`; None takes the source's.

@@ -69,7 +69,7 @@ class LoopLM(TemplateLM):
 
     Args:
         checkpoint: A checkpoint's folder, or a run's for its newest whole one.
-        recurrent_steps: R; None takes that of training.
+        recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
         batch_size: Number of rows at a time, at least 1.
@@ -126,7 +126,7 @@ class LoopLM(TemplateLM):
         if loaded is None:
             if checkpoint is None:
                 raise UserError("checkpoint is missing; give --model_args checkpoint=RUN")
-            # "cuda:0" is what the harness' command line says when nobody said anything.
+            # "cuda:0" is the default of the harness' command line.
             self._device = rank_device() if device in (None, "cuda:0") else _device(device)
             loaded = load_checkpoint(
                 checkpoint, context_tokens=max_length, device=self._device, dtype=DTYPES[dtype]
@@ -149,7 +149,7 @@ class LoopLM(TemplateLM):
         self._said: set[str] = set()
 
     def _identity(self) -> dict[str, Any]:
-        """Return what an answer depends on besides the request."""
+        """Return the settings that an answer depends on besides the request."""
         return {
             "manifest": self.loaded.manifest["sha256"],
             "readings": [[reading.name, reading.recurrent_steps] for reading in self.readings],
@@ -184,7 +184,7 @@ class LoopLM(TemplateLM):
         return digest(self._text_tokenizer.to_str())
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what the harness writes beside its results."""
+        """Return a description that the harness writes beside its results."""
         return {
             "checkpoint": str(self.loaded.checkpoint),
             "reading": self.readings[self.reading].name,
@@ -240,7 +240,7 @@ class LoopLM(TemplateLM):
         asked = [_Generation.of(*instance.args) for instance in requests]
         how = ["generate", reading.name, sorted(self._ends.stop_tokens)]
         keys = [
-            # What is sampled differs from one repetition of a prompt to the next.
+            # A sample differs from one repetition of a prompt to the next.
             digest([*how, 0 if one.is_greedy() else index, *one.key()])
             for index, one in enumerate(asked)
         ]
@@ -383,7 +383,7 @@ class _Generation:
         return cls(prompt, tuple(stop for stop in until if stop), length, sampling)
 
     def key(self) -> tuple[Any, ...]:
-        """Return what the answer depends on, the prompt first."""
+        """Return the parts that the answer depends on, the prompt first."""
         how = (self.sampling.temperature, self.sampling.top_p, self.sampling.top_k)
         return (self.prompt, self.until, self.max_new_tokens, how)
 

@@ -52,7 +52,7 @@ class HarnessTasks:
         self._managers: dict[Path | None, TaskManager] = {}
 
     def load(self, task: SuiteTask) -> dict[str, Any]:
-        """Return what the harness' `evaluate` takes, its data read.
+        """Return the argument of the harness' `evaluate`, with its data read.
 
         Raises:
             UserError: Nobody knows the task, its data can be had from nowhere, or its files are
@@ -74,7 +74,7 @@ class HarnessTasks:
 
     @contextmanager
     def _own_code_only(self, name: str) -> Iterator[None]:
-        """Refuse what `!function` names in a file outside of the harness, without consent."""
+        """Refuse code that `!function` names in a file outside of the harness, without consent."""
         from lm_eval.tasks import _yaml_loader as loader
 
         own, home = loader._import_func_in_yml, self._home.resolve()
@@ -214,7 +214,7 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
         reader: Begins the message, as in "task NAME".
 
     Raises:
-        UserError: The hub cannot be reached and the local cache lacks what is read.
+        UserError: The hub cannot be reached and the local cache lacks the data.
     """
     import datasets.config
     import huggingface_hub.constants
@@ -227,7 +227,7 @@ def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
     datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
-    except Exception as error:  # what a data library raises without a network is its own
+    except Exception as error:  # every data library raises its own without a network
         if isinstance(error, UserError) or not _is_about_the_network(error):
             raise
         raise UserError(
@@ -252,7 +252,7 @@ def _hub_is_reachable() -> bool:
 
 
 def _is_about_the_network(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, is that data was neither cached nor reachable."""
+    """Return whether an error, or its cause, is missing data that the network would bring."""
     while error is not None:
         named = type(error).__name__
         if isinstance(error, ConnectionError | FileNotFoundError) or named in (

@@ -1,4 +1,4 @@
-"""Unigram and bigram token models fitted on what the model has read: the floor it has to beat.
+"""Unigram and bigram token models fitted on the model's training text: the floor it has to beat.
 
     P(b)     = (c(b) + k) / (n + k V)                               add-k unigram
     P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a))                bigram, interpolated

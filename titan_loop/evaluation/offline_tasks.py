@@ -125,7 +125,7 @@ OFFLINE_TASKS: dict[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def offline_config(name: str) -> dict[str, Any]:
-    """Return what the harness' task manager loads for one of `OFFLINE_TASKS`."""
+    """Return one of `OFFLINE_TASKS` as a config that the harness' task manager loads."""
     make_documents = OFFLINE_TASKS[name]
 
     def make_dataset(**_: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Data-parallel evaluation: every rank does its share, and every rank gets all results.
 
 Ranks need nothing of each other while they work, so shares may have any size. An error on one rank
-is an error on all, lest the others wait for it.
+is raised on all, so that none waits for it.
 """
 
 import os

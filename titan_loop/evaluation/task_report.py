@@ -57,7 +57,7 @@ def lower_is_better(metric: str) -> bool:
 
 @dataclass(kw_only=True)
 class TaskReport:
-    """Tasks on one checkpoint; the fields are those of the file.
+    """Tasks on one checkpoint, with the fields of the file.
 
     Attributes:
         trained_recurrent_steps: R at the end of training so far.
@@ -160,7 +160,7 @@ class TaskReport:
 
 
 def _result(metrics: Mapping[str, Any], mean_steps: float | None = None) -> ReadingResult:
-    """Return a result that a file holds; raise `TypeError` for what is not numbers."""
+    """Return a result that a file holds; raise `TypeError` for anything but numbers."""
     return ReadingResult(
         metrics={name: number(value) for name, value in metrics.items()},
         mean_steps=None if mean_steps is None else number(mean_steps),

@@ -46,7 +46,7 @@ class TokenScorer:
         batch_rows: Number of sequences in one forward pass.
 
     Attributes:
-        forward_steps: Recurrent steps run so far, times rows: what scoring has cost this rank.
+        forward_steps: Recurrent steps run so far on this rank, times rows.
 
     Raises:
         UserError: A batch below one row, no reading, or a reading of a gate the model lacks.

@@ -75,7 +75,7 @@ def sums_in_training(
 
 
 def window_multiple(trainer: TrainingState) -> int:
-    """Return what the length of a window is a multiple of; with context parallelism, all of it."""
+    """Return a divisor of every window's length: all of it with context parallelism."""
     seq_len = trainer.config.training.seq_len
     whole = trainer.window_share is not None  # context parallelism splits the training window
     return seq_len if whole else _ROW_MULTIPLE * trainer.parallel_dims.tp
@@ -109,7 +109,7 @@ class TrainingTask(ABC):
 
     @abstractmethod
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Return what the task gives at each depth, equal on all ranks; collective."""
+        """Return the task's results at each depth, equal on all ranks; collective."""
 
 
 class HeldOutText(TrainingTask):
@@ -135,7 +135,7 @@ class Questions(TrainingTask):
     """Multiple-choice questions in text: every answer is a window whose labels are the answer's.
 
     Args:
-        trainer: Gives the window length and the tokenizer, that of its first source.
+        trainer: Gives the window length and the tokenizer of its first source.
         count: Number of questions, the first ones.
     """
 
@@ -211,7 +211,7 @@ class TaskExam(TrainingTask):
 def continuation_tokens(
     tokenizer: "Tokenizer", context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of both, cut where those of the context alone end, as the harness cuts.
+    """Return the tokens of both, cut where the context alone ends, as the harness cuts.
 
     Args:
         tokenizer: Adds nothing to a text.

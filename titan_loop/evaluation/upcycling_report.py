@@ -52,7 +52,7 @@ class SourceJump:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpcyclingReport:
-    """What upcycling does to the loss before any training.
+    """Change of the loss by upcycling, before any training.
 
     Attributes:
         recurrent_steps: R, the last one the parent was trained with.

@@ -124,7 +124,7 @@ class Watcher:
             if waiting in self._given_up or waiting.manifest_sha256 in done:
                 continue
             if self._try_claim(waiting):
-                if waiting.manifest_sha256 not in self._done():  # by whoever held the claim
+                if waiting.manifest_sha256 not in self._done():  # by the holder of the claim
                     return waiting
                 self._release()
         return None

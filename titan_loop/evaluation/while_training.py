@@ -133,7 +133,7 @@ class WhileTraining:
         open_tasks: Reads the tasks' windows and questions, once.
         interval: Steps between two evaluations.
         prefix: Put in front of the names in TensorBoard and W&B.
-        loss: What the run is to be told as its held-out loss; the depth it is of is read, too.
+        loss: Held-out loss to report to the run; its depth is read, too.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class WhileTraining:
 
     @torch.no_grad()
     def ask(self, trainer: TrainingState) -> TaskReport:
-        """Return what all tasks give at every depth, equal on all ranks; collective."""
+        """Return the results of all tasks at every depth, equal on all ranks; collective."""
         report = TaskReport(
             step=trainer.step,
             tokens=trainer.tokens,
@@ -195,7 +195,7 @@ class WhileTraining:
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:
-        """Return what TensorBoard and W&B draw: the metrics without their intervals."""
+        """Return the numbers for TensorBoard and W&B: the metrics without their intervals."""
         return {
             f"{self._prefix}{task}/{metric.removesuffix(',none')}/"
             f"step_{reading.removeprefix('static:')}": value

@@ -1,4 +1,4 @@
-"""Held-out text: one way to open it, to score it and to summarise what was found.
+"""Held-out text: one way to open it, to score it and to summarise the scores.
 
     sources ─► held-out windows, always the same ones ─► a share for each rank ─► forward
     ─► nats and recurrent steps of every window at P readings ─► bits per byte with intervals
@@ -83,7 +83,7 @@ class WindowScores(NamedTuple):
         )
 
     def by_unit(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return nats (P, U) and bytes (U) of what may be taken as drawn independently.
+        """Return nats (P, U) and bytes (U) of the units that count as drawn independently.
 
         That is a document, all of its windows together; with few documents it is a window.
         """
@@ -125,7 +125,7 @@ def open_run(
 
     Args:
         sources: Names of the run's sources, or folders of any; all of the run's by default.
-        seq_len: L; by default that of training.
+        seq_len: L; by default as in training.
 
     Raises:
         NotAskedError: The run has no prepared sources and no source was given.
@@ -154,7 +154,7 @@ def at_depths(
         share: The part of every window this rank computes; None for all of it.
 
     Returns:
-        The function; its sums are those of this rank's tokens.
+        The function; it sums over this rank's tokens.
     """
 
     @torch.no_grad()
@@ -203,7 +203,7 @@ def at_readings(
 
     Args:
         model: Whole, on this rank.
-        value: What to sum over the labels of a window.
+        value: Quantity to sum over the labels of a window.
     """
     deepest = max(reading.deepest_step for reading in readings)
 
@@ -239,7 +239,7 @@ def sum_windows(
     batch_windows: int = _BATCH_WINDOWS,
     divide: Divide = share_work,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return what `forward` sums over the labels of each window; collective over the ranks.
+    """Return the sums of `forward` over the labels of each window; collective over the ranks.
 
     Args:
         windows: W windows, the same on every rank.

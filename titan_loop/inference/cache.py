@@ -1,4 +1,4 @@
-"""Key-value caches for a looped decoder: what is kept of a token's R recurrent steps.
+"""Key-value caches for a looped decoder, which keep all or one of a token's R recurrent steps.
 
 At step r a token attends to its *own* step-r keys and values, and for every earlier token to what
 the strategy kept of it:
@@ -129,7 +129,7 @@ class LoopCache(ABC):
     def _write_slot(
         self, slot: int, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
-        """Store new tokens of all rows in one slot; return what stands there up to S."""
+        """Store new tokens of all rows in one slot; return its content up to S."""
         keys, values = self._slots[slot][layer]
         keys_BSNH = keys[: self.rows, : places.seen]
         values_BSNH = values[: self.rows, : places.seen]
@@ -165,7 +165,7 @@ class LoopCache(ABC):
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle what is kept of the E tokens that just left the recurrence.
+        """Settle the entries of the E tokens that just left the recurrence.
 
         Args:
             rows: (E,) their rows.
@@ -189,7 +189,7 @@ class FullCache(LoopCache):
     def write_tokens(
         self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
-        """Store in each row's own step; rows at different steps cost a copy of what they read."""
+        """Store in each row's own step; rows at different steps cost a copy of their keys."""
         if isinstance(step, int):
             return self._write_slot(step - 1, layer, k_BLNH, v_BLNH, places)
         slot_B1 = step.unsqueeze(1) - 1
@@ -209,7 +209,7 @@ class FullCache(LoopCache):
 
 
 class LastCache(LoopCache):
-    """Keeps what the last step that ran wrote: it simply overwrites."""
+    """Keeps the entry of the last step that ran, which overwrites earlier ones."""
 
     def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
         """Overwrite."""
@@ -226,7 +226,7 @@ class LastCache(LoopCache):
 
 
 class _PendingCache(LastCache):
-    """Holds what to keep of a running token beside its entry, which must be its current step's."""
+    """Holds the final entry of a running token beside its entry of the current step."""
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(shape, dtype=dtype, device=device)
@@ -236,7 +236,7 @@ class _PendingCache(LastCache):
     def write_tokens(
         self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
-        """As `last`, and remember what to keep."""
+        """As `last`, and remember the final entry."""
         new_2BLNH = torch.stack((k_BLNH, v_BLNH))
         step_B = torch.as_tensor(step, device=new_2BLNH.device).view(-1, 1, 1, 1)
         waiting_2BLNH = self._pending[:, layer, : self.rows]
@@ -244,7 +244,7 @@ class _PendingCache(LastCache):
         return super().write_tokens(step, layer, k_BLNH, v_BLNH, places)
 
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Put what was remembered in place of the last step's entry."""
+        """Replace the last step's entry by the remembered one."""
         self._kept[:, 0][:, :, rows, positions] = self._pending[:, :, rows, 0]
 
     def select(self, rows: Sequence[int]) -> None:
@@ -254,11 +254,11 @@ class _PendingCache(LastCache):
 
     @abstractmethod
     def _combined(self, kept: Tensor, new: Tensor, step: Tensor) -> Tensor:
-        """Return what to keep after `step`, which broadcasts, of `kept` and its own `new`."""
+        """Return the final entry after `step`, which broadcasts, from `kept` and `new`."""
 
 
 class FirstCache(_PendingCache):
-    """Keeps what step 1 wrote."""
+    """Keeps the entry of step 1."""
 
     def write_prompt(self, step: int, layer: int, first_row: int, new_2BLNH: Tensor) -> None:
         """Store step 1 only."""

@@ -48,7 +48,7 @@ class Detokenizer:
         return self._release(piece)
 
     def rest(self) -> str:
-        """Return what is left at the end: half a character, or an incomplete stop string."""
+        """Return the rest at the end: half a character, or an incomplete stop string."""
         whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return self._release(whole[self._decoded :], at_end=True)
 

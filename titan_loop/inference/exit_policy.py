@@ -38,7 +38,7 @@ from titan_loop.plugins import find, names
 
 
 class Evidence(NamedTuple):
-    """What a policy may look at: tokens that just finished a step, each its own.
+    """The tokens a policy looks at: each just finished a step of its own.
 
     Attributes:
         step_BL: The step each token just ran, from 1.
@@ -275,7 +275,7 @@ def exit_policies_of(model: LoopDecoder) -> Collection[str]:
 
 
 def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
-    """Raise `UserError` if a model does not have what a policy needs, or its family the policy."""
+    """Raise `UserError` if a model lacks the gate a policy needs, or its family the policy."""
     has = exit_policies_of(model)
     if policy.name not in has:
         raise UserError(
@@ -289,7 +289,7 @@ def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
 
 
 class ExitDecider:
-    """Applies a policy step by step and remembers what it needs of earlier steps.
+    """Applies a policy step by step and keeps the earlier steps that it needs.
 
     Args:
         deepest_step: The step after which every token leaves.

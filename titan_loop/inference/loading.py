@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model and what its run says about it.
+    """A model and its run.
 
     Attributes:
         model: The model, in evaluation mode.
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
-        ema: Whether the weights are the average of those of training.
+        ema: Whether the weights are the average over training.
     """
 
     model: LoopDecoder
@@ -50,7 +50,7 @@ def load_checkpoint(
 
     Args:
         path: A checkpoint's folder, or a run's for its newest whole checkpoint.
-        use: What for, if not every family can be used for it.
+        use: Purpose, if not every family serves it.
         context_tokens: Tokens the rotary table covers; None for the trained window.
         dtype: Type of its weights; the exit gate stays in fp32.
         ema: Whether to take the average of the weights instead of the weights.

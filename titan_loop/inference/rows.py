@@ -188,7 +188,7 @@ class Batch:
     _placed: tuple[list[int], LoopContext] | None = None
 
     def context(self) -> LoopContext:
-        """Return what layer visits of the rows' newest tokens share; steps of a token share it."""
+        """Return the context that layer visits of the rows' newest tokens share, at every step."""
         positions = [row.position for row in self.rows]
         if self._placed is None or self._placed[0] != positions:
             context = self.stack.token_context(self.column(positions), self.cache)
@@ -218,7 +218,7 @@ class Batch:
         """Append rows whose prompts are done and that are about to start a token."""
         self.rows = self.rows + rows
         self.decider.admit(len(rows))
-        if self.state is not None:  # new rows start, so what stands there is never read
+        if self.state is not None:  # new rows start, so the zeros there are never read
 
             def padded(leaf: Tensor) -> Tensor:
                 return F.pad(leaf, [0, 0] * (leaf.ndim - 1) + [0, len(rows)])

@@ -1,6 +1,6 @@
 """A conversation with a model, or one completion after another, streamed token by token.
 
-prompt ─ chat: the turns so far ─► requests ─► Engine.stream ─► tokens, to whoever shows them
+prompt ─ chat: the turns so far ─► requests ─► Engine.stream ─► tokens, to the terminal
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ class Session:
         )
 
     def summary(self, completions: Sequence[Completion]) -> list[str]:
-        """Return what completions cost, as phrases."""
+        """Return the cost of completions, as phrases."""
         engine = self._engine
         steps = [step for completion in completions for step in completion.steps]
         mean = sum(steps) / len(steps) if steps else float("nan")

@@ -36,12 +36,12 @@ class Work:
 
 
 class LoopState(NamedTuple):
-    """What is kept of tokens between two of their steps; every leaf is (B, L, …).
+    """State of tokens between two of their steps; every leaf is (B, L, …).
 
     Attributes:
-        carry: What the latest step started from.
+        carry: Start of the latest step.
         hidden_BLD: State after it.
-        read_BLD: What head, gate and exit policies see of that state; the state itself where
+        read_BLD: Input of head, gate and exit policies; the state itself where
             none of them looks at it.
     """
 
@@ -93,11 +93,11 @@ class Stack:
         return cache
 
     def prompt_context(self, tokens_BL: Tensor, cache: KeyValueCache | None) -> LoopContext:
-        """Return what all steps of whole prompts from position 0 share."""
+        """Return the context that all steps of whole prompts from position 0 share."""
         return self.model.make_context(tokens_BL, cache=cache)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
-        """Return what layer visits of new tokens share."""
+        """Return the context that layer visits of new tokens share."""
         places = Places.of(positions_BL)
         key_S = torch.arange(places.seen, device=self.device)
         mask_B1LS = None  # rows in step see all their keys
@@ -142,7 +142,7 @@ class Stack:
         step: int | Tensor,
         context: LoopContext,
     ) -> Carry:
-        """Return what every row's step starts from."""
+        """Return the state that every row's step starts from."""
 
         def started() -> Carry:
             assert tokens_BL is not None

@@ -65,7 +65,7 @@ class Allocation:
         )
 
     def port(self, offset: int = 0) -> int:
-        """Return a port that differs from those of other jobs and of the job's last start."""
+        """Return a port that differs from other jobs' ports and from the job's last start."""
         block = int(self.job) * 7 + self.restarts
         return _FIRST_PORT + (block * PORTS_A_JOB) % _PORTS + offset
 

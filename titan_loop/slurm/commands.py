@@ -16,7 +16,7 @@ class CommandFailedError(RunFailedError):
 
 
 def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run one of SLURM's commands and return what it prints.
+    """Run one of SLURM's commands and return its output.
 
     Raises:
         UserError: The program is not on PATH.

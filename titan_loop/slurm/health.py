@@ -51,7 +51,7 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
     for path in sorted(reports.glob("rank-*.json")):
         report = read_json_object(path, fix="start the job again")
         found.setdefault(report["node"], []).append(report)
-    # Ranks of good nodes complain that those of bad ones are missing, so the order matters.
+    # Ranks of good nodes complain of missing ranks on bad ones, so the order matters.
     for blame in (_alone(allocation), _apart, _skewed):
         if bad := blame(found):
             return bad, []

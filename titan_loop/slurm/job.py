@@ -123,7 +123,7 @@ def _train(
     variables[REPORTS_VARIABLE] = str(reports)
     code = steps.run(allocation.srun(site, *command), variables)
     exits = read_exits(reports)
-    if len(allocation.nodes) == 1:  # there is no other node to go to: whoever it was, it is final
+    if len(allocation.nodes) == 1:  # there is no other node to go to
         exits = [each._replace(node="") for each in exits]
     final = final_code(code, exits)
     if code != EXIT_OK:

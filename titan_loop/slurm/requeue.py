@@ -70,7 +70,7 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
         name: Name of the job's files in that folder.
 
     Returns:
-        A line for the log that says what was done.
+        A line for the log about the restart.
 
     Raises:
         CommandFailedError: SLURM accepted neither a requeue nor a successor.
@@ -119,7 +119,7 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
         "output": fields["StdOut"],
         "chdir": fields["WorkDir"],
         "exclude": exclude,
-    }  # what the script itself asks for, it asks for again
+    }  # the script repeats its own directives
     command = shlex.split(fields.get("Command", ""))
     answer = slurm(
         "sbatch",

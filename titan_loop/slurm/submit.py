@@ -37,7 +37,7 @@ _OWN_DIRECTIVES = {
     "--partition": "SBATCH_PARTITION",
     "--account": "SBATCH_ACCOUNT",
 }
-"""Flag of sbatch → what sets it."""
+"""Flag of sbatch → the setting that writes it."""
 
 EARLY_SECONDS = 60
 """SLURM checks time limits once in a while, so its warning may come up to a minute early."""
@@ -45,7 +45,7 @@ EARLY_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """What every job of a chain asks for.
+    """Resources that every job of a chain asks for.
 
     Attributes:
         ranks_per_node: Processes on a node, one for each GPU.
@@ -66,7 +66,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to submit.
+    """A recipe to submit.
 
     Attributes:
         recipe: The recipe, with the flags of the command line applied.
@@ -193,7 +193,7 @@ def render_script(
 
 
 def submit_jobs(request: Request, root: Path, jobs: list[Planned]) -> dict[str, str]:
-    """Submit what `plan_jobs` returned; return stage → job number.
+    """Submit the jobs that `plan_jobs` returned; return stage → job number.
 
     Raises:
         UserError: This machine has no SLURM, the cluster lacks such resources, or jobs of an
@@ -263,7 +263,7 @@ def _check_sbatch_flags(flags: Sequence[str]) -> None:
 
 
 def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
-    """Return lines about what a job would probably lack.
+    """Return lines about resources that a job would probably lack.
 
     Raises:
         UserError: A stage needs more memory than its GPUs have.

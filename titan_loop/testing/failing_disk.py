@@ -1,4 +1,4 @@
-"""A disk that fails on demand: what a process does below a folder raises an error of the system.
+"""A disk that fails on demand: file operations below a folder raise an error of the system.
 
 An audit hook sees every open, rename and listing, whichever library asks for it. It cannot be
 removed, so this is for processes that a test forks.

@@ -1,4 +1,4 @@
-r"""ChatML: conversations as text, and as token ids with a mask over what the assistant says.
+r"""ChatML: conversations as text, and as token ids with a mask over the assistant's turns.
 
     <|im_start|>user\nWhat is 1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n<|endoftext|>
                                                                      ^^^^^^^^^^^ targets
@@ -75,7 +75,7 @@ def encode_chats(
 ) -> "list[tuple[np.ndarray, np.ndarray]]":
     """Tokenise conversations, each ending in the end-of-text token.
 
-    What the assistant says is encoded apart from the header before it, as it is when a model
+    The assistant's text is encoded apart from the header before it, as it is when a model
     answers: the prompt's tokens are fixed before the first answer token is chosen.
 
     Args:

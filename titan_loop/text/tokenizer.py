@@ -91,7 +91,7 @@ def check_vocabulary(
 
     Args:
         rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
-        name: What messages call the tokenizer.
+        name: Name of the tokenizer in messages.
         most_spare_rows: Largest number of rows without a token; None allows any number.
 
     Raises:

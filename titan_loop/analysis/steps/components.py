@@ -43,7 +43,7 @@ def analyse_components(
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer; items are
             coloured by their right answer.
-        recurrent_steps: R; default that of training.
+        recurrent_steps: R; default as in training.
         limit: Number of items, the first ones.
     """
     loaded, chosen = open_items(run, items, limit)

@@ -1,4 +1,4 @@
-"""Put the embedding of what a state decodes to in its place, between two steps, without training.
+"""Replace a state by the embedding of its decoded token, between two steps, without training.
 
     h ← (1 − α) h + α RMSNorm(W[argmax W h])      at one position, after one step
 
@@ -98,7 +98,7 @@ def _final_state(
     steps: int,
     after: int,
 ) -> Tensor:
-    """Return what is read of the last state, (B, L, D), with one state replaced on the way."""
+    """Return the last state as the head reads it, (B, L, D), with one state replaced on the way."""
     context = model.make_context(batch.input, batch.positions, columns=batch.columns or None)
     carry = model.start(batch.input, context)
     row_B = torch.arange(len(where_B), device=where_B.device)
@@ -150,7 +150,7 @@ def analyse_intervention(
     recurrent_steps: int | None = None,
     questions: int = 256,
 ) -> Findings:
-    """Replace a state by the embedding of what it decodes to, and ask the exam (DiscoLoop).
+    """Replace a state by the embedding of its decoded token, and ask the exam (DiscoLoop).
 
     For runs on a generated task. The state at a waypoint, such as the bridge of two hops, is mixed
     between two steps with the normed embedding of its likeliest token. Writes
@@ -162,7 +162,7 @@ def analyse_intervention(
         strata: Strata of the task's exam; default all whose questions have more than one waypoint.
         waypoint: Waypoint of the task whose state is replaced; default the first.
         after: Step after which it is.
-        recurrent_steps: R; default that of training.
+        recurrent_steps: R; default as in training.
         questions: Number of questions of each stratum.
     """
     loaded, task, names = open_task(run, strata, questions)

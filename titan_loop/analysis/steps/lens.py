@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Lens:
-    """What is read of one waypoint of the questions of a stratum.
+    """Readings of one waypoint of the questions of a stratum.
 
     Attributes:
         accuracy: Share of questions whose waypoint is the likeliest token, (R, layers).
-        margin: Mean logit of the waypoint over that of the strongest other token, (R, layers).
+        margin: Mean logit of the waypoint less the strongest other token's, (R, layers).
     """
 
     stratum: str
@@ -56,7 +56,7 @@ def logit_lens(
     count: int,
     batch_rows: int = 64,
 ) -> list[Lens]:
-    """Return what is read of every waypoint of a stratum's exam.
+    """Return the readings of every waypoint of a stratum's exam.
 
     Args:
         task: The task that the model was trained on.
@@ -107,7 +107,7 @@ def _margins(model: LoopDecoder, batch: HeldOutWindows, at_BW2: Tensor, steps: i
 
 
 def logit_margin(logits: Tensor, token: Tensor) -> Tensor:
-    """Return the logit of a token over that of the strongest other one, at least fp32.
+    """Return the logit of a token less the strongest other token's, at least fp32.
 
     Args:
         logits: (…, V).
@@ -134,7 +134,7 @@ def analyse_lens(
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
-        recurrent_steps: R; default that of training.
+        recurrent_steps: R; default as in training.
         questions: Number of questions of each stratum.
     """
     loaded, task, names = open_task(run, strata, questions)
@@ -184,7 +184,7 @@ def _draw(lenses: Sequence[Lens], path: Path) -> Path:
     colors = dict(zip(waypoints, depth_colors(len(waypoints)), strict=True))
 
     def draw(axes: "Axes", stratum: str) -> None:
-        for waypoint, color in colors.items():  # also those of other panels, for the legend
+        for waypoint, color in colors.items():  # of other panels, too, for the legend
             curve = [x for x in lenses if (x.stratum, x.waypoint) == (stratum, waypoint)]
             values = 100 * curve[0].accuracy.ravel() if curve else np.array([])
             at = np.arange(1, len(values) + 1) / lenses[0].accuracy.shape[1]

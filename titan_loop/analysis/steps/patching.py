@@ -108,7 +108,7 @@ def analyse_patching(
     recurrent_steps: int | None = None,
     questions: int = 32,
 ) -> Findings:
-    """Put another question's state in the place of every single one, and measure what it does.
+    """Replace every single state by another question's, and measure the effect on the answer.
 
     For runs on a generated task: the change of the answer's logit margin, by position, step and
     layer (activation patching). Writes evals/patching-step-N.json and a plot that `report` shows.
@@ -116,7 +116,7 @@ def analyse_patching(
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         stratum: Stratum of the task's exam, whose questions have one length; default the last.
-        recurrent_steps: R; default that of training.
+        recurrent_steps: R; default as in training.
         questions: Number of questions, each patched with the states of the next.
     """
     asked = () if stratum is None else (stratum,)

@@ -135,7 +135,7 @@ def analyse_probes(
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text and choices.
-        recurrent_steps: R; default that of training.
+        recurrent_steps: R; default as in training.
         limit: Number of items, the first ones.
         seed: Seed of folds and resamplings.
     """

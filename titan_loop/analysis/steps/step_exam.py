@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Halting:
-    """What an exit policy makes of the questions of a stratum."""
+    """Results of an exit policy on the questions of a stratum."""
 
     accuracy: float
     mean_steps: float
@@ -50,8 +50,8 @@ class StepExam:
 
     Attributes:
         accuracy: Share of right answers after each of R steps.
-        margin: Mean logit of the answer over that of the strongest other token, likewise.
-        halting: Policy → what it makes of the questions; it decides for each on its own.
+        margin: Mean logit of the answer less the strongest other token's, likewise.
+        halting: Policy → its results; it decides for each question on its own.
     """
 
     accuracy: np.ndarray
@@ -68,7 +68,7 @@ def step_exam(
     count: int,
     policies: Sequence[str] = (),
 ) -> dict[str, StepExam]:
-    """Return stratum → what is found after every step.
+    """Return stratum → results after every step.
 
     Args:
         task: The task that the model was trained on.
@@ -190,7 +190,7 @@ def analyse_steps(
     Args:
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         strata: Strata of the task's exam; default all.
-        recurrent_steps: R; default twice that of training.
+        recurrent_steps: R; default twice the trained R.
         exit: Exit policies beside the fixed depths, such as kl:0.01,3; kl:0.01,inf looks at the
             change alone.
         questions: Number of questions of each stratum.

@@ -221,13 +221,13 @@ class GlobalBatchLoader(BaseDataLoader):
             logger.info("tokens read by step %d: %s", step, sources)
 
     def log_sources(self, windows: int) -> None:
-        """Log what a job of this many windows reads; called once, when training starts."""
+        """Log the sources that a job of this many windows reads; called once, at the start."""
 
     def require_windows(self, windows: int) -> None:
         """Refuse a job of this many windows if the data ends before.
 
         Raises:
-            UserError: The data ends before; the message says what to change.
+            UserError: The data ends before; the message names the settings to change.
         """
 
     @property
@@ -306,14 +306,14 @@ class GlobalBatchLoader(BaseDataLoader):
         self._ahead = position, self._thread.submit(self.read, position)
 
     def _take_ahead(self) -> tuple[Position, "Future[BatchesRead]"] | None:
-        """Return what the thread was reading, once it is done: it shares its caches with us."""
+        """Wait for the thread, which shares our caches, and return the batch that it has read."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead[1].exception()
         return ahead
 
     def close(self) -> None:
-        """End the reading thread; what it has read is forgotten, and was never consumed."""
+        """End the reading thread; a batch that was read ahead was never consumed."""
         self._take_ahead()
         if self._thread is not None:
             self._thread.shutdown()
@@ -407,5 +407,5 @@ class GlobalBatchLoader(BaseDataLoader):
         return {}
 
     def _hashed_description(self) -> dict[str, Any]:
-        """Return the part of the description that decides what is read."""
+        """Return the part of the description that the order of windows depends on."""
         return self._description

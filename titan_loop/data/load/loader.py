@@ -92,7 +92,7 @@ class WindowLoader(GlobalBatchLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlobalBatchLoader.Config):
-        """What to read; the window length and batch sizes come from `training`."""
+        """The data; the window length and batch sizes come from `training`."""
 
         mixture: list[str] = field(default_factory=list)
         """Sources as PATH=WEIGHT[:packed][:max_epochs=N]; weights have any positive sum."""
@@ -104,7 +104,7 @@ class WindowLoader(GlobalBatchLoader):
         """Number of times a source without a cap of its own may be read; None for any number."""
 
         when_exhausted: Exhausted = "stop"
-        """What to do when a source has reached its cap: end the mixture, or go on without it."""
+        """When a source has reached its cap: end the mixture, or go on without it."""
 
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included.
@@ -218,7 +218,7 @@ class WindowLoader(GlobalBatchLoader):
             )
 
     def demand(self, windows: int) -> list[SourceDemand]:
-        """Return what a job of this many windows takes from every source.
+        """Return how much a job of this many windows takes from every source.
 
         Where repetition caps end the mixture before, the sources are charged by their shares.
         """
@@ -239,7 +239,7 @@ class WindowLoader(GlobalBatchLoader):
         ]
 
     def log_sources(self, windows: int) -> None:
-        """Say what is read: shares, what is read more than once, what the job exhausts and when."""
+        """Log the sources' shares, the sources read more than once, and when a cap is reached."""
         first = self.order.stretches[0].order if self.order.stretches else None
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0 if first is None else first.shares[index] / first.period
@@ -270,7 +270,7 @@ class WindowLoader(GlobalBatchLoader):
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """As the base class, with what was read of each source."""
+        """As the base class, with the windows and tokens read of each source."""
         progress = self.progress()
         read = {
             "windows": [source.windows for source in progress],
@@ -280,7 +280,7 @@ class WindowLoader(GlobalBatchLoader):
         return {**super().state_dict(), "read": read}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the base class; what was reported before the resume is not reported again."""
+        """As the base class; milestones before the resume are not reported again."""
         super().load_state_dict(state_dict)
         self._reported = self._milestones()
 
@@ -387,7 +387,7 @@ class WindowLoader(GlobalBatchLoader):
             warn_together(logger, "%s", self._exhaustion(number, self.order.exhausted[number - 1]))
 
     def _exhaustion(self, number: int, exhausted: Sequence[int]) -> str:
-        """Return what happens where stretch `number` of the mixture starts, or where it ends."""
+        """Describe the start of stretch `number` of the mixture, or the end behind the last."""
         names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
         if number >= len(self.order.stretches):
             return f"{names} exhausted: the mixture ends at window {self.order.end}"
@@ -408,7 +408,7 @@ class WindowLoader(GlobalBatchLoader):
         return f"{names} (when_exhausted={self._when_exhausted})"
 
     def _go_on(self) -> str:
-        """Return what else would help, where another source could go on."""
+        """Return a second remedy, where another source could go on."""
         weighted = sum(entry.weight > 0 for entry in self.mixture)
         if self._when_exhausted == "renormalise" or weighted == 1:
             return ""

@@ -75,7 +75,7 @@ def copy_remote_sources(entries: Iterable[str]) -> None:
     """Copy the sources of mixtures that are in object stores to this machine's cache.
 
     Raises:
-        UserError: An entry cannot be read, or its address is no source.
+        UserError: An entry cannot be read, or its address holds no source.
         RunFailedError: One does not arrive.
     """
     for entry in entries:

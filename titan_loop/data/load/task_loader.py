@@ -40,7 +40,7 @@ class TaskLoader(GlobalBatchLoader):
         seed: int = 0
         """Chooses the examples."""
 
-        # The flags are those of the task: `--dataloader.modulus`.
+        # The task's fields are flags themselves: `--dataloader.modulus`.
         task: Annotated[Task, tyro.conf.arg(name="")] = field(default_factory=Mano)
 
         all_targets: bool = False

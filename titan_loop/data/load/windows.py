@@ -137,7 +137,7 @@ class SourceWindows(ABC):
 
     @abstractmethod
     def describe_epoch(self) -> str:
-        """Describe for the log what an epoch holds and leaves out."""
+        """Describe the windows of an epoch, and the tokens left out, for the log."""
 
     def contents(self) -> str:
         """Return a digest of everything the windows are made of: 32 hexadecimal digits."""

@@ -66,7 +66,7 @@ class PrepareConfig:
     ray: dict[str, Any] = field(default_factory=dict)
 
     def cleaning(self) -> dict[str, Any]:
-        """Return what changes which documents are kept; empty if nothing is switched on."""
+        """Return the settings that drop documents; empty if nothing is switched on."""
         every = asdict(self)
         chosen = {
             name: every[name] for name in ("quality", "minhash", "decontaminate") if every[name]

@@ -1,6 +1,6 @@
 """The documents to prepare: files, folders or a Hugging Face dataset, and their format.
 
-`find_documents` turns what a user wrote into an explicit list, so that every later step, task and
+`find_documents` turns the user's inputs into an explicit list, so that every later step, task and
 restart reads the same files in the same order.
 """
 
@@ -28,7 +28,7 @@ _HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Documents:
-    """What to read.
+    """Files to read, or a dataset.
 
     `format` is never "auto". Files are absolute; a Hugging Face dataset has a name instead (or the
     path of a folder that `datasets` loads). `held_out_files` are read like the others and belong
@@ -210,7 +210,7 @@ def _in_folder(
 
 
 def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
-    """Return the files below a folder except hidden ones and `ours`; count what is left out."""
+    """Return the files below a folder except hidden ones and `ours`; count the omitted ones."""
     root, written = folder.resolve(), {path.resolve() for path in ours}
     inside = sorted(folder.rglob("*"))
     if written:

@@ -75,7 +75,7 @@ def run_pipelines(
         build = _ray if executor == "ray" else _local
         build(pipeline, workers, options).run()
         unfinished = pipeline.unfinished()
-        if unfinished:  # Ray does not raise what its tasks raised
+        if unfinished:  # Ray does not raise its tasks' errors
             raise UserError(
                 f"{pipeline.name}: {len(unfinished)} of {pipeline.tasks} tasks failed, the first "
                 f"is {unfinished[0]}: see {pipeline.logs / 'logs'}; the same command goes on from "
@@ -162,7 +162,7 @@ def _build(
 
 
 def statistics(logs: Path, steps: Sequence[str]) -> dict[str, Counter[str]]:
-    """Return what each step of a pipeline counted, summed over its finished tasks."""
+    """Return the counts of each step of a pipeline, summed over its finished tasks."""
     totals: dict[str, Counter[str]] = {name: Counter() for name in steps}
     for path in sorted((logs / "stats").glob("*.json")):
         fix = "delete it and what it counts with pass overwrite"

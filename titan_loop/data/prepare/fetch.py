@@ -46,7 +46,7 @@ PUBLIC_SETS = {
 
 
 def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
-    """Download a public set; what an interrupted call left is continued.
+    """Download a public set, or continue an interrupted download.
 
     Args:
         output: Folder for its files, below their folders in the repository.

@@ -1,4 +1,4 @@
-"""Finish a preparation: check what its pipelines left, count what they dropped, commit the card."""
+"""Finish a preparation: check the pipelines' files, count dropped documents, commit the card."""
 
 import logging
 import shutil
@@ -31,7 +31,7 @@ _USUAL_WINDOW = 2048
 
 
 def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
-    """Check what the pipelines left and commit it as a source.
+    """Check the files of the pipelines and commit them as a source.
 
     Args:
         steps: Names of every pipeline's steps, in their order.
@@ -93,7 +93,7 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
-    """Return what was dropped by reason, warn about it, and refuse too much malformed input."""
+    """Return the dropped records by reason, warn, and refuse too much malformed input."""
     reader = counted[READ]
     dropped = {kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]}
     for name, counts in counted.items():

@@ -42,10 +42,10 @@ def pack_source(
 
     Args:
         seq_len: L, the number of predicted tokens of a window.
-        long_documents: What to do with documents of more than L + 1 tokens.
+        long_documents: Whether documents of more than L + 1 tokens are split or refused.
 
     Returns:
-        What was written, by split.
+        The card of the index of every split.
 
     Raises:
         UserError: If the source is unusable or another process prepares or packs it, `seq_len` is

@@ -53,9 +53,9 @@ DROPPED_BY_READERS = ("malformed", "missing_text", "empty")
 
 
 class CountingReader(BaseReader):
-    """What all readers share: a record becomes a document or is counted as dropped.
+    """Base of all readers: a record becomes a document or is counted as dropped.
 
-    Statistics (summed over tasks): `records`, and those of `DROPPED_BY_READERS`.
+    Statistics (summed over tasks): `records` and the reasons in `DROPPED_BY_READERS`.
 
     Args:
         chat: Whether records are conversations, which become ChatML.
@@ -265,7 +265,7 @@ class HeldOutFilter(BaseFilter):
 
 
 class HeldOutReader(JsonlReader):
-    """Reads what the `HeldOutFilter` of the task with the same number wrote, if it wrote any."""
+    """Reads the documents that the `HeldOutFilter` of the same task number wrote, if any."""
 
     def run(
         self, data: Any = None, rank: int = 0, world_size: int = 1
@@ -305,7 +305,7 @@ class PlainTextTokenizer(DocumentTokenizer):
 
 
 class ChatTokenizer(PlainTextTokenizer):
-    """Tokenises conversations with a loss mask over what the assistant says.
+    """Tokenises conversations with a loss mask over the assistant's turns.
 
     datatrove marks the loss by character ranges of one text and cuts off what follows the last
     target, the EOS included; here messages are encoded apart and documents stay whole.

@@ -35,8 +35,7 @@ from titan_loop.data.prepare.preparation import Preparation
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
 READ, HOLD_OUT, TOKENIZE = "read", "hold_out", "tokenize"
-"""Names of the steps that every preparation has, or may have; filters are named for what they drop.
-"""
+"""Names of steps, beside the filters, which are named for the documents that they drop."""
 
 _SHUFFLE_SEED = 0
 

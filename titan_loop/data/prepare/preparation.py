@@ -44,7 +44,7 @@ class Preparation:
 
     @property
     def work(self) -> Path:
-        """The folder of what pipelines hand to each other, removed at the end."""
+        """The folder of intermediate files, removed at the end."""
         return self.output / "work"
 
     @property
@@ -62,7 +62,7 @@ class Preparation:
         return bool(self.documents.held_out_files) or self.held_out_fraction > 0
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the tools that decide what is stored.
+        """Return the versions of the tools that the stored tokens depend on.
 
         Raises:
             UserError: If cleaning needs a package that is not installed.
@@ -85,7 +85,7 @@ def _is_source(output: Path) -> bool:
 
 
 def written_by_us(output: Path) -> list[Path]:
-    """Return what a preparation writes: no documents, should it lie in an input folder."""
+    """Return the files that a preparation writes, to skip them in an input folder."""
     names = [LOCK_NAME]
     if _is_source(output):
         names += [*_FOLDERS, CARD_NAME, SETTINGS_NAME, TOKENIZER_NAME]
@@ -93,7 +93,7 @@ def written_by_us(output: Path) -> list[Path]:
 
 
 def refuse_output(output: Path, overwrite: bool) -> None:
-    """Refuse a folder that holds a complete source, or what no preparation wrote."""
+    """Refuse a folder that holds a complete source, or files of another origin."""
     foreign = next((name for name in _FOLDERS if (output / name).exists()), None)
     if (output / CARD_NAME).exists() and not overwrite:
         raise UserError(f"source {output} exists already: give another output or pass overwrite")
@@ -104,10 +104,10 @@ def refuse_output(output: Path, overwrite: bool) -> None:
 
 
 def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> None:
-    """Make the output ready: new, or with what the same settings finished before."""
+    """Make the output ready: new, or with the tasks that the same settings finished before."""
     output = preparation.output
     settings = _settings(preparation, tokenizer_path)
-    tokenizer = tokenizer_path.read_bytes()  # it may lie in what is removed below
+    tokenizer = tokenizer_path.read_bytes()  # it may lie in the folder removed below
     refuse_output(output, overwrite)  # it may have been finished meanwhile
     unfinished = output / SETTINGS_NAME
     if overwrite and _is_source(output):
@@ -152,7 +152,7 @@ def _refuse_modified(
 
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
-    """Return what decides which tokens are stored, as JSON gives it back."""
+    """Return the settings that decide which tokens are stored, as JSON gives them back."""
     files = [Path(path).stat() for path in preparation.documents.all_files()]
     settings = {
         "documents": asdict(preparation.documents),

@@ -86,7 +86,7 @@ def tokenize_source(
         max_malformed: Largest share of records, in [0, 1], that may be malformed or lack the
             text field.
         licence: A note for `source.json`.
-        overwrite: Replace a complete source, or what other settings left unfinished.
+        overwrite: Replace a complete source, or one that other settings left unfinished.
         command: The command line recorded in `source.json`; default: this process's.
 
     Returns:

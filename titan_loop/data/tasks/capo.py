@@ -16,7 +16,7 @@ over a person's tokens and averaged over people,
 | N₀ | `first_names` · `middle_names` · `last_names` |
 | S₀ | 2 · (12 · 28 · `years`) · `cities` · `universities` · `majors` · `employers` |
 
-A uniform guess knows 0 bits; whoever knows everybody, N log₂(N₀/N) + N log₂ S₀.
+A uniform guess knows 0 bits; knowing everybody is N log₂(N₀/N) + N log₂ S₀ bits.
 
 Source: Allen-Zhu and Li 2024, "Physics of Language Models, part 3.3" (bioS); values of Zhu et al.
 2025 (Ouro), arXiv 2510.25741, Appendix B.1, whose formula prints e^{p₂} where e^{−p₂} is meant.
@@ -65,7 +65,7 @@ _POOLS = (
     "majors",
     "employers",
 )
-"""What a token of a biography can name, in the order of their ids, which follow the words'."""
+"""Pools of names, in the order of their token ids, which follow the words'."""
 
 
 class Biography(NamedTuple):

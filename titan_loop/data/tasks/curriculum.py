@@ -30,7 +30,7 @@ class Curriculum:
     """Examples of a stratum in the exam."""
 
     recurrent_steps: int = 0
-    """Recurrent steps of the exam; 0 takes those of the newest training step."""
+    """Recurrent steps of the exam; 0 takes R of the newest training step."""
 
     limit_tokens: int = 0
     """Tokens after which a level that has not passed stops the run; 0 for no limit."""

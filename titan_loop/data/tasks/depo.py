@@ -4,7 +4,7 @@
 
 Nothing can be precomputed before the question, so a model must follow k edges after it: depth helps
 by doubling or by repetition, memory does not. Training examples ask several questions about one
-cycle, with 1 … `hops` steps each; those of the exam ask one.
+cycle, with 1 … `hops` steps each; an exam's example asks one.
 
 Source: Allen-Zhu 2025, "Physics of Language Models, part 4.1" (task Depo), as a depth task beside
 Ouro's Mano. Deviation: nodes are single tokens, and the exam's questions are held out by hash.

@@ -23,7 +23,7 @@ def draw_edges(
     """Return the (relation, tail) pairs of every entity.
 
     Args:
-        entities: Entities of each graph; those of the second follow those of the first.
+        entities: Entities of each graph, numbered from graph to graph.
         relations: Relations, shared by all graphs.
         degree: Edges that leave an entity.
     """

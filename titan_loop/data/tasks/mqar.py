@@ -42,7 +42,7 @@ class MQAR(Task):
     name: ClassVar[str] = "mqar"
 
     keys: int = 64
-    """Different keys; those of a prompt are distinct."""
+    """Different keys; the keys of a prompt are distinct."""
 
     values: int = 64
     """Different values."""

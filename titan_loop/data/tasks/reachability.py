@@ -170,7 +170,7 @@ class Reachability(Task):
         return (*sorted(question.shown), question.source, question.target)
 
     def depth(self, question: Query) -> int:
-        """Return the loops of Theorem 2; for a question without a path those of the largest."""
+        """Return the loops of Theorem 2; for a question without a path, the most that any needs."""
         return loops_for(question.distance or self.distance)
 
     def encode(self, question: Query) -> Example:

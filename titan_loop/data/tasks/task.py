@@ -4,7 +4,7 @@
                     │                               └─ else ─────► training
                     └─ encode ─► Example: columns of one length ─► windows
 
-Whether an example is held out depends on what it says alone, so training passes over it however
+Whether an example is held out depends on its content alone, so training passes over it however
 often it is drawn. A task is a frozen dataclass whose fields are its parameters; a plug-in gives it
 its name. Nothing here needs torch.
 """
@@ -31,7 +31,7 @@ class Example:
     """One example of T positions: tokens and labels (int64) and a mask, (T,) each.
 
     Attributes:
-        labels: What every position should say; IGNORED where nothing.
+        labels: Target of every position; IGNORED where there is none.
         answer: Whether a label belongs to the answer: what an exam grades, and what training is
             restricted to unless it takes all targets.
         columns: Values of the columns that the task declares, by name: (T, …) or, for a column that
@@ -66,7 +66,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """What an exam of facts measures: how many bits of them a model knows.
+    """Measure of an exam of facts: the bits of them that a model knows.
 
     Attributes:
         items: Number of items that training tells of, such as people.
@@ -83,11 +83,11 @@ class Task(ABC):
     """Examples drawn from a keyed generator, and an exam of those never trained on.
 
     A *question* is whatever the task draws: only the task looks into it. A *stratum* is a kind of
-    question that the exam counts on its own, such as a number of hops; a *level* is what a
+    question that the exam counts on its own, such as a number of hops; a *level* is the part that a
     curriculum trains on at a time.
 
     Attributes:
-        name: What recipes, suites and reports call the task.
+        name: Name in recipes, suites and reports.
         columns: Columns of an example beside tokens and labels, for the model or for the loss.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
         knows_depth: Whether `depth` says how many recurrent steps a question needs.
@@ -116,7 +116,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def strata(self) -> Mapping[str, Any]:
-        """Strata of the exam: name → what `draw` takes, from easy to hard."""
+        """Strata of the exam: name → argument of `draw`, from easy to hard."""
 
     @abstractmethod
     def choose(self, generator: random.Random, level: int) -> Any:
@@ -133,14 +133,14 @@ class Task(ABC):
 
     @abstractmethod
     def identity(self, question: Any) -> tuple[object, ...]:
-        """Return what makes two questions the same: strings and integers."""
+        """Return the strings and integers that two equal questions share."""
 
     @abstractmethod
     def encode(self, question: Any) -> Example:
         """Return the example that asks and answers the question."""
 
     def waypoints(self, question: Any) -> Mapping[str, tuple[int, int]]:
-        """Return what a model has to know on the way to the answer, for analyses of its states.
+        """Return the tokens that lead to the answer, for analyses of the model's states.
 
         Returns:
             Name → (position, token id), in the order in which they are needed; the last is
@@ -161,7 +161,7 @@ class Task(ABC):
 
     @property
     def knowledge(self) -> Knowledge | None:
-        """What there is to be known by heart; None for a task without facts."""
+        """Facts to be learned by heart; None for a task without facts."""
         return None
 
     @property
@@ -174,7 +174,7 @@ class Task(ABC):
         return list(self.strata)
 
     def exam_key(self, seed: int, stratum: Any) -> int:
-        """Return what the questions of an exam are drawn from."""
+        """Return the key that the questions of an exam are drawn from."""
         return keyed_integer(f"{self.name} exam", seed, stratum)
 
     def is_held_out(self, question: Any) -> bool:
