@@ -238,9 +238,7 @@ def test_checkpoints_that_do_not_fit_are_one_line_and_leave_nothing(
     first, second = runs
     to_new = ("--output", tmp_path / "mean")
     assert "at least two checkpoints, not 1" in error_of(capfd, first, *to_new)
-    assert "checkpoint merge: --output PATH" in error_of(
-        capfd, first, second
-    )
+    assert "checkpoint merge: --output PATH" in error_of(capfd, first, second)
     assert "is not empty" in error_of(capfd, first, second, "--output", first)
     assert "is not a folder" in error_of(capfd, first, tmp_path / "missing", *to_new)
     assert "has no manifest" in error_of(capfd, first, second / "checkpoints", *to_new)

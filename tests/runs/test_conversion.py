@@ -184,7 +184,9 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert "invalid choice 'stack' for argument '--mode'" in error_of(
         capfd, parent, *to_new, 4, "--mode", "stack"
     )
-    assert "Perhaps you meant: --moments" in error_of(capfd, parent, *to_new, 4, "--moment", "scale")
+    assert "Perhaps you meant: --moments" in error_of(
+        capfd, parent, *to_new, 4, "--moment", "scale"
+    )
     assert "is not a folder" in error_of(capfd, tmp_path / "missing", *to_new, 4)
     assert "has no manifest" in error_of(capfd, parent / "checkpoints", *to_new, 4)
     assert "is not empty" in error_of(capfd, parent, "--output", parent, "--layers", 4)
