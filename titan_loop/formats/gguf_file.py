@@ -74,24 +74,18 @@ def neighbours(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def _gguf() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise UserError("--to gguf needs the package gguf: pip install gguf") from None
-    return gguf
-
-
 def write(export: Export, output: Path) -> None:
     """Write a file, which appears under its name when all of it is there.
 
     Memory is the largest tensor, in the checkpoint's type and in the file's.
 
     Raises:
-        UserError: The package gguf is missing, a type does not fit the widths, the tokenizer is
-            one that llama.cpp does not have, or the output exists or cannot be written to its end.
+        UserError: A type does not fit the widths, the tokenizer is one that llama.cpp does not
+            have, or the output exists or cannot be written to its end.
     """
-    gguf, shape = _gguf(), export.shape
+    import gguf
+
+    shape = export.shape
     logging.getLogger("gguf").setLevel(logging.WARNING)
     kind = gguf.GGMLQuantizationType[_TYPES[export.dtype]]
     for name, width in {"dim": shape.dim, "hidden_dim": shape.hidden_dim}.items():

@@ -1,0 +1,254 @@
+"""Folders of Llama and Nanbeige, in and out, and GGUF files as the `gguf` package reads them."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from tests.families.nanbeige.conftest import VOCABULARY
+from tests.families.ouro.hugging_face.test_export import error_of
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.cli import main as cli
+from titan_loop.formats.gguf_file import neighbours
+from titan_loop.models.family import build_decoder
+from titan_loop.runs.saved_run import SavedRun
+
+_PREFIXED = {
+    "type": "ByteLevel",
+    "add_prefix_space": True,
+    "trim_offsets": True,
+    "use_regex": True,
+}
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
+
+
+def convert(*arguments: object) -> None:
+    """Run `titan-loop convert`, which must succeed."""
+    assert cli.main(["convert", *map(str, arguments)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        ("llama-unrolled", {"recurrent_steps": 1}),
+        ("llama-unrolled", {"recurrent_steps": 1, "tie_weights": True, "rope_theta": 500.0}),
+        ("nanbeige", {}),
+        ("nanbeige", {"norm_placement": "every_step", "recurrent_steps": 4, "norm_eps": 1e-6}),
+    ],
+)
+def test_a_folder_comes_back_bit_by_bit(make_run, tmp_path, ascii_tokenizer, to, options):
+    made = make_run(**options)
+    out, back = tmp_path / "out", tmp_path / "back"
+    shards = ("--max-shard-gigabytes", "1e-4")
+    convert(
+        "export", made.run, "--to", to, "--output", out, "--tokenizer", ascii_tokenizer, *shards
+    )
+    convert("import", out, "--output", back)
+    run = SavedRun.open(back)
+    reader = CheckpointReader(run.checkpoint().path)
+    for name, tensor in made.model.state_dict().items():
+        assert torch.equal(reader.read(name), tensor), name
+    before = SavedRun.open(made.run).checkpoint().manifest["trainer"]
+    after = run.checkpoint().manifest["trainer"]
+    assert after["architecture"] == before["architecture"]
+    assert after["recurrent_steps"] == before["recurrent_steps"]
+    again = tmp_path / "again"
+    convert("export", back, "--to", to, "--output", again, "--tokenizer", ascii_tokenizer, *shards)
+    for file in sorted(out.glob("*.safetensors")):
+        assert file.read_bytes() == (again / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_visit_is_a_layer_of_the_unrolled_model(make_run, tmp_path, ascii_tokenizer, steps):
+    made = make_run(**SPLIT)
+    out, back = tmp_path / "out", tmp_path / "back"
+    flags = ("--tokenizer", ascii_tokenizer, "--recurrent-steps", steps)
+    convert("export", made.run, "--to", "llama-unrolled", "--output", out, *flags)
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["num_hidden_layers"] == 2 + 2 * steps
+    convert("import", out, "--output", back)
+    run = SavedRun.open(back)
+    dense = build_decoder(run.model_options, max_seq_len=64).eval()
+    reader = CheckpointReader(run.checkpoint().path)
+    dense.load_state_dict({name: reader.read(name) for name in dense.state_dict()})
+    assert dense.recurrent_steps == 1
+    assert len(dense.layers) == 2 + 2 * steps
+    tokens = torch.arange(40)[None] * 7 % VOCABULARY
+    want = made.model(tokens, recurrent_steps=steps).hidden_RBLD[-1]
+    assert torch.equal(dense(tokens).hidden_RBLD[-1], want)
+
+
+def test_the_list_says_why_not(make_run, capsys):
+    convert("export", make_run(**SPLIT).run, "--list")
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["gguf-unrolled"].startswith("yes")
+    assert lines["llama-unrolled"].startswith("yes")
+    assert lines["nanbeige"].startswith("no: model.prelude_layers=1") or lines[
+        "nanbeige"
+    ].startswith("no: model.coda_layers=1")
+    assert "family ouro alone" in lines["transformers"]
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "flags", "message"),
+    [
+        ("gguf", {"exit_gate": True}, (), "model.exit_gate=True: the Nanbeige format has no place"),
+        (
+            "nanbeige",
+            {"injection": "additive"},
+            (),
+            "model.injection=additive: the Nanbeige format",
+        ),
+        (
+            "llama-unrolled",
+            {"norm_placement": "every_step"},
+            (),
+            "model.norm_placement=every_step: Llama has no norm between",
+        ),
+        (
+            "gguf-unrolled",
+            {},
+            ("--recurrent-steps", 9, "--most-layers", 16),
+            "unrolls to 18 layers",
+        ),
+        ("gguf", {}, ("--recurrent-steps", 0), "--recurrent-steps=0 must be at least 1"),
+        (
+            "gguf",
+            {"dim": 72, "n_heads": 4},
+            ("--dtype", "q8_0"),
+            "needs a model.dim that 32 divides",
+        ),
+        (
+            "llama-unrolled",
+            {},
+            ("--dtype", "q8_0"),
+            "--dtype=q8_0: format llama-unrolled has float32",
+        ),
+        ("gguff", {}, (), "--to=gguff is unknown; nearest: gguf"),
+        ("gguf", {"vocab_size": 290}, (), "has 300 tokens"),
+    ],
+)
+def test_models_that_a_format_cannot_hold_are_one_line(
+    make_run, tmp_path, capsys, ascii_tokenizer, to, options, flags, message
+):
+    made = make_run(**options)
+    arguments = (made.run, "--to", to, "--output", tmp_path / "out")
+    assert message in error_of(capsys, "export", *arguments, "--tokenizer", ascii_tokenizer, *flags)
+    assert not [*tmp_path.glob("*")]
+
+
+def test_an_output_that_exists_stays(make_run, tmp_path, capsys, ascii_tokenizer):
+    (tmp_path / "model.gguf").write_text("mine")
+    arguments = ("export", make_run().run, "--to", "gguf", "--output", tmp_path / "model.gguf")
+    assert "exists; choose a new file" in error_of(
+        capsys, *arguments, "--tokenizer", ascii_tokenizer
+    )
+    assert (tmp_path / "model.gguf").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"normalizer": {"type": "NFC"}}, "has the normalizer NFC"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "splits text by Whitespace"),
+        (
+            {"pre_tokenizer": _PREFIXED},
+            "splits text by ByteLevel",
+        ),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_lacks(
+    make_run, tmp_path, capsys, ascii_tokenizer, change, message
+):
+    record = json.loads(ascii_tokenizer.read_text()) | change
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(record))
+    arguments = ("export", make_run().run, "--to", "gguf", "--output", tmp_path / "a.gguf")
+    error = error_of(capsys, *arguments, "--tokenizer", other)
+    assert message in error
+    assert "--no-tokenizer" in error
+    convert(*arguments, "--no-tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 32.0}}, "rope_type='llama3'"),
+        ({"hidden_act": "gelu"}, "only 'silu' can be imported"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"model_type": "qwen2"}, "model_type='qwen2' cannot be imported"),
+        ({"head_dim": 32}, "head_dim=32"),
+    ],
+)
+def test_a_llama_that_is_none_of_ours_is_one_line(
+    make_run, tmp_path, capsys, ascii_tokenizer, change, message
+):
+    out = tmp_path / "out"
+    made = make_run(recurrent_steps=1)
+    convert("export", made.run, "--to", "llama-unrolled", "--output", out, "--no-tokenizer")
+    config = json.loads((out / "config.json").read_text()) | change
+    (out / "config.json").write_text(json.dumps(config))
+    assert message in error_of(capsys, "import", out, "--output", tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["qk_layernorm", "loop_share_kv", "enable_mhc"])
+def test_extensions_of_nanbeige_are_refused(make_run, tmp_path, capsys, name):
+    out = tmp_path / "out"
+    convert("export", make_run().run, "--to", "nanbeige", "--output", out, "--no-tokenizer")
+    config = json.loads((out / "config.json").read_text()) | {name: True}
+    (out / "config.json").write_text(json.dumps(config))
+    assert f"{name}=True" in error_of(capsys, "import", out, "--output", tmp_path / "run")
+
+
+def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenizer):
+    gguf = pytest.importorskip("gguf")
+    made = make_run(norm_placement="every_step", recurrent_steps=2)
+    path = tmp_path / "model.gguf"
+    convert("export", made.run, "--to", "gguf", "--output", path, "--tokenizer", ascii_tokenizer)
+    reader = gguf.GGUFReader(path)
+    keys = {
+        "general.architecture": "nanbeige",
+        "nanbeige.num_loops": 2,
+        "nanbeige.skip_loop_final_norm": False,
+        "nanbeige.block_count": 2,
+        "nanbeige.attention.head_count_kv": 2,
+        "nanbeige.context_length": 64,
+        "tokenizer.ggml.pre": "smollm",
+    }
+    for key, value in keys.items():
+        assert reader.get_field(key).contents() == value, key
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    state = made.model.state_dict()
+    assert len(found) == len(state)
+    query = state["layers.1.attention.qkv_linear.wq.weight"]
+    np.testing.assert_array_equal(found["blk.1.attn_q.weight"].data, neighbours(query, 4).numpy())
+    np.testing.assert_array_equal(found["output_norm.weight"].data, state["norm.weight"].numpy())
+
+
+def test_rows_of_a_head_are_interleaved():
+    rows = torch.arange(8.0)[:, None]
+    assert neighbours(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+def test_llama_logits_equal_transformers(make_run, tmp_path, ascii_tokenizer):
+    transformers = pytest.importorskip("transformers")
+    made = make_run(**SPLIT)
+    tokens = torch.arange(40)[None] * 7 % VOCABULARY
+    for steps in (1, 2, 4):
+        out = tmp_path / f"out{steps}"
+        flags = ("--tokenizer", ascii_tokenizer, "--recurrent-steps", steps)
+        convert("export", made.run, "--to", "llama-unrolled", "--output", out, *flags)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+        with torch.no_grad():
+            want = theirs(tokens).logits
+            ours = made.model(tokens, recurrent_steps=steps)
+            got = made.model.readout(ours.hidden_RBLD[-1])
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+        assert SafetensorsFolder(out).names
+        shutil.rmtree(out)

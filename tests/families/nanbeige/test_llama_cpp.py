@@ -1,0 +1,158 @@
+"""Exported models in llama.cpp: logits, greedy tokens, tokenizers, quantised weights."""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families.nanbeige.conftest import VOCABULARY, train_tokenizer
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.cli import main as cli
+from titan_loop.data.shards import TokenShards
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.runner import run_recipe
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.testing.tiny import standard_library_texts, tiny_config
+from titan_loop.text.tokenizer import load_tokenizer
+
+DRIVER = Path(__file__).with_name("llama_cpp.py")
+PROMPT = [5, 9, 100, 33, 270, 12]
+TOKENS = 57  # with the prompt they fill the window of 64
+CLOSE = 5e-3  # in nats, of logits whose standard deviation is 1; fp32 sums in another order
+Q8_SHARE = 0.01
+STEPS, WINDOW = 150, 64
+
+pytestmark = pytest.mark.engines
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """Return the Python that has llama.cpp."""
+    found = os.environ.get("TITAN_LOOP_ENGINES_PYTHON")
+    if not found:
+        pytest.skip("needs xllamacpp in an environment of its own, see tools/test_engines.sh")
+    return found
+
+
+def ask(python: str, model: Path, *requests: dict[str, Any]) -> list[Any]:
+    """Return llama.cpp's answers."""
+    asked = json.dumps({"model": str(model), "requests": requests})
+    answers = subprocess.run(
+        [python, str(DRIVER)], input=asked, capture_output=True, text=True, check=False
+    )
+    assert answers.returncode == 0, answers.stderr
+    return json.loads(answers.stdout)
+
+
+def export(run: Path, output: Path, *flags: object) -> Path:
+    """Export a run."""
+    arguments = ["convert", "export", run, "--output", output, *flags]
+    assert cli.main([*map(str, arguments)]) == 0
+    return output
+
+
+def log_probs(model: LoopDecoder, ids: list[int], steps: int) -> torch.Tensor:
+    """Return (L, V) log-probabilities in float64."""
+    with torch.no_grad():
+        output = model.double()(torch.tensor([ids]), recurrent_steps=steps)
+        return model.readout(output.hidden_RBLD[-1])[0].log_softmax(-1)
+
+
+def as_matrix(answer: dict[str, Any]) -> torch.Tensor:
+    """Return (tokens, V) log-probabilities of llama.cpp."""
+    rows = [[by_id[str(index)] for index in range(VOCABULARY)] for by_id in answer["log_probs"]]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+LOOPS = {
+    f"R{steps}-{norm}": {"recurrent_steps": steps, "norm_placement": norm}
+    for steps in (1, 2, 3, 4)
+    for norm in ("readout", "every_step")
+}
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("to", "options"),
+    [
+        *(("gguf", options) for options in LOOPS.values()),
+        ("gguf", {"n_kv_heads": 1, "tie_weights": True, "rope_theta": 500.0}),
+        ("gguf-unrolled", {"recurrent_steps": 3}),
+        ("gguf-unrolled", SPLIT),
+        ("gguf-unrolled", {**SPLIT, "n_kv_heads": 4, "recurrent_steps": 4}),
+    ],
+    ids=[*LOOPS, "one-kv-head", "unrolled-stack", "unrolled-core", "unrolled-core-R4"],
+)
+def test_greedy_tokens_and_logits_are_ours(
+    python, make_run, tmp_path, ascii_tokenizer, to, options
+):
+    made = make_run(**options)
+    flags = ("--to", to, "--tokenizer", ascii_tokenizer)
+    file = export(made.run, tmp_path / "model.gguf", *flags)
+    request = {"prompt": PROMPT, "count": TOKENS, "vocabulary": VOCABULARY}
+    (answer,) = ask(python, file, request)
+    ours = log_probs(made.model, PROMPT + answer["tokens"], made.model.recurrent_steps)
+    ours = ours[len(PROMPT) - 1 : -1]
+    assert answer["tokens"] == ours.argmax(-1).tolist()
+    torch.testing.assert_close(as_matrix(answer), ours, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("digits", [True, False], ids=["digits", "no-digits"])
+def test_a_thousand_documents_have_the_same_ids(python, make_run, tmp_path, digits):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", digits=digits, every_byte=True)
+    made = make_run(vocab_size=VOCABULARY + 100)
+    flags = ("--to", "gguf", "--tokenizer", tokenizer)
+    file = export(made.run, tmp_path / "model.gguf", *flags)
+    text = (
+        "".join(standard_library_texts(60))
+        + "Éa été: naïve  \t12345 3.14 漢字 🙂\r\n\n  I'll DON'T they've\n" * 40
+    )
+    size = len(text) // 1000
+    documents = [text[start : start + size] for start in range(0, size * 1000, size)]
+    ours = load_tokenizer(tokenizer)
+    answers = ask(python, file, *({"text": document} for document in documents))
+    for document, answer in zip(documents, answers, strict=True):
+        assert answer == ours.encode(document).ids, document
+
+
+def test_a_trained_model_quantised_to_eight_bits_reads_as_well(python, source, tmp_path, alone):
+    config = tiny_config(source, tmp_path / "run", steps=STEPS)
+    config.model = NanbeigeOptions(initializer_range=0.1)
+    config.training.seq_len = WINDOW
+    run_recipe(
+        Recipe(name="one", stages=[Stage(name="one", config=config)]), folder=tmp_path / "run"
+    )
+    shards = TokenShards(source, "held_out")
+    windows = [shards.read_ids(start, WINDOW).tolist() for start in range(0, 4 * WINDOW, WINDOW)]
+    requests = [
+        {"prompt": ids[:1], "given": ids[1:], "vocabulary": VOCABULARY, "count": 0}
+        for ids in windows
+    ]
+    nats: dict[str, float] = {}
+    for dtype in ("float32", "q8_0"):
+        flags = ("--to", "gguf", "--dtype", dtype)
+        file = export(tmp_path / "run", tmp_path / f"{dtype}.gguf", *flags)
+        answers = ask(python, file, *requests)
+        nats[dtype] = -sum(
+            float(as_matrix(answer)[range(WINDOW - 1), ids[1:]].mean())
+            for ids, answer in zip(windows, answers, strict=True)
+        ) / len(windows)
+    run = SavedRun.open(tmp_path / "run")
+    model = build_decoder(run.model_options, max_seq_len=WINDOW).eval()
+    reader = CheckpointReader(run.checkpoint().path)
+    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
+    steps = run.checkpoint().manifest["trainer"]["recurrent_steps"]
+    ours = -sum(
+        float(log_probs(model, ids, steps)[range(WINDOW - 1), ids[1:]].mean()) for ids in windows
+    ) / len(windows)
+    assert ours < math.log(VOCABULARY) - 1  # it has learned
+    assert nats["float32"] == pytest.approx(ours, abs=1e-4)
+    assert math.exp(nats["q8_0"] - ours) == pytest.approx(1, abs=Q8_SHARE)

@@ -1,0 +1,105 @@
+"""Llama blocks, looped: against a float64 reference, and against the dense model they unroll to."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder
+
+CLOSE = 2e-6  # float64, but the model's table of rotations is fp32
+
+
+def reference(model: LoopDecoder, tokens_L: Tensor, steps: int) -> Tensor:
+    """Return logits (L, V) of one window: Llama's equations, one layer after the other."""
+    state = model.state_dict()
+    options = model.config
+    attention = options.layers[0].attention
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads or attention.n_heads
+    width = options.dim // heads
+    half = width // 2
+    angles = torch.arange(len(tokens_L)).double()[:, None] * (
+        attention.rope.theta ** (-torch.arange(half).double() / half)
+    )
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + options.norm.eps).sqrt() * state[name]
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def layer(x: Tensor, index: int) -> Tensor:
+        at = f"layers.{index}."
+        normed = norm(x, f"{at}attention_norm.weight")
+        q, k, v = (
+            (normed @ state[f"{at}attention.qkv_linear.w{part}.weight"].T).unflatten(
+                -1, (-1, width)
+            )
+            for part in "qkv"
+        )
+        q, k = rotate(q), rotate(k)
+        k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        scores = torch.einsum("qnh,knh->nqk", q, k) / width**0.5
+        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+        mixed = torch.einsum("nqk,knh->qnh", scores.softmax(-1), v).flatten(1)
+        x = x + mixed @ state[f"{at}attention.wo.weight"].T
+        normed = norm(x, f"{at}ffn_norm.weight")
+        gate = F.silu(normed @ state[f"{at}feed_forward.w1.weight"].T)
+        up = normed @ state[f"{at}feed_forward.w3.weight"].T
+        return x + (gate * up) @ state[f"{at}feed_forward.w2.weight"].T
+
+    first, last = options.prelude_layers, len(options.layers) - options.coda_layers
+    x = state["tok_embeddings.weight"][tokens_L]
+    for index in range(first):
+        x = layer(x, index)
+    for _ in range(steps):
+        for index in range(first, last):
+            x = layer(x, index)
+        if options.norm_placement == "every_step":
+            x = norm(x, "norm.weight")
+    for index in range(last, len(options.layers)):
+        x = layer(x, index)
+    if options.norm_placement == "readout" or options.coda_layers:
+        x = norm(x, "norm.weight")
+    return x @ state["lm_head.weight"].T
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"norm_placement": "every_step", "recurrent_steps": 2},
+        {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1},
+        {"n_kv_heads": 4, "tie_weights": True, "norm_eps": 1e-3, "rope_theta": 500.0},
+        {"recurrent_steps": 1},
+    ],
+    ids=["loop", "norm between", "prelude and coda", "tied", "dense"],
+)
+def test_logits_are_those_of_the_equations(make_run, options):
+    model = make_run(**options).model.double()
+    tokens = torch.arange(3, 35) * 7 % 300
+    output = model(tokens[None])
+    logits = model.readout(output.hidden_RBLD[-1])[0]
+    assert len(output.hidden_RBLD) == model.recurrent_steps
+    torch.testing.assert_close(
+        logits, reference(model, tokens, model.recurrent_steps), atol=CLOSE, rtol=0
+    )
+
+
+def test_branches_start_small_in_their_matrices():
+    model = build_decoder(NanbeigeOptions(n_layers=8), max_seq_len=8)
+    layer = model.layers["0"]
+    weights = (layer.attention.wo.weight, layer.feed_forward.w1.weight)
+    out, inside = (float(weight.detach().std()) for weight in weights)
+    assert out / inside == pytest.approx((2 * 8) ** -0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-5, 1.0])
+def test_an_epsilon_out_of_range_is_one_line(eps):
+    with pytest.raises(UserError, match=f"model.norm_eps={eps} must be above 0 and below 1"):
+        build_decoder(NanbeigeOptions(norm_eps=eps), max_seq_len=8)
