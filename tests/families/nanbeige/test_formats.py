@@ -236,8 +236,7 @@ def test_rows_of_a_head_are_interleaved():
     assert neighbours(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
-def test_llama_logits_equal_transformers(make_run, tmp_path, ascii_tokenizer):
-    transformers = pytest.importorskip("transformers")
+def test_llama_logits_equal_transformers(transformers, make_run, tmp_path, ascii_tokenizer):
     made = make_run(**SPLIT)
     tokens = torch.arange(40)[None] * 7 % VOCABULARY
     for steps in (1, 2, 4):

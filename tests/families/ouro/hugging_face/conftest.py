@@ -1,13 +1,11 @@
 """Small models with every weight at random, their runs and exported folders, and transformers."""
 
-import importlib
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -188,19 +186,3 @@ def grouped(export_model: Exporter) -> Exported:
         vocab_size=VOCABULARY, n_kv_heads=2, tie_weights=True, rope_theta=500.0, recurrent_steps=4
     )
     return export_model(options, "--chatml", "--max-shard-gigabytes", "1e-4")
-
-
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(4, marks=pytest.mark.hf4), pytest.param(5, marks=pytest.mark.hf5)],
-    ids=["transformers4", "transformers5"],
-)
-def transformers(request: pytest.FixtureRequest) -> ModuleType:
-    """Return transformers of one major version; `tools/test_hf.sh` makes environments with it."""
-    try:
-        version = metadata.version("transformers")
-    except metadata.PackageNotFoundError:
-        version = "0"
-    if int(version.split(".")[0]) != request.param:
-        pytest.skip(f"needs transformers {request.param}, see tools/test_hf.sh")
-    return importlib.import_module("transformers")
