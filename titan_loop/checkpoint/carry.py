@@ -91,12 +91,7 @@ def has_moments(checkpoint: Path) -> bool:
 
 
 def check_moments(parent: Path, carry: Carry) -> None:
-    """Raise `UserError` if a parent's moments are wanted and it has none, as after an import.
-
-    Args:
-        parent: The folder of its checkpoint.
-        carry: What the run takes from it.
-    """
+    """Raise `UserError` if a parent's moments are wanted and it has none, as after an import."""
     if carry.optimizer and not has_moments(parent):
         raise UserError(
             f"checkpoint.carry.parent={parent} has weights, but no optimizer's moments; start "

@@ -47,10 +47,7 @@ def newest_good(
     A newer checkpoint that is not whole is skipped with a warning that says why.
 
     Args:
-        folder: The folder of a run's checkpoints.
-        look_at: See `LookAt`.
         group: Where ranks share the work and agree; None looks alone.
-        wanted: Which steps to choose from.
 
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
@@ -92,8 +89,6 @@ def inspect(
     """Return a checkpoint's manifest if it is whole, else None and the reason.
 
     Args:
-        checkpoint: The checkpoint's folder.
-        look_at: See `LookAt`.
         group: Ranks that each read a share of the files; None reads them all here.
     """
     hashes = look_at == "hashes"
@@ -122,10 +117,7 @@ def _seen_twice(
     One node's stale view of a shared disk must not have a good checkpoint set aside.
 
     Args:
-        checkpoint: The checkpoint's folder.
         suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
-        hashes: As for `find_damage`.
-        group: All ranks.
 
     Returns:
         What rank 0 finds damaged now.

@@ -18,8 +18,6 @@ def consolidate(reader: CheckpointReader, output: Path, *, optimizer: bool = Fal
     """Write full tensors to one file; it appears under its name when it is complete.
 
     Args:
-        reader: The checkpoint.
-        output: The new file.
         optimizer: Whether to write optimiser tensors, too; plain values are never written.
 
     Returns:

@@ -41,10 +41,7 @@ class KeepPolicy:
         """Return why a checkpoint stays for ever, a phrase each; empty if it may go.
 
         Args:
-            step: Training steps done.
             manifest: Its commit record, or nothing if that cannot be read.
-            best: Step of the run's best checkpoint.
-            tags: Names given to it by hand.
         """
         reasons = [f"every {self.every}"] if self.every and step % self.every == 0 else []
         reasons += ["stage end"] if manifest.get("stage_end") else []
@@ -68,8 +65,6 @@ def delete_stale(
     """Delete what the policy lets go and what never finished; a failure is logged, not raised.
 
     Args:
-        folder: The folder of a run's checkpoints.
-        policy: The run's.
         newest: Step of the checkpoint just committed; later ones are another attempt's.
         in_use: Whether a checkpoint must stay until the next commit.
     """

@@ -52,9 +52,7 @@ def list_checkpoints(
     """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too.
 
     Args:
-        folder: The folder of a run's checkpoints.
         hashes: Whether to read every file; sizes are always compared.
-        policy: The run's.
     """
     if not folder.is_dir():
         return []
@@ -108,8 +106,6 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
     """Return everything wrong with a committed checkpoint, a phrase each.
 
     Args:
-        checkpoint: Its folder.
-        manifest: Its commit record.
         hashes: Whether to read the files, the table of entries among them; else sizes only.
     """
     faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []

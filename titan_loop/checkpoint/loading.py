@@ -75,7 +75,6 @@ def load_checkpoint(
 
     Args:
         state_dict: Allocated tensors and objects, as for `torch.distributed.checkpoint.load`.
-        checkpoint: Its folder.
         group: A gloo group of all ranks; None loads into this process alone.
         policy: Which entries may differ; None for none.
 
@@ -112,10 +111,6 @@ def load_checkpoint(
 
 class StrictLoadPlanner(PlainLoadPlanner):
     """Reads what is wanted if it is also what is saved.
-
-    Args:
-        checkpoint: The folder, for messages.
-        policy: Which entries may differ.
 
     Attributes:
         match: Which entries are loaded and which are not; None until planned.
@@ -156,9 +151,6 @@ def check_keys(
 
     Args:
         wanted: Flattened key -> global shape of a tensor, or None for any other object.
-        saved: The checkpoint's metadata.
-        checkpoint: Its folder, for the message.
-        policy: The differences that are meant.
 
     Returns:
         Which entries to load, and which ones the policy covers.

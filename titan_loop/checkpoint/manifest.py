@@ -40,12 +40,7 @@ TABLE = "tensors.json"
 
 
 class DamagedCheckpointError(UserError):
-    """A file of a checkpoint is missing, truncated or altered.
-
-    Args:
-        path: The file, or the checkpoint's folder.
-        reason: The fault, as a phrase.
-    """
+    """A file of a checkpoint is missing, truncated or altered."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(path, reason)  # both, so that it travels between ranks
@@ -135,7 +130,6 @@ def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[s
     """Read files and return their sizes and hashes.
 
     Args:
-        checkpoint: The checkpoint's folder.
         names: Files in it; None takes all that DCP wrote.
 
     Raises:
@@ -153,7 +147,6 @@ def find_damage(
     """Compare files with their records.
 
     Args:
-        checkpoint: The checkpoint's folder.
         records: Files to look at, and what the manifest says of each.
         hashes: Whether to read the files; False compares sizes only.
 

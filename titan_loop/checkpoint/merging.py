@@ -42,7 +42,6 @@ def merge_checkpoints(
 
     Args:
         sources: Folders of committed checkpoints, at least two.
-        target: Folder of the new one.
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
 

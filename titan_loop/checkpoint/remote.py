@@ -50,9 +50,7 @@ class RemoteCheckpoints:
     """The checkpoints of one run in a remote folder; for rank 0.
 
     Args:
-        url: `checkpoint.remote`.
         stage: Name of the run's stage: a recipe's stages share the address.
-        run: The run directory.
         adopt: Whether a run directory without checkpoints goes on with the run that writes there.
 
     Raises:
@@ -233,8 +231,6 @@ class Uploader:
     """Copies checkpoints in a thread; what fails is logged and tried again, training goes on.
 
     Args:
-        remote: Where to.
-        attempts: Attempts for a checkpoint.
         wait_seconds: Wait before the second attempt; it doubles each time.
         policy: Applied there after every copy.
     """

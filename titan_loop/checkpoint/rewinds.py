@@ -54,13 +54,7 @@ def record_rewind(run: Path, remote: RemoteCheckpoints | None, rewind: Rewind) -
 
 
 def take_up_rewinds(run: Path, checkpoints: Path, remote: RemoteCheckpoints | None) -> None:
-    """Give up the checkpoints that recorded rewinds left behind, here and in the store.
-
-    Args:
-        run: The run directory.
-        checkpoints: Folder of its checkpoints.
-        remote: The run's copies in an object store.
-    """
+    """Give up the checkpoints that recorded rewinds left behind, here and in the store."""
     here = read_rewinds(run)
     there = [] if remote is None else remote.read(REWINDS).get("rewinds", [])
     rewinds = max(here, there, key=len)

@@ -144,7 +144,6 @@ def write_folder(
         folder: Exists, and has no safetensors yet.
         shapes: Every tensor, in the order they are written.
         dtype: float32 or bfloat16; rounds to nearest even where that is narrower.
-        read: Returns a tensor by name.
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
 
     Raises:
@@ -214,10 +213,7 @@ def write_safetensors(
     """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
 
     Args:
-        path: The file.
         tensors: Shape and type of each, in the order they are written.
-        read: Returns one by name.
-        metadata: Free text by name.
 
     Raises:
         UserError: safetensors has no such type.

@@ -65,8 +65,6 @@ def save_checkpoint(
         state_dict: Returns tensors and objects, which must not change until this function
             returns; an exception counts as a failure of the save.
         content: The manifest without `files`.
-        group: A gloo group of all ranks.
-        retry: Attempts and waits.
         on_commit: Called on rank 0 after the commit; what it raises is logged, since nothing may
             undo a commit.
 

@@ -58,7 +58,6 @@ class CheckpointReader:
     Memory is the tensor that is read and one of its shards.
 
     Args:
-        checkpoint: The folder of one checkpoint.
         look_at: How closely to check its files first, see `LookAt`.
         ema: Whether a weight's name stands for its average; frozen ones have none.
 

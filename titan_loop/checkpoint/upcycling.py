@@ -92,11 +92,6 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     `lineage.parent` and, as `lineage.upcycled`, `mode`, `moments` (None without optimiser state),
     `n_layers` of the parent and `layers`: the parent's layer for every new one. It ends no stage.
 
-    Args:
-        source: Folder of a committed checkpoint.
-        target: Folder of the new one.
-        upcycling: How.
-
     Raises:
         UserError: `source` is not a committed checkpoint, is damaged, or is not of a model with
             layers; or the number of layers does not fit.

@@ -60,7 +60,6 @@ def command(name: str, function: Callable[..., int | None]) -> Run:
     """Return the `run(words)` of a verb.
 
     Args:
-        name: Verb as it follows `titan-loop`.
         function: What the verb does; it returns an exit code, None for success. The text of its
             docstring and its `Args:` are `--help`. A parameter `flags` receives the words that are
             not its own, which are flags of a recipe.
@@ -165,7 +164,6 @@ def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
 
     Args:
         words: Command line, which is left to tyro if it asks for help.
-        name: Verb to name, if any.
     """
     if HELP & {*words}:
         yield

@@ -97,8 +97,6 @@ def help_text(known: Sequence[Flag], program: str, choices: Sequence[str]) -> st
     """Return the page of the flags that matter first.
 
     Args:
-        known: All flags, with the recipe's values.
-        program: Command that is explained.
         choices: Choices that follow the flags, with flags of their own.
     """
     values = {flag.name: flag.value for flag in known}

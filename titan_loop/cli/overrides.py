@@ -28,7 +28,6 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
         config: A dataclass; nested fields are reached as `--outer.inner-field`.
         arguments: Flags and values, `_` and `-` alike in names; `--flag` and `--no-flag` for bools.
             Token counts accept K, M, B and T (`--total-tokens 100M`), lists spaces and commas.
-        program: Command that `--help` names.
 
     Raises:
         UserError: For an unknown flag, with the nearest known ones, or a value that does not fit.

@@ -27,9 +27,7 @@ def resolve_recipe(
     """Return a recipe with the flags applied to its stages.
 
     Args:
-        name: Recipe's name, or PACKAGE.MODULE:FUNCTION.
         flags: As `apply_to_stages` takes them.
-        verb: Verb that `--help` names.
         only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
             a fork and no longer waits for its parent.
         prepare: Changes the recipe before the flags do.
@@ -52,10 +50,8 @@ def apply_to_stages(
     """Set fields of the stages' configs; a flag for one stage wins over a flag for all.
 
     Args:
-        recipe: Recipe whose configs are replaced.
         flags: As `apply_overrides` takes them. The words after a flag for one stage, up to the next
             flag, belong to it.
-        program: Command that `--help` names.
         only: The one stage whose config is wanted; the others stay as they are.
 
     Raises:
@@ -92,7 +88,6 @@ def split_by_stage(
     """Return the flags for all stages, and the flags for single ones without their prefix.
 
     Args:
-        flags: Flags and values.
         names: Names of the stages. They may contain dots; `_` and `-` are alike, as in fields.
 
     Raises:

@@ -29,9 +29,6 @@ def upcycle_run(
 
     Args:
         parent: A run, whose newest checkpoint is taken, or one of its checkpoints.
-        output: The new run directory.
-        upcycling: How.
-        command: Recorded in the new `run.json`.
 
     Returns:
         The parent checkpoint and the new one.
@@ -70,9 +67,7 @@ def merge_runs(
 
     Args:
         parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
-        output: The new run directory.
         weights: One for each parent, see `merge_checkpoints`; empty for equal ones.
-        command: Recorded in the new `run.json`.
 
     Returns:
         The new checkpoint.

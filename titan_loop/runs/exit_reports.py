@@ -63,7 +63,6 @@ def describe_exits(exits: list[RankExit], ranks: int) -> str:
 
     Args:
         exits: From `read_exits`.
-        ranks: Number of ranks of the job.
     """
     counts = Counter(each.code for each in exits)
     counted = [f"{count} with code {code}" for code, count in sorted(counts.items())]

@@ -113,7 +113,6 @@ def silent_ranks(
     in another collective than most.
 
     Args:
-        heartbeats: Heartbeats of one run.
         now: Time of the look; None for this moment.
         hung: Whether the run is known to make no progress.
     """

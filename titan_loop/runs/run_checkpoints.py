@@ -86,7 +86,6 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
     """Delete checkpoints, and yield each that is gone.
 
     Args:
-        checkpoints: Folders step-N.
         force: Delete the newest good one and those that are kept for ever, too.
 
     Raises:

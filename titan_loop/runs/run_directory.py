@@ -113,7 +113,6 @@ class RunDirectory:
         Call it on rank 0 only, before anything else writes.
 
         Args:
-            command: The command line of this start.
             config: The resolved configuration, written to `config.json` when given. A restart
                 with another one first keeps the old as `config-before-restart-K.json`.
 

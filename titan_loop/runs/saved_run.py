@@ -102,7 +102,6 @@ class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
     Args:
-        path: Folder of the run.
         checkpoint: The checkpoint in it that is meant; None for the newest whole one.
         config_json: A config that a restart kept, to read instead of `config.json`.
 
@@ -210,8 +209,6 @@ class SavedRun:
         """Return the option with a dotted name.
 
         Args:
-            name: Name.
-            kind: Type.
             default: Value of an option that is absent or null; None if it must be there.
 
         Raises:

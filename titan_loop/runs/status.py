@@ -41,8 +41,6 @@ def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> Non
     """Record a recipe's stages in its folder; call it on one rank.
 
     Args:
-        folder: The recipe's folder.
-        recipe: The recipe's name.
         stages: The stages in the order in which they run.
 
     Raises:

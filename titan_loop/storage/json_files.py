@@ -76,10 +76,6 @@ def _write_text(path: Path, text: str) -> None:
 def read_json(path: Path, *, fix: str) -> Any:
     """Return the JSON value in a file.
 
-    Args:
-        path: The file.
-        fix: Remedy for a damaged file, for the message.
-
     Raises:
         FileNotFoundError: The file does not exist.
         DamagedFileError: It is not a regular file, or does not hold JSON.
@@ -105,7 +101,6 @@ def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[st
     """Return a JSON object whose `format_version` this program knows.
 
     Args:
-        path: The file.
         format_version: The newest version that is known.
         fix: Remedy for a damaged file, for the message.
 
@@ -153,7 +148,6 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
     """Return the records of a `.jsonl` file; none if it does not exist.
 
     Args:
-        path: The file.
         fields: Names that every record has, and the types of their values.
 
     Raises:

@@ -37,7 +37,6 @@ def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = appen
     """Append one record; a failing disk is warned of, and the record is kept for the next time.
 
     Args:
-        path: The file.
         record: The record; not changed later.
         append: Appends one record to the file.
 

@@ -27,8 +27,6 @@ class DamagedFileError(UserError):
     """A file is not what it should be.
 
     Args:
-        path: The file.
-        reason: The fault, as a phrase.
         fix: Remedy, as a phrase.
     """
 
@@ -46,7 +44,6 @@ def open_regular(path: Path, *, fix: str) -> BufferedReader:
     """Open a regular file to read it.
 
     Args:
-        path: The file.
         fix: Remedy for a damaged file, for the message.
 
     Raises:

@@ -23,7 +23,6 @@ class RemoteFolder:
     """One folder; it need not exist, but its bucket must.
 
     Args:
-        url: Its address.
         field: The field that names it, for messages.
 
     Raises:

@@ -43,12 +43,7 @@ _retries = 0
 
 
 class ShortReadError(OSError):
-    """A file gave fewer bytes than it should have.
-
-    Args:
-        path: The file.
-        reason: What was missing, as a phrase.
-    """
+    """A file gave fewer bytes than it should have."""
 
     def __init__(self, path: str | Path, reason: str) -> None:
         super().__init__(errno.EIO, reason, str(path))
@@ -90,7 +85,6 @@ def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFai
     """Return what to raise for a file that cannot be read: the user's error, or the machine's.
 
     Args:
-        path: The file.
         error: What the system said, in the end.
         fix: Remedy, as a phrase.
     """
