@@ -1,7 +1,7 @@
 """The best checkpoint of a run: that with the lowest held-out loss, which `--best` keeps.
 
-Every manifest of such a run names the best checkpoint so far (`best`: its step, its loss and what
-the loss is of), so a run that continues anywhere, from whichever checkpoint, knows it. The path
+Every manifest of such a run names the best checkpoint so far (`best`: its step, its loss and the
+text it was measured on), so a run that continues from any of them knows it. The path
 RUN/checkpoints/best stands for the one that the newest manifest names.
 """
 
@@ -25,7 +25,7 @@ class Best(TypedDict):
 
 
 def better(best: Best | None, measured: Best | None) -> Best | None:
-    """Return the better one; what was measured on other text counts no more."""
+    """Return the better one; a loss measured on other text no longer counts."""
     if best is None or measured is None or best["measured_on"] != measured["measured_on"]:
         return measured or best
     return measured if measured["held_out_loss"] < best["held_out_loss"] else best

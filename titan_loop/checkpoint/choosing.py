@@ -120,10 +120,10 @@ def _seen_twice(
         suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
 
     Returns:
-        What rank 0 finds damaged now.
+        Damage that rank 0 finds now.
 
     Raises:
-        RunFailedError: Another rank still finds damage in what rank 0 finds whole.
+        RunFailedError: Another rank still finds damage that rank 0 does not.
     """
     time.sleep(SECOND_LOOK_SECONDS)
     confirmed, *others = from_all_ranks(

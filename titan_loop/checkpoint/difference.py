@@ -19,7 +19,7 @@ from titan_loop.checkpoint.tensors import CheckpointReader
 
 CHUNK_ELEMENTS = 2**20
 NOT_COMPARED = ("files", "format_version", "sha256")
-"""Fields of the manifest: how a checkpoint is cut into files says nothing about what it holds."""
+"""Fields of the manifest: they describe the files, not the content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
         left, right = left.to(exact), right.to(exact)
         # Equal infinities differ by NaN, and so do two NaN.
         same = (left == right) | (left.isnan() & right.isnan())
-        if same.all():  # as those of an empty tensor are
+        if same.all():  # also for an empty tensor
             continue
         difference = _nan_is_infinite((left - right).abs().double()).masked_fill(same, 0.0)
         size = torch.maximum(left.abs(), right.abs()).double()

@@ -62,7 +62,7 @@ class KeepPolicy:
 def delete_stale(
     folder: Path, policy: KeepPolicy, *, newest: int, in_use: Callable[[Path], bool]
 ) -> None:
-    """Delete what the policy lets go and what never finished; a failure is logged, not raised.
+    """Delete stale checkpoints and unfinished saves; log failures instead of raising them.
 
     Args:
         newest: Step of the checkpoint just committed; later ones are another attempt's.

@@ -19,7 +19,7 @@ _NAME = re.compile(rf"(damaged-|rewound-)?{STEP_NAME}")
 
 @dataclass(frozen=True, slots=True)
 class ListedCheckpoint:
-    """One folder: a checkpoint, or what is left of one."""
+    """One folder: a checkpoint, or the remains of one."""
 
     path: Path
     step: int
@@ -37,7 +37,7 @@ class ListedCheckpoint:
 
     @property
     def committed(self) -> bool:
-        """Whether its save finished, whatever happened to it since."""
+        """True if its save finished, even if it was damaged since."""
         return is_committed(self.path)
 
     @property

@@ -1,7 +1,7 @@
 """Loads a checkpoint of any world size, if it holds exactly the entries that are wanted.
 
-DCP alone ignores what is saved and not wanted. Exceptions are named in a `KeyPolicy`, never taken
-for granted, and every entry that one of them covers is logged.
+DCP alone ignores saved entries that nobody asked for. Exceptions are named in a `KeyPolicy`, and
+every entry that one of them covers is logged.
 """
 
 import logging
@@ -45,7 +45,7 @@ AVERAGE_PREFIX = "optimizer.ema."
 class KeyPolicy:
     """Differences between wanted and saved entries that are allowed; none by default.
 
-    Patterns are those of `fnmatch` over whole flattened keys: "optimizer.*", "exit_gate.*".
+    `fnmatch` patterns over whole flattened keys: "optimizer.*", "exit_gate.*".
     """
 
     ignore_saved: tuple[str, ...] = ()
@@ -82,13 +82,13 @@ def load_checkpoint(
         UserError: On every rank: the entries differ, or something in the files is forbidden.
         DamagedCheckpointError: On every rank: a file is missing, truncated or garbled.
     """
-    # Not left to DCP: it would swallow what is wrong, and look for metadata of single ranks.
+    # Not left to DCP: it would swallow the error, and look for metadata of single ranks.
     metadata = from_rank_zero(group, lambda: read_table(checkpoint))
     planner = StrictLoadPlanner(checkpoint, policy or KeyPolicy())
     reader = SafeFileSystemReader(checkpoint, metadata)
     try:
         with warnings.catch_warnings():
-            # One process is what a caller without a group wants.
+            # A caller without a group wants one process.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(
                 state_dict,
@@ -110,7 +110,7 @@ def load_checkpoint(
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
-    """Reads what is wanted if it is also what is saved.
+    """Plans to read the wanted entries, if they equal the saved ones.
 
     Attributes:
         match: Which entries are loaded and which are not; None until planned.
@@ -147,7 +147,7 @@ def check_keys(
     checkpoint: Path,
     policy: KeyPolicy | None = None,
 ) -> KeyMatch:
-    """Compare what is wanted with what is saved.
+    """Compare wanted with saved entries.
 
     Args:
         wanted: Flattened key -> global shape of a tensor, or None for any other object.

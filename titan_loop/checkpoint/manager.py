@@ -60,7 +60,7 @@ INHERITED = ("origin", "upcycled")
 parent, and the keep policy may delete it."""
 
 _LONGEST_END = timedelta(minutes=30)
-"""Time that ranks wait for the slowest one to close what it wrote."""
+"""Time that ranks wait for the slowest one to close its files."""
 
 
 class LoopCheckpointManager(BaseCheckpointManager):
@@ -204,7 +204,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         )
 
     def copy_to(self, remote: RemoteCheckpoints) -> None:
-        """From now on copy what is committed; on rank 0, once the run directory is locked."""
+        """Copy checkpoints as they are committed; on rank 0, once the run directory is locked."""
         self.uploader = self.config.uploader(remote)
         self.uploader.catch_up(self.path)  # with the last one of a start that was interrupted
 
@@ -263,7 +263,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         return better(self.best, self.trainer.measured) is not self.best
 
     def tensors(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of model and optimisers."""
+        """Return the state of model and optimisers that a checkpoint holds."""
         return {OPTIMIZER: self.optimizers.state_dict(), **self.model.state_dict()}
 
     def _write(
@@ -273,7 +273,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         *,
         must_succeed: bool = False,
     ) -> bool:
-        """Write one checkpoint; what fails is logged, and raised only where training ends here."""
+        """Write one checkpoint; a failure is logged, and raised only at the end of training."""
         target = step_folder(self.path, content["step"])
         try:
             with torch.no_grad():
@@ -374,7 +374,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         self.inherited = {"origin": origin}
         if carry.upcycle != "no":
             parent = from_rank_zero(self.group, lambda: self._upcycle(parent))
-            # Of this start alone: what was duplicated before is in the origin's manifest.
+            # Of this start alone: earlier duplications are in the origin's manifest.
             lineage = from_rank_zero(self.group, lambda: read_manifest(parent)["lineage"])
             self.inherited["upcycled"] = lineage["upcycled"]
         self._read(parent, optimizer=carry.optimizer, policy=carry.key_policy())
@@ -422,7 +422,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
 
     def _maybe_wait_for_staging(self) -> None:
         if self.staging_future is not None:
-            wait([self.staging_future])  # what it raised, the writer reports
+            wait([self.staging_future])  # the writer reports its errors
             self.staging_future = None
 
     def _wait_for_saving(self) -> None:

@@ -3,8 +3,8 @@
 Format version 2:
 
     step, created      training steps done, UTC time
-    trainer            what `LoopTrainer.state_dict` returns: tokens, R, the model's architecture
-    data               what the loader's `state_dict` returns: windows consumed, and of what
+    trainer            `LoopTrainer.state_dict`: tokens, R, the model's architecture
+    data               the loader's `state_dict`: windows consumed, by source
     lineage            parent checkpoint, recipe hash, stage, library versions; after upcycling
                        `upcycled`: which layer came from which (`upcycling.upcycle_checkpoint`);
                        of a mean `merged`: its parents (`merging.merge_checkpoints`)
@@ -83,7 +83,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the commit record of the checkpoint in folder `checkpoint`.
 
     Raises:
-        DamagedCheckpointError: It is not what was written.
+        DamagedCheckpointError: It was altered, or is not a manifest.
         UserError: There is none, it may not be read, or another version of titan_loop wrote it.
         RunFailedError: The disk fails, which says nothing about the checkpoint.
     """
@@ -147,7 +147,7 @@ def find_damage(
     """Compare files with their records.
 
     Args:
-        records: Files to look at, and what the manifest says of each.
+        records: Files to look at, with their entries in the manifest.
         hashes: Whether to read the files; False compares sizes only.
 
     Returns:
@@ -178,7 +178,7 @@ def find_damage(
 
 
 def _wrong_content(manifest: Mapping[str, Any]) -> str:
-    """Return what a manifest says that no checkpoint can have; empty if all is well."""
+    """Return a phrase for an impossible entry of a manifest; empty if there is none."""
     smallest = {"step": 0, "trainer.step": 0, "trainer.tokens": 0, "trainer.recurrent_steps": 1}
     for name in ("trainer", "trainer.architecture", "data", "lineage", "files"):
         if not isinstance(nested(manifest, name), dict):

@@ -36,7 +36,7 @@ def merge_checkpoints(
 
     Memory: the largest tensor twice in float64 and once as it is saved, whatever their number.
 
-    The new manifest counts no tokens. R, the architecture and the position in the data are those of
+    The new manifest counts no tokens. R, the architecture and the position in the data come from
     the first checkpoint. `lineage.merged` has, for every checkpoint, its path, the hash of its
     manifest and its share a_i / Σ a_i as `weight`.
 

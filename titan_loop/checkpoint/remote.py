@@ -5,8 +5,8 @@
     REMOTE/STAGE/step-N/…              files and tags, and manifest.json last: the commit record
 
 A thread of rank 0 copies every checkpoint after its local commit, then applies the keep policy
-there. A start without a whole local checkpoint fetches the newest whole remote one. What an
-interrupted upload left has no manifest and does not count.
+there. A start without a whole local checkpoint fetches the newest whole remote one. The
+remains of an interrupted upload have no manifest and do not count.
 """
 
 import json
@@ -82,7 +82,7 @@ class RemoteCheckpoints:
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
     def delete_stale(self, policy: KeepPolicy) -> None:
-        """Apply the keep policy there, and delete what interrupted uploads left."""
+        """Apply the keep policy there, and delete the remains of interrupted uploads."""
         steps = self.steps()
         manifests = {step: self._manifest(step) for step in steps}
         best = best_step(manifests[steps[-1]]) if steps else None
@@ -95,7 +95,7 @@ class RemoteCheckpoints:
             self._delete(step)
 
     def withdraw(self, unwanted: Callable[[Mapping[str, Any]], bool]) -> None:
-        """Delete the committed checkpoints whose manifests `unwanted` says so of."""
+        """Delete the committed checkpoints whose manifests are `unwanted`."""
         for step in self.steps():
             if unwanted(self._manifest(step)):
                 self._delete(step)
@@ -142,7 +142,7 @@ class RemoteCheckpoints:
         return None
 
     def _fetch(self, step: int, arriving: Path) -> str:
-        """Copy one checkpoint; return what is wrong with it, nothing if it is whole."""
+        """Copy one checkpoint; return its faults, empty if it is whole."""
         self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
         files = read_manifest(arriving)["files"]
         tags = {TAGS} & {*self._folder.names(f"step-{step}")}
@@ -164,7 +164,7 @@ class RemoteCheckpoints:
         return TAGS in self._folder.names(f"step-{step}")
 
     def _claim(self, run: Path, *, adopt: bool) -> None:
-        """Note whose folder this is; refuse another run's."""
+        """Claim the folder for this run; refuse another run's."""
         try:
             own: str | None = read_json_object(run / OWN_RECORD, fix="delete it")["run"]
         except FileNotFoundError:
@@ -196,7 +196,7 @@ class RemoteCheckpoints:
         return [int(match[1]) for match in matches if match]
 
     def _delete(self, step: int) -> None:
-        self._folder.delete(f"step-{step}/{MANIFEST}")  # first: what is left does not count
+        self._folder.delete(f"step-{step}/{MANIFEST}")  # first: without it the rest does not count
         self._folder.delete(f"step-{step}")
 
     def _is_committed(self, step: int) -> bool:
@@ -228,7 +228,7 @@ class RemoteCheckpoints:
 
 
 class Uploader:
-    """Copies checkpoints in a thread; what fails is logged and tried again, training goes on.
+    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on.
 
     Args:
         wait_seconds: Wait before the second attempt; it doubles each time.
@@ -260,7 +260,7 @@ class Uploader:
         return future is not None and not future.done()
 
     def close(self) -> None:
-        """Wait for what is being copied."""
+        """Wait for the copies that are pending."""
         self._thread.shutdown(wait=True)
 
     def _upload(self, checkpoint: Path) -> None:

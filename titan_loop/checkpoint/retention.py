@@ -35,7 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def is_committed(checkpoint: Path) -> bool:
-    """Return whether the save of a checkpoint finished, whatever happened to it since.
+    """Return whether the save of a checkpoint finished, even if it was damaged since.
 
     Raises:
         OSError: Something hides the answer.
@@ -47,7 +47,7 @@ def is_committed(checkpoint: Path) -> bool:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        # Links that lead to each other are something, too; whoever reads it finds the damage.
+        # Links that lead to each other count as committed; reading them finds the damage.
     return True
 
 
@@ -62,7 +62,7 @@ def unfinished_steps(folder: Path) -> list[int]:
 
 
 def renamed_checkpoints(folder: Path) -> list[str]:
-    """Return names that begin like a step's, hold a manifest and are not what a save would give."""
+    """Return folders with a manifest whose names begin with "step-" but are no save's, sorted."""
     if not folder.is_dir():
         return []
     likely = (path for path in folder.iterdir() if path.name.startswith("step-"))

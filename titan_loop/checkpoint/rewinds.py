@@ -4,7 +4,7 @@
       ─► every start sets newer checkpoints of before the rewind aside, or deletes them (store)
       ─► the newest one left is loaded, without the recorded windows; its lineage lists the rewinds
 
-The record is the commit: a start repeats what a killed one left undone, here or in the store.
+The record is the commit: a start completes the work of a killed one, here or in the store.
 """
 
 import logging
@@ -37,7 +37,7 @@ def read_rewinds(run: Path) -> list[Rewind]:
     try:
         rewinds = read_json_object(path, fix=fix).get("rewinds")
     except FileNotFoundError:
-        path = run / "decisions.jsonl"  # which alone has those of older runs
+        path = run / "decisions.jsonl"  # where older runs recorded them
         found = [nested(record, "state.jumps") for record in read_jsonl(path)]
         rewinds = next((jumps for jumps in reversed(found) if jumps is not None), [])
     if not isinstance(rewinds, list) or not all(map(_is_rewind, rewinds)):

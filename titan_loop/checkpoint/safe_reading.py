@@ -42,7 +42,7 @@ class SafeFileSystemReader(filesystem.FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, so that what fails has a name.
+        """Read file by file, so that an error can name the file.
 
         Raises:
             UserError: A byte entry, or a tensor, is not plain data.
@@ -106,7 +106,7 @@ def root_cause(error: BaseException) -> BaseException:
     """Return the error that DCP wrapped in a `CheckpointException`, which is not an `Exception`.
 
     torch's writer swallows the system's error and complains about a file position: that becomes an
-    `OSError` which says what it means.
+    `OSError` that names the likely cause.
     """
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

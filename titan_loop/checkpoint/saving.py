@@ -1,7 +1,7 @@
-"""Writes one checkpoint on all ranks together, in whatever thread it is called from.
+"""Writes one checkpoint on all ranks together, in the calling thread.
 
     every rank   DCP writes its shard ─► sizes and SHA-256 of its files ─┐
-    rank 0       all ranks' records, or what went wrong ◄────────────────┘
+    rank 0       all ranks' records, or their errors ◄───────────────────┘
                  ─► manifest (the commit) ─► the keep policy deletes
     every rank   learns the outcome
 
@@ -61,15 +61,15 @@ def save_checkpoint(
     """Write and commit a checkpoint; collective over `group`.
 
     Args:
-        checkpoint: Its folder; what an earlier attempt left there is deleted first.
+        checkpoint: Its folder; the remains of an earlier attempt are deleted first.
         state_dict: Returns tensors and objects, which must not change until this function
             returns; an exception counts as a failure of the save.
         content: The manifest without `files`.
-        on_commit: Called on rank 0 after the commit; what it raises is logged, since nothing may
-            undo a commit.
+        on_commit: Called on rank 0 after the commit; its errors are logged, since nothing may undo
+            a commit.
 
     Returns:
-        On rank 0, what a descendant's lineage says of the checkpoint; None elsewhere.
+        On rank 0, the checkpoint's reference for a descendant's lineage; None elsewhere.
 
     Raises:
         SaveFailedError: On every rank, when no attempt succeeded on all of them.
@@ -104,7 +104,7 @@ def _attempt(
     content: dict[str, Any],
     group: dist.ProcessGroup,
 ) -> tuple[Reference | None, str | None]:
-    """Try once; return rank 0's reference, and on every rank what went wrong on one of them."""
+    """Try once; return rank 0's reference, and on every rank the error of one of them."""
     rank = dist.get_rank(group)
     tensors: dict[str, Any] = {}
 
@@ -145,7 +145,7 @@ def _attempt(
 
 
 def stager(mode: str) -> DefaultStager:
-    """Return what copies the state; buffers are allocated once and reused."""
+    """Return the stager that copies the state; it allocates its buffers once."""
     # Pinned memory and copies on a stream of their own exist with CUDA only (never run on a GPU);
     # on CPU the same calls copy in a thread.
     overlapped = mode == "async_with_pinned_mem"

@@ -46,7 +46,7 @@ class TableWriter(filesystem.FileSystemWriter):
     """DCP's writer of a folder; on the coordinator it writes the table, too."""
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `.metadata` and the table, from what all ranks wrote."""
+        """Write `.metadata` and the table of all ranks' entries."""
         super().finish(metadata, results)
         _write(Path(self.path), metadata)
 

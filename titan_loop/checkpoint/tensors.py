@@ -67,7 +67,7 @@ class CheckpointReader:
         metadata: DCP's description of every entry.
 
     Raises:
-        UserError: It was never committed, its metadata holds what is forbidden, or an average is
+        UserError: It was never committed, its table names files elsewhere, or an average is
             asked for and there is none.
         DamagedCheckpointError: A file is missing, truncated or altered.
     """
@@ -119,7 +119,7 @@ class CheckpointReader:
         return self._read(self._averages.get(key, key), target)
 
     def read_object(self, key: str) -> Any:
-        """Return what a byte entry holds, if it is plain data.
+        """Return the value of a byte entry, if it is plain data.
 
         Raises:
             UserError: There is no such entry, or it is more than plain data.
@@ -159,7 +159,7 @@ class LazyTensor:
     """Saved as this."""
 
     produce: Callable[[], Tensor]
-    """Returns it; called once, and what it returned is let go before the next one is made."""
+    """Returns it; called once, and the tensor is freed before the next one is made."""
 
 
 def write_checkpoint(
@@ -170,7 +170,7 @@ def write_checkpoint(
     """Write and commit a checkpoint, with one lazy tensor in memory at a time.
 
     Args:
-        checkpoint: Its folder; what an unfinished save left there is deleted first.
+        checkpoint: Its folder; the remains of an unfinished save are deleted first.
         entries: Flattened key -> tensor, written in this order, or a plain value.
         content: The manifest without `files`.
 
@@ -190,7 +190,7 @@ def write_checkpoint(
     }
     try:
         with warnings.catch_warnings():
-            # One process is what is wanted here.
+            # One process is meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             save(
                 announced,

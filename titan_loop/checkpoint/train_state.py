@@ -20,7 +20,7 @@ class TrainState(Protocol):
 
     @property
     def held_back(self) -> bool:
-        """Whether the step just done must not be saved: its weights may be why it was skipped."""
+        """True while the newest step must not be saved: its weights may be why it was skipped."""
         ...
 
     def before_save(self) -> None:
@@ -40,5 +40,5 @@ class TrainState(Protocol):
         ...
 
     def lineage(self) -> dict[str, Any]:
-        """Return what is recorded of the run besides its state: recipe hash, stage, versions."""
+        """Return the run's record besides its state: recipe hash, stage, versions."""
         ...

@@ -163,7 +163,7 @@ def _new_names(key: str, layers: Sequence[int]) -> list[str]:
 
 
 def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return what happens to a tensor on its way."""
+    """Return the change to a tensor on its way."""
     match = _LAYER.fullmatch(key)
     if not key.startswith(_STATE) or match is None or moments == "duplicate":
         return _keep

@@ -60,7 +60,7 @@ def command(name: str, function: Callable[..., int | None]) -> Run:
     """Return the `run(words)` of a verb.
 
     Args:
-        function: What the verb does; it returns an exit code, None for success. The text of its
+        function: Body of the verb; it returns an exit code, None for success. The text of its
             docstring and its `Args:` are `--help`. A parameter `flags` receives the words that are
             not its own, which are flags of a recipe.
 
@@ -106,7 +106,7 @@ def list_verbs(name: str, summaries: Mapping[str, str]) -> None:
 def bind(
     name: str, function: Callable[..., int | None], words: Sequence[str]
 ) -> functools.partial[int | None]:
-    """Return `function` with the arguments that `words` give it; `command` says what it raises."""
+    """Return `function` with the arguments that `words` give it; it raises as `command` does."""
     signature = inspect.signature(function)
     passes_on = _FLAGS in signature.parameters
     add_help = True
@@ -185,7 +185,7 @@ def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
 
 
 def _joined(page: str) -> str:
-    """Return what tyro's page says, without its title, its rules and texts of flags."""
+    """Return the statements of tyro's page, without title, rules and texts of flags."""
     parts: list[str] = []
     for line in page.splitlines()[2:]:
         text = line.strip()

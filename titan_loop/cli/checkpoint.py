@@ -94,7 +94,7 @@ def rm(checkpoints: tuple[Path, ...], *, force: bool = False) -> None:
 
     Args:
         checkpoints: Folders step-N.
-        force: Delete such checkpoints, too.
+        force: Also delete such checkpoints.
     """
     from titan_loop.runs.run_checkpoints import delete_checkpoints
 

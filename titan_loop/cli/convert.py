@@ -66,7 +66,7 @@ def export(
         recurrent_steps: R to export; by default R of the last training step.
         most_layers: Most layers that an unrolled model may have.
         chatml: Write a ChatML template and stop after a turn; the default if the run's data is
-            prepared conversations. An imported run keeps what its folder had.
+            prepared conversations. An imported run keeps its folder's template.
         no_chatml: Write no ChatML template.
         tokenizer: A tokenizer.json; by default that of the run's data.
         no_tokenizer: Write no tokenizer.

@@ -110,7 +110,7 @@ def tokenize(
 ) -> None:
     """Prepare documents as a source: read, clean, tokenise, shuffle.
 
-    The result is what --dataloader.mixture reads. Give the same command again to continue after an
+    --dataloader.mixture reads the result. Give the same command again to continue after an
     interruption.
 
     Args:
@@ -171,7 +171,7 @@ def pack(
     Args:
         source: Folder of the source.
         seq_len: Number of predicted tokens per window.
-        long_documents: What to do with documents longer than a window.
+        long_documents: Refuse documents longer than a window, or split them.
     """
     from titan_loop.data.prepare.packing import pack_source
 

@@ -1,4 +1,4 @@
-"""`titan-loop doctor`: report what this machine offers a run, and a fix for every problem."""
+"""`titan-loop doctor`: report how fit this machine is for a run, with a fix for every problem."""
 
 import os
 from pathlib import Path

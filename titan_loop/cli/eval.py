@@ -26,19 +26,19 @@ class Scoring:
         windows: Held-out windows per source, always the same ones.
         sources: Sources to score: names of the run's, or folders of others; by default all of the
             run's.
-        seq_len: Tokens of a held-out window; by default those of training.
+        seq_len: Tokens of a held-out window; by default as in training.
         tasks: Tasks of lm-evaluation-harness, or suites (ouro_base, depth, offline), separated by
             commas.
         num_fewshot: Number of examples, instead of each task's own.
         limit: Documents per task, for a first look.
-        recurrent_steps: Number of recurrent steps R; by default that of training.
+        recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
             confidence:P, q:THRESHOLD or kl:KL,NATS.
         kv_cache: Key-value cache of generated tokens.
         batch_size: Rows at a time.
         max_length: Context in tokens; by default the trained window.
         dtype: Type of the weights.
-        tokenizer: A tokenizer.json; by default that of the source.
+        tokenizer: A tokenizer.json; by default the source's.
         include_path: Folder of your own harness tasks.
         confirm_run_unsafe_code: Run, without a sandbox, the programs that the model writes in code
             tasks.
@@ -226,7 +226,7 @@ def watch(
         scoring: Depths, tasks and settings.
         once: Stop when nothing is left to evaluate.
         interval: Seconds between two looks.
-        wandb: Log to the training run's W&B, too.
+        wandb: Also log to the training run's W&B.
         retry: Ask checkpoints again of which a task failed before.
     """
     options = scoring.options()
@@ -242,7 +242,7 @@ def watch(
 
 
 def _quiet_logs() -> None:
-    """Show what titan_loop says, and of the harness only what went wrong."""
+    """Show titan_loop's log, and of the harness only its errors."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     for name in ("datasets", "huggingface_hub", "httpx", "urllib3"):

@@ -34,14 +34,14 @@ class Generation:
         top_p: Sample from the most likely tokens that make up the share p.
         seed: Seed of everything that is sampled.
         stop: String that ends the text; may be repeated.
-        recurrent_steps: Number of recurrent steps R; by default that of training.
+        recurrent_steps: Number of recurrent steps R; by default the trained one.
         exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
             confidence:P, q:THRESHOLD or kl:KL,NATS.
         kv_cache: Key-value cache: full, last, first or averaged.
         draft_step: Draft at this recurrent step, verify at R.
         draft_tokens: Number of tokens drafted at a time.
         show_steps: Write each token's exit step.
-        tokenizer: A tokenizer.json; by default that of the source.
+        tokenizer: A tokenizer.json; by default the source's.
         context: Context in tokens; by default the trained window.
         dtype: Type of the weights.
     """
@@ -65,7 +65,7 @@ class Generation:
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def check(self) -> None:
-        """Raise `UserError` for what cannot work or has no effect, before anything is loaded."""
+        """Raise `UserError` for settings that cannot work or have no effect, before loading."""
         for name in ("max_new_tokens", "recurrent_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,4 +1,4 @@
-"""Entry point of `titan-loop`: finds the verb, and turns what it raises into an exit code.
+"""Entry point of `titan-loop`: finds the verb, and turns its errors into exit codes.
 
 The codes are those of `titan_loop.errors`; an unexpected exception keeps its traceback and ends
 with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. What

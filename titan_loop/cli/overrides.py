@@ -91,7 +91,7 @@ def _refuse_without_effect(arguments: Sequence[str]) -> None:
 
 
 def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[str]) -> str:
-    """Say what is wrong with words that belong to no flag.
+    """Return the complaint about words that belong to no flag.
 
     `--lr` may stand for `--learning-rate`, `--seed` for `--debug.seed` and `--dataloader.seed`.
     """

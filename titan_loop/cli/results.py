@@ -9,7 +9,7 @@ _RESULTS, _PLOTS = "results", "plots"
 
 
 def add(run: Path, *, folder: Path | None = None) -> None:
-    """Write what a finished run found as results/RECIPE/STAGE-seedS.json, and print the path.
+    """Write the results of a finished run to results/RECIPE/STAGE-seedS.json, and print the path.
 
     It holds the flags, the commit, the machine, tokens, steps, seconds, losses, and everything that
     was evaluated at the last step; an older file of the same stage and seed is replaced.
@@ -35,7 +35,7 @@ def show(recipe: str, *, folder: Path | None = None, plot: bool = True) -> None:
         recipe: Name that titan-loop recipes lists, or PACKAGE.MODULE:FUNCTION.
         folder: Where the results are; default the folder results beside the recipe's module. Plots
             are written to the folder plots beside it.
-        plot: Draw the tables, too.
+        plot: Also draw the tables.
     """
     from titan_loop.analysis.results import (
         RunResult,

@@ -164,7 +164,7 @@ def run_in_job(
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
         flags: Flags of the recipe.
-        node: What a node must have.
+        node: Requirements of a node.
         dump_folder: Folder of the recipe.
         stage: Train this stage alone.
         save_seconds: The N of --signal=B:USR1@N in the batch script.
@@ -189,7 +189,7 @@ def check_node(needs: NodeCheck, *, reports: Path, folder: Path, gpus: int, node
     """Check this rank's node and write a report; `slurm run` starts it on all of them.
 
     Args:
-        needs: What a node must have.
+        needs: Requirements of a node.
         reports: Folder of the reports.
         folder: Folder the run will write to.
         gpus: Number of GPUs the node must have.

@@ -22,7 +22,7 @@ from titan_loop.text.tokenizer import TOKENIZER_NAME
 def upcycle_run(
     parent: Path, output: Path, upcycling: Upcycling, command: Sequence[str]
 ) -> tuple[Path, Path]:
-    """Write a new run whose one checkpoint is the upcycled parent.
+    """Write a new run with one checkpoint, the upcycled parent.
 
     The configuration is the parent's with the new number of layers; the step and token counters go
     on.
@@ -60,9 +60,9 @@ def upcycle_run(
 def merge_runs(
     parents: Sequence[Path], output: Path, weights: Sequence[float], command: Sequence[str]
 ) -> Path:
-    """Write a new run whose one checkpoint, of step 0, is the weighted mean of others.
+    """Write a new run with one checkpoint, of step 0: the weighted mean of others.
 
-    Model options, window, data and text format are those of the first parent, so that the new run
+    Model options, window, data and text format come from the first parent, so that the new run
     is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
 
     Args:

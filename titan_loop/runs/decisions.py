@@ -1,4 +1,4 @@
-"""The table of what a run decided about spikes, from `decisions.jsonl`."""
+"""The table of a run's decisions about spikes, from `decisions.jsonl`."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

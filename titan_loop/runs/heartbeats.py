@@ -23,7 +23,7 @@ _PATIENCE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """What a rank says of itself; times are seconds since the epoch.
+    """A rank's report of itself; times are seconds since the epoch.
 
     Attributes:
         rank: Its number.

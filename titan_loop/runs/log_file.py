@@ -1,4 +1,4 @@
-"""`log.txt` of a run: what rank 0 logs, of all starts one after another."""
+"""`log.txt` of a run: rank 0's log, all starts one after another."""
 
 import contextlib
 import logging

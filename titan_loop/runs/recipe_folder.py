@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def chosen_run(folder: Path, stage: str | None) -> Path:
-    """Return the run to look at; of a recipe's folder that of a stage.
+    """Return the run to look at; in a recipe's folder, a stage's run.
 
     Args:
         folder: A run, a checkpoint, or a recipe's folder.

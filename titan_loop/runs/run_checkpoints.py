@@ -49,7 +49,7 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run, and return what was found.
+    """Read every file of a checkpoint, or of all checkpoints of a run, and return the findings.
 
     Raises:
         UserError: As `checkpoints_folder`.
@@ -86,7 +86,7 @@ def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[
     """Delete checkpoints, and yield each that is gone.
 
     Args:
-        force: Delete the newest good one and those that are kept for ever, too.
+        force: Also delete the newest good one and those that are kept for ever.
 
     Raises:
         UserError: One of them is kept, or a job may be writing it; nothing was deleted then.

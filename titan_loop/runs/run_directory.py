@@ -4,8 +4,8 @@ Format version 1:
 
     run.json         format version, when and how the run was created, versions and commit, restarts
     config.json      the fully resolved configuration of the latest start
-    config-before-restart-K.json   what config.json was until restart K of run.json changed it
-    log.txt          what rank 0 logged, all starts one after another
+    config-before-restart-K.json   config.json until restart K of run.json changed it
+    log.txt          rank 0's log, all starts one after another
     metrics.jsonl    one record a logged step (keys: `titan_loop.training.metrics`)
     norms.jsonl      norms of states, gradients and updates (`--stability.norms-interval`)
     decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
@@ -15,7 +15,7 @@ Format version 1:
     run.lock         held by rank 0 of the job that trains here
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
-    compile_cache/   what was compiled, for the next start; of a recipe with stages, beside them
+    compile_cache/   compiled code, for the next start; beside the stages of a recipe
     profiling/{traces,memory_snapshot}/   comm_traces/      torchtitan's, when enabled
 
 A run that is killed may leave half a line at the end of a `.jsonl` file; the next append removes it
@@ -308,7 +308,7 @@ def _one_series(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def source_commit() -> str | None:
-    """Return what git calls the checkout that this code is in, "-dirty" if it was changed."""
+    """Return git's description of this code's checkout, with "-dirty" if it was changed."""
     checkout = Path(titan_loop.__file__).parents[1]
     if not (checkout / ".git").exists():
         return None
@@ -322,7 +322,7 @@ def source_commit() -> str | None:
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions that decide what a run computes."""
+    """Return the versions of Python and of the packages that compute."""
     versions = {"titan_loop": titan_loop.__version__, "python": platform.python_version()}
     for name in ("torch", "torchtitan", "numpy"):
         try:

@@ -3,8 +3,8 @@
     run/config.json ─► model options, window, sources, text format, tokenizer
     run/checkpoints ─► steps, the newest whole checkpoint, lineage
 
-`RunDirectory` names the files of a run and writes them. Whoever reads a run opens a `SavedRun`, so
-that the keys of its `config.json`, and what older versions wrote there, are known here alone.
+`RunDirectory` names the files of a run and writes them. Readers of a run open a `SavedRun`, so
+that the keys of its `config.json`, older versions' included, are known here alone.
 """
 
 import itertools
@@ -121,7 +121,7 @@ class SavedRun:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
-        """Open a run by its folder or by that of one of its checkpoints, of which one is `best`.
+        """Open a run by its folder, or by one of its checkpoints, such as `best`.
 
         Raises:
             UserError: There is neither, or no run around the checkpoint.
@@ -152,7 +152,7 @@ class SavedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The raw `config.json`, to copy or to show; what it means is in the other properties."""
+        """The raw `config.json`, to copy or to show; the other properties interpret it."""
         return self._config
 
     @property
@@ -318,7 +318,7 @@ class SavedRun:
         return RunTokenizer(path, is_known=True)
 
     def vocabulary(self) -> str | None:
-        """Return what the model's token ids stand for, as a phrase to compare and to show.
+        """Return the meaning of the model's token ids, as a phrase to compare and to show.
 
         None where neither run nor checkpoint says, as for an import without a tokenizer.
         """
@@ -375,7 +375,7 @@ class SavedRun:
         return newest
 
     def trained_tokens(self) -> int:
-        """Return the tokens behind the checkpoint, those of the stages before it included."""
+        """Return the tokens behind the checkpoint, including earlier stages."""
         chain = self.lineage()
         before = sum(
             parent.manifest["trainer"]["tokens"]
@@ -411,7 +411,7 @@ class SavedRun:
 
 
 def vocabulary_of(state: Mapping[str, Any]) -> str | None:
-    """Return what the token ids of a loader's state stand for; see `SavedRun.vocabulary`."""
+    """Return the meaning of the token ids in a loader's state; see `SavedRun.vocabulary`."""
     task = _recorded_task(state)
     if task is not None:
         return f"task {task.name} of {task.vocab_size} tokens"

@@ -69,7 +69,7 @@ class StageStatus:
         runs: Whether a job trains it now; None where that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
-        troubles: What is wrong with the job that trains it: silent ranks, a straggler.
+        troubles: Faults of the job that trains it: silent ranks, a straggler.
         decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
         damage: Why none of its checkpoints can be used; empty if one can, or none was written.
         children: Stages and forks that start from it.
@@ -104,7 +104,7 @@ class StageStatus:
 
 
 def read_status(folder: Path) -> list[StageStatus]:
-    """Return the stages that start from initial weights, with what descends from them.
+    """Return the stages that start from initial weights, with their descendants.
 
     Args:
         folder: A recipe's folder, or one run directory.
@@ -152,7 +152,7 @@ def read_status(folder: Path) -> list[StageStatus]:
 
 
 def status_lines(roots: list[StageStatus]) -> list[str]:
-    """Return the tree as text, a stage a line, and what runs next."""
+    """Return the tree as text, a stage a line, and the next stage to run."""
     rows = [row for root in roots for row in _rows(root, "", "")]
     lines = columns([(label, _describe(status)) for label, status in rows], left=(0, 1))
     for _, status in rows:

@@ -1,8 +1,8 @@
-"""One folder belongs to one process at a time: a run to its job, a source to what prepares it.
+"""One folder belongs to one process at a time: a run to its job, a source to its preparation.
 
 The lock is the operating system's (`fcntl.lockf`). A killed process releases it at once, on every
 file system that supports locks; the file that stays behind means nothing by itself. The lock
-belongs to the process, so children do not hold it and may do what they like in the folder.
+belongs to the process, so children do not hold it and may use the folder freely.
 """
 
 import errno
@@ -124,7 +124,7 @@ class FolderLock:
     def lost(self) -> LostFolder | None:
         """Return how the folder was lost since it was locked, None if it was not.
 
-        Whoever deletes the lock's file, or renames the folder, lets a second process lock the name.
+        Deleting the lock's file, or renaming the folder, lets a second process lock the name.
         """
         if self._is_where_it_was():
             return None

@@ -33,8 +33,8 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees the old content or the new, never a part.
 
     Args:
-        path: Where; missing parent folders are created.
-        record: What; non-finite numbers become null.
+        path: The file; missing parent folders are created.
+        record: The content; non-finite numbers become null.
 
     Raises:
         OSError: If the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Reading what may be anything: a FIFO never ends, a sparse file fills the memory."""
+"""Reads paths that may be anything: a FIFO never ends, a sparse file fills the memory."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ _NOT_THE_FILE = (
 
 
 class DamagedFileError(UserError):
-    """A file is not what it should be.
+    """A file does not hold what its name promises.
 
     Args:
         fix: Remedy, as a phrase.
@@ -74,7 +74,7 @@ def _open(path: Path, flags: int, fix: str) -> int:
                 f"{path} cannot be read or written ({error.strerror}); change its permissions"
             ) from error
         raise
-    # Asked of what is open, since another file may have the name by now.
+    # Asked of the open file, since another one may have the name by now.
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedFileError(path, "not a regular file", fix)
@@ -87,7 +87,7 @@ def read_regular(path: Path, *, fix: str, most_bytes: int = MOST_BYTES) -> bytes
     A transient error or a short read is tried again.
 
     Raises:
-        DamagedFileError: It has more than `most_bytes`, too.
+        DamagedFileError: Also if it has more than `most_bytes`.
     """
 
     def read() -> bytes:

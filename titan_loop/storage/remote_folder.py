@@ -1,8 +1,8 @@
 """A folder in an object store or on another file system, through fsspec: s3://, gs://, file://.
 
 Credentials come from the environment (AWS_…, GOOGLE_…) and never from an address, so no log and no
-`config.json` can hold them. Object stores have no rename: whoever needs a commit record writes it
-last.
+`config.json` can hold them. Object stores have no rename: a caller that needs a commit record
+writes it last.
 """
 
 import importlib
@@ -66,7 +66,7 @@ class RemoteFolder:
         return {
             path[len(self.path) :].lstrip("/"): info["size"]
             for path, info in found.items()
-            if not path.endswith("/")  # what some tools leave where a folder was made
+            if not path.endswith("/")  # some tools leave such a key for a folder
         }
 
     def read(self, name: str) -> bytes:
@@ -83,7 +83,7 @@ class RemoteFolder:
         self._fs.pipe_file(self._full(name), content)
 
     def create(self, name: str, content: bytes) -> bytes:
-        """Write a small file unless there is one; return what the file holds now.
+        """Write a small file unless there is one; return its content now.
 
         Of two that create it at a time, both get the content of the first, where the store knows
         writes that need the file's absence (AWS, Google); elsewhere that of the last, most likely.

@@ -4,8 +4,8 @@
          ─► `ATTEMPTS` in a row ─► the error, which is the machine's
 
 Every retry is logged and counted; `metrics.jsonl` has the count as `io_retries`. A caller opens the
-file inside of what it passes on: a stale handle stays stale. Writes of whole small files are tried
-again in the same way.
+file inside the function it passes: a stale handle stays stale. Writes of whole small files are
+tried again in the same way.
 """
 
 import errno
@@ -50,7 +50,7 @@ class ShortReadError(OSError):
 
 
 def retried(act: Callable[[], T]) -> T:
-    """Return what `act` returns, which is called again after a transient error.
+    """Call `act`, again after a transient error, and return its result.
 
     Raises:
         OSError: Any other one at once, a transient one of the last attempt.
@@ -82,17 +82,17 @@ def retries() -> int:
 
 
 def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFailedError:
-    """Return what to raise for a file that cannot be read: the user's error, or the machine's.
+    """Return the error for a file that cannot be read: the user's, or the machine's.
 
     Args:
-        error: What the system said, in the end.
+        error: The system's last error.
         fix: Remedy, as a phrase.
     """
     return disk_error(error, f"{path} cannot be read ({error.strerror}); {fix}")
 
 
 def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
-    """Return what to raise for a folder that cannot be written, as `unreadable` does.
+    """Return the error for a folder that cannot be written, as `unreadable` does.
 
     Args:
         called: Name of the folder in the message, such as "output sources/my".
