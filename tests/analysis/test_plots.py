@@ -14,7 +14,7 @@ from titan_loop.analysis.plots import plot_mixture, plot_run
 from titan_loop.analysis.report_tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
-from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
+from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
 from titan_loop.evaluation.evals_log import (
     WHILE_TRAINING,
     append_evaluation,
@@ -36,11 +36,19 @@ REPORT = DepthReport(
             baselines={"unigram": 3.0, "bigram": 2.75},
             windows=8,
             n_bytes=12_345,
+            changes={1: Interval(0, 0, 0), 2: Interval(-0.25, -0.3, -0.2)},
+            units=UnitSums(n_bytes=[1], nats={1: [2.5], 2: [2.25]}),
         ),
         "math": SourceDepths(
-            depths={2: Interval(1.5, 1.4, 1.6)}, baselines={"unigram": 2.0}, windows=8, n_bytes=99
+            depths={2: Interval(1.5, 1.4, 1.6)},
+            baselines={"unigram": 2.0},
+            windows=8,
+            n_bytes=99,
+            changes={2: Interval(0, 0, 0)},
+            units=UnitSums(n_bytes=[1], nats={2: [1.5]}),
         ),
     },
+    baseline_tokens=1000,
 )
 
 
@@ -71,38 +79,31 @@ def test_a_source_whose_name_begins_with_an_underscore_is_in_the_legend(tmp_path
 
 
 def write_held_out(run: RunDirectory) -> None:
-    """Steps 1 and 2 as 0.1 logged them; 2 again and 3 as today."""
-    for step in (1, 2):
-        old = {
-            "a/b/ce/step_1": 2.0,
-            "a/b/bits_per_byte/step_1": 9.0,
-            "code/bits_per_byte/step_4": 2.0,
-        }
-        append_jsonl(run.held_out_jsonl, {"step": step, "tokens": 1000 * step, **old})
-    for step in (2, 3):
+    """Steps 1 and 2, then 2 again and 3, beside a task that is not held-out text."""
+    for step, bits in ((1, 9.0), (2, 9.0), (2, 1.5), (3, 1.5)):
         result = ReadingResult(
-            metrics={"bits_per_byte": 1.5, "nats_per_token": 2.5}, mean_steps=4.0
+            metrics={"bits_per_byte": bits, "nats_per_token": 2.5}, mean_steps=4.0
         )
         append_evaluation(
             run,
             TaskReport(
                 step=step, tokens=1000 * step, trained_recurrent_steps=4, manifest_sha256="",
-                tasks={"held_out/code": {"static:4": result}, "mano": {"static:4": result}},
+                tasks={"held_out/a/b": {"static:4": result}, "mano": {"static:4": result}},
             ),
             asked=WHILE_TRAINING, seconds=0.0,
         )  # fmt: skip
 
 
-def test_held_out_text_while_training_is_read_from_both_logs(tmp_path: Path):
+def test_held_out_text_while_training_is_read_from_the_log(tmp_path: Path):
     run = RunDirectory(tmp_path)
     assert held_out_while_training(run) == []
     write_held_out(run)
     watched = TaskReport(step=9, tokens=9, trained_recurrent_steps=4, manifest_sha256="ab")
     append_evaluation(run, watched, asked="a watcher's questions", seconds=0.0)
     assert held_out_while_training(run) == [
-        (1000, {"a/b": {1: 9.0}, "code": {4: 2.0}}),
-        (2000, {"a/b": {1: 9.0}, "code": {4: 1.5}}),
-        (3000, {"code": {4: 1.5}}),
+        (1000, {"a/b": {4: 9.0}}),
+        (2000, {"a/b": {4: 1.5}}),
+        (3000, {"a/b": {4: 1.5}}),
     ]
 
 

@@ -63,7 +63,7 @@ def test_paths(tmp_path: Path):
     run = RunDirectory(tmp_path)
     assert run.checkpoint(12) == tmp_path / "checkpoints" / "step-12"
     assert [folder.name for folder in (run.plots, run.evaluations)] == ["plots", "evals"]
-    assert (run.metrics_jsonl.name, run.held_out_jsonl.name) == ("metrics.jsonl", "held_out.jsonl")
+    assert run.metrics_jsonl.name == "metrics.jsonl"
 
 
 def test_parent_that_is_a_file_is_refused(tmp_path: Path):

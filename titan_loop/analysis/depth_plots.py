@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_loop.analysis.drawing import draw_panels, mark_trained_depth, short
-from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, lower_is_better
 
@@ -29,10 +28,7 @@ def plot_depths(report: DepthReport, path: Path) -> Path:
         source = report.sources[name]
         depths = sorted(source.depths)
         first = source.depths[depths[0]].value
-        changes = source.changes or {
-            depth: Interval(*[at.value - first] * 3) for depth, at in source.depths.items()
-        }
-        value_R, low_R, high_R = np.array([changes[depth] for depth in depths]).T
+        value_R, low_R, high_R = np.array([source.changes[depth] for depth in depths]).T
         bars = np.maximum([value_R - low_R, high_R - value_R], 0)
         axes.axhline(0, color="0.5", linewidth=1.0)
         axes.errorbar(depths, value_R, yerr=bars, **_POINTS)

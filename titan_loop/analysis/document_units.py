@@ -30,7 +30,6 @@ def units_of(run: RunDirectory) -> dict[str, list[str]]:
         for report in reports
         if report.step == newest
         for source, depths in report.sources.items()
-        if depths.units is not None
         for n_bytes in [depths.units.n_bytes]
         for depth, nats in depths.units.nats.items()
     }

@@ -51,53 +51,37 @@ def bootstrap_bits_per_byte(
     *,
     seed: int = 0,
     resamples: int = 2000,
-    confidence: float = 0.95,
 ) -> list[Interval]:
-    """Return bits per byte of every depth with a percentile bootstrap interval over units.
+    """Return bits per byte of every depth with a 95 % percentile bootstrap interval over units.
 
     Args:
         nats_RW: (R, W) summed negative log likelihood.
         seed: Seed of the resamples, which all depths share.
-        confidence: Mass of the interval, in (0, 1).
 
     Returns:
         R intervals, in the order of the rows.
 
     Source: Efron and Tibshirani 1993, An Introduction to the Bootstrap, chapter 13.
     """
-    nats, n_bytes = _checked(nats_RW, bytes_W)
+    nats, n_bytes = np.asarray(nats_RW, dtype=np.float64), np.asarray(bytes_W, dtype=np.float64)
+    assert nats.shape == (len(nats), *n_bytes.shape), (nats.shape, n_bytes.shape)
+    # Units without a byte (windows of padding) would let a replicate divide by zero.
+    nats, n_bytes = nats[:, n_bytes > 0], n_bytes[n_bytes > 0]
     replicates = _replicates(nats, n_bytes, seed=seed, resamples=resamples)
-    low, high = _percentiles(replicates, confidence)
+    low, high = np.quantile(replicates, [0.025, 0.975], axis=1)
     values = [bits_per_byte(row, n_bytes) for row in nats]
     return [Interval(*map(float, triple)) for triple in zip(values, low, high, strict=True)]
 
 
-def paired_difference(
-    nats_W: ArrayLike,
-    other_nats_W: ArrayLike,
-    bytes_W: ArrayLike,
-    *,
-    seed: int = 0,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-) -> Interval:
+def paired_difference(nats_W: ArrayLike, other_nats_W: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
     Resampling the difference keeps what two models have in common (easy and hard documents) out of
     the interval, which makes it far narrower than the two separate ones.
     """
     difference = np.asarray(nats_W, dtype=np.float64) - np.asarray(other_nats_W, dtype=np.float64)
-    (interval,) = bootstrap_bits_per_byte(
-        difference[None], bytes_W, seed=seed, resamples=resamples, confidence=confidence
-    )
+    (interval,) = bootstrap_bits_per_byte(difference[None], bytes_W)
     return interval
-
-
-def _checked(nats_RW: ArrayLike, bytes_W: ArrayLike) -> tuple[Floats, Floats]:
-    nats, n_bytes = np.asarray(nats_RW, dtype=np.float64), np.asarray(bytes_W, dtype=np.float64)
-    assert nats.shape == (len(nats), *n_bytes.shape), (nats.shape, n_bytes.shape)
-    # Units without a byte (windows of padding) would let a replicate divide by zero.
-    return nats[:, n_bytes > 0], n_bytes[n_bytes > 0]
 
 
 def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
@@ -113,9 +97,3 @@ def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) 
         chunks.append(counts @ nats_RW.T / (math.log(2) * (counts @ bytes_W))[:, None])
         done += size
     return np.concatenate(chunks).T
-
-
-def _percentiles(replicates_RS: Floats, confidence: float) -> tuple[Floats, Floats]:
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(replicates_RS, [tail, 1 - tail], axis=1)
-    return low, high

@@ -5,7 +5,7 @@ alone.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +44,17 @@ class SourceDepths:
     Attributes:
         depths: Recurrent steps → bits per byte with its interval.
         baselines: Name ("unigram", "bigram") → bits per byte.
-        changes: Recurrent steps → bits per byte less those at the first depth, with the interval
-            of the difference over the same units; empty in reports of 0.1.
-        units: What the intervals are drawn over; None in reports of 0.1.
+        changes: Recurrent steps → bits per byte less the first depth's, with the interval of the
+            difference over the same units.
+        units: The units that the intervals are drawn over.
     """
 
     depths: dict[int, Interval]
     baselines: dict[str, float]
     windows: int
     n_bytes: int
-    changes: dict[int, Interval] = field(default_factory=dict)
-    units: UnitSums | None = None
+    changes: dict[int, Interval]
+    units: UnitSums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class DepthReport:
     Attributes:
         trained_recurrent_steps: R at the end of training.
         sources: Source name → results, in the order to show them.
-        baseline_tokens: Number of tokens the baselines were fitted on; None in reports of 0.1.
+        baseline_tokens: Number of tokens the baselines were fitted on.
         ema: Whether it is of the average of the weights; then its file is another.
     """
 
@@ -72,7 +72,7 @@ class DepthReport:
     tokens: int
     trained_recurrent_steps: int
     sources: dict[str, SourceDepths]
-    baseline_tokens: int | None = None
+    baseline_tokens: int
     ema: bool = False
 
     def save(self, run_directory: RunDirectory) -> Path:
@@ -95,17 +95,17 @@ class DepthReport:
             sources = {
                 name: SourceDepths(
                     depths=_intervals(fields["depths"]),
-                    changes=_intervals(fields.get("changes", {})),
+                    changes=_intervals(fields["changes"]),
                     baselines={kind: number(bits) for kind, bits in fields["baselines"].items()},
                     windows=count(fields["windows"]),
                     n_bytes=count(fields["n_bytes"]),
-                    units=_unit_sums(fields.get("units")),
+                    units=_unit_sums(fields["units"]),
                 )
                 for name, fields in record.pop("sources").items()
             }
             for source in sources.values():
                 _require_every_depth(source)
-            for name in ("step", "tokens", "trained_recurrent_steps"):
+            for name in ("step", "tokens", "trained_recurrent_steps", "baseline_tokens"):
                 count(record[name])
             return cls(sources=sources, **record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -135,19 +135,15 @@ def _intervals(recorded: Mapping[str, Sequence[float]]) -> dict[int, Interval]:
 
 
 def _require_every_depth(source: SourceDepths) -> None:
-    if source.changes and source.changes.keys() != source.depths.keys():
+    if source.changes.keys() != source.depths.keys():
         raise ValueError(f"changes at {[*source.changes]}, depths {[*source.depths]}")
     units = source.units
-    if units is not None and (
-        units.nats.keys() != source.depths.keys()
-        or {len(nats) for nats in units.nats.values()} != {len(units.n_bytes)}
-    ):
+    lengths = {len(nats) for nats in units.nats.values()}
+    if units.nats.keys() != source.depths.keys() or lengths != {len(units.n_bytes)}:
         raise ValueError("units lack a depth or a number")
 
 
-def _unit_sums(recorded: Mapping[str, Any] | None) -> UnitSums | None:
-    if recorded is None:
-        return None
+def _unit_sums(recorded: Mapping[str, Any]) -> UnitSums:
     return UnitSums(
         n_bytes=[count(n_bytes) for n_bytes in recorded["n_bytes"]],
         nats={int(depth): [*map(number, nats)] for depth, nats in recorded["nats"].items()},
@@ -189,7 +185,6 @@ def summarise_source(
     baseline_nats: Mapping[str, float],
     *,
     windows: int,
-    seed: int = 0,
 ) -> SourceDepths:
     """Return the results of one source.
 
@@ -200,12 +195,12 @@ def summarise_source(
         baseline_nats: Name → summed negative log likelihood over all units.
     """
     nats_RU, bytes_U = np.asarray(nats_RU, dtype=np.float64), np.asarray(bytes_U)
-    intervals = bootstrap_bits_per_byte(nats_RU, bytes_U, seed=seed)
+    intervals = bootstrap_bits_per_byte(nats_RU, bytes_U)
     first = depths.index(min(depths))
     return SourceDepths(
         depths=dict(zip(depths, intervals, strict=True)),
         changes={
-            depth: paired_difference(nats_U, nats_RU[first], bytes_U, seed=seed)
+            depth: paired_difference(nats_U, nats_RU[first], bytes_U)
             for depth, nats_U in zip(depths, nats_RU, strict=True)
         },
         baselines={name: bits_per_byte(nats, bytes_U) for name, nats in baseline_nats.items()},

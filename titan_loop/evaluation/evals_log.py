@@ -23,6 +23,7 @@ from titan_loop.storage.kept_records import append_or_keep
 LOCKS = "claims"
 WHILE_TRAINING = "while training"
 PROMOTION = "promotion"
+_PREFIX = f"{HELD_OUT}/"
 
 EVALS_FIELDS = {"step": int, "tokens": int, "asked": str, "results": dict}
 """Fields of every line that readers rely on, with their types."""
@@ -74,31 +75,17 @@ class HeldOutRecord(NamedTuple):
 
 
 def held_out_while_training(run: RunDirectory) -> list[HeldOutRecord]:
-    """Return held-out text while training by increasing steps; of repeated steps the newest.
-
-    Runs of titan_loop 0.1 kept it in `held_out.jsonl`, as SOURCE/bits_per_byte/step_R.
-    """
+    """Return held-out text while training by increasing steps; of repeated steps the newest."""
     by_step: dict[int, HeldOutRecord] = {}
-
-    def add(record: dict, names: dict, reading_prefix: str) -> None:
-        for name, value in names.items():
-            source, metric, reading = name.rsplit("/", 2)
-            if metric == "bits_per_byte":
-                at = by_step.setdefault(record["step"], HeldOutRecord(record["tokens"], {}))
-                depth = int(reading.removeprefix(reading_prefix))
-                at.bits_per_byte.setdefault(source, {})[depth] = value
-
-    for record in read_jsonl(run.held_out_jsonl, {"step": int, "tokens": int}):
-        add(record, {name: value for name, value in record.items() if "/" in name}, "step_")
     for record in read_jsonl(run.evals_jsonl, EVALS_FIELDS):
-        if record["asked"] == WHILE_TRAINING:
-            results = record["results"].items()
-            prefix = f"{HELD_OUT}/"
-            add(
-                record,
-                {name.removeprefix(prefix): v for name, v in results if name.startswith(prefix)},
-                "static:",
-            )
+        if record["asked"] != WHILE_TRAINING:
+            continue
+        for name, value in record["results"].items():
+            task, metric, reading = name.rsplit("/", 2)
+            if metric == "bits_per_byte" and task.startswith(_PREFIX):
+                at = by_step.setdefault(record["step"], HeldOutRecord(record["tokens"], {}))
+                depth = int(reading.removeprefix("static:"))
+                at.bits_per_byte.setdefault(task.removeprefix(_PREFIX), {})[depth] = value
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -1,6 +1,6 @@
 """Unigram and bigram token models fitted on the model's training text: the floor it has to beat.
 
-    P(b)     = (c(b) + k) / (n + k V)                               add-k unigram
+    P(b)     = (c(b) + 1) / (n + V)                                 add-one unigram
     P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a))                bigram, interpolated
 
 c are counts, n their sum, V the vocabulary, t(a) how many different tokens were seen after a: a
@@ -82,15 +82,10 @@ class TokenCounts:
 
 
 class UnigramModel:
-    """P(b) = (c(b) + k) / (n + k V).
+    """P(b) = (c(b) + 1) / (n + V)."""
 
-    Args:
-        counts: Counts of the tokens read.
-        add_k: k > 0, the count every token starts with.
-    """
-
-    def __init__(self, counts: TokenCounts, *, add_k: float = 1.0) -> None:
-        smoothed = counts.label_counts_V + add_k
+    def __init__(self, counts: TokenCounts) -> None:
+        smoothed = counts.label_counts_V + 1.0
         self.vocab_size = counts.vocab_size
         self.probability_V: Floats = smoothed / smoothed.sum()
 
@@ -101,16 +96,11 @@ class UnigramModel:
 
 
 class BigramModel:
-    """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen.
+    """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen."""
 
-    Args:
-        counts: Counts of the tokens read.
-        add_k: k of the unigram below it.
-    """
-
-    def __init__(self, counts: TokenCounts, *, add_k: float = 1.0) -> None:
+    def __init__(self, counts: TokenCounts) -> None:
         self.vocab_size = counts.vocab_size
-        self.unigram = UnigramModel(counts, add_k=add_k)
+        self.unigram = UnigramModel(counts)
         self._keys, self._pair_counts = counts.pairs()
         contexts = self._keys // self.vocab_size
         self._distinct_V: Floats = np.bincount(contexts, minlength=self.vocab_size).astype(float)

@@ -11,7 +11,6 @@ Format version 1:
     decisions.jsonl  every skipped spike and rewind (`--stability.skip-spikes`)
     rewinds.json     where rewinds went, and the windows that they jump over
     evals.jsonl      one line per evaluation: while training, or by `titan-loop eval watch`
-    held_out.jsonl   held-out losses of a run that 0.1 trained; now in evals.jsonl
     run.lock         held by rank 0 of the job that trains here
     wandb/run_id     the id under which every start logs to W&B, when enabled
     checkpoints/step-N/   tb/   wandb/   plots/   evals/
@@ -69,7 +68,6 @@ class RunDirectory:
         norms_jsonl: One record per measured step (keys: `titan_loop.training.stability.norms`).
         decisions_jsonl: One record per decision (keys: `titan_loop.training.stability.recovery`).
         log_txt: The log of rank 0.
-        held_out_jsonl: Held-out losses of a run that 0.1 trained.
         evals_jsonl: One record per evaluation, during training or by `eval watch`.
         checkpoints: The folder of all checkpoints.
         wandb_run_id: The id under which all starts of the run log to W&B.
@@ -85,7 +83,6 @@ class RunDirectory:
         self.norms_jsonl = self.path / "norms.jsonl"
         self.decisions_jsonl = self.path / "decisions.jsonl"
         self.log_txt = self.path / "log.txt"
-        self.held_out_jsonl = self.path / "held_out.jsonl"
         self.evals_jsonl = self.path / "evals.jsonl"
         self.checkpoints = self.path / CHECKPOINTS
         self.wandb_run_id = self.path / "wandb" / "run_id"

@@ -246,7 +246,7 @@ def test_an_input_edited_after_it_was_read_is_refused(
     with pytest.raises(UserError, match=r"input .*/1\.jsonl was modified after .* pass overwrite"):
         tokenize_source(files, out, **options)
     unfinished = json.loads((out / SETTINGS_NAME).read_text())
-    del unfinished["modified_ns"]  # as version 0.1 left it
+    unfinished["modified_ns"] = [path.stat().st_mtime_ns for path in files]
     (out / SETTINGS_NAME).write_text(json.dumps(unfinished))
     assert tokenize_source(files, out, **options) is not None
     again = tokenize_source(files, out, **options, overwrite=True)

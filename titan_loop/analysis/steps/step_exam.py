@@ -134,6 +134,9 @@ def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
     return forward
 
 
+_LEARNED, _REACHED = 0.95, 0.6
+
+
 @dataclass(frozen=True)
 class Reach:
     """How far down a task's strata, from easy to hard, a model gets.
@@ -152,24 +155,15 @@ class Reach:
         return self.reached / self.learned if self.learned else float("nan")
 
 
-def reach(
-    found: Sequence[StepExam], trained_steps: int, *, learned: float = 0.95, solved: float = 0.6
-) -> Reach:
-    """Count strata up to the first that misses the accuracy.
-
-    Args:
-        found: All strata of the task, from easy to hard.
-        trained_steps: Largest R of training.
-        learned: Accuracy that counts as learned.
-        solved: Accuracy that counts as reached.
-    """
+def reach(found: Sequence[StepExam], trained_steps: int) -> Reach:
+    """Count all strata of a task, from easy to hard, up to the first that misses the accuracy."""
 
     def count(passes: list[bool]) -> int:
         return next((index for index, passed in enumerate(passes) if not passed), len(passes))
 
     return Reach(
-        count([bool(exam.accuracy[:trained_steps].max() >= learned) for exam in found]),
-        count([bool(exam.accuracy.max() >= solved) for exam in found]),
+        count([bool(exam.accuracy[:trained_steps].max() >= _LEARNED) for exam in found]),
+        count([bool(exam.accuracy.max() >= _REACHED) for exam in found]),
     )
 
 

@@ -9,6 +9,7 @@ two files.
 import hashlib
 import logging
 import os
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from titan_loop.errors import UserError
 logger = logging.getLogger(__name__)
 
 LARGEST_WINDOW = 1 << 24
-"""Packing takes a few bytes of memory for each of a window's tokens."""
+"""No model has windows of more tokens; a larger number is a slip."""
 
 LongDocuments = Literal["refuse", "split"]
 
@@ -116,8 +117,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Assign items to bins, longest first, each to the fullest bin that has room for it.
 
     Equal lengths are placed in bulk: of the bins with the least sufficient room r, each takes
-    r // length of them, which is what placing them singly does. At most n steps of O(log capacity)
-    after sorting; the number of bins is at most 11/9 of the optimum + 4 (Johnson, 1974).
+    r // length of them, as if they were placed singly. At most n bisections after sorting; the
+    number of bins is at most 11/9 of the optimum + 4 (Johnson, 1974).
 
     Args:
         lengths: int64, shape (n,), each in 1..capacity.
@@ -126,12 +127,11 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
         The bin of each item, int64, shape (n,); bins are numbered from 0 in the order they opened.
 
     Source:
-        Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv:2404.10830 (best-fit
-        packing, there too over a segment tree of free capacities).
+        Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv:2404.10830.
     """
     order = np.argsort(-lengths, kind="stable")
     bin_of = np.empty(len(lengths), dtype=np.int64)
-    rooms = _Rooms(capacity)
+    rooms = _Rooms()
     bins = 0
     values, starts = np.unique(-lengths[order], return_index=True)
     ends = np.append(starts[1:], len(lengths))
@@ -154,33 +154,22 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Rooms:
-    """Bins by the room they have left, with the least sufficient room found in O(log capacity).
+    """Bins by the room they have left; the rooms are sorted, so that bisection finds one."""
 
-    A binary tree over rooms 0..capacity: a node tells whether a bin with a room below it exists.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._leaves = 1 << capacity.bit_length()
-        self._present = bytearray(2 * self._leaves)
+    def __init__(self) -> None:
+        self._rooms: list[int] = []
         self._bins: dict[int, list[np.ndarray]] = {}
 
     def least_at_least(self, room: int) -> int | None:
-        node = self._leaves + room
-        if not self._present[node]:
-            while not (node % 2 == 0 and self._present[node + 1]):  # a sibling to the right
-                node //= 2
-                if node <= 1:
-                    return None
-            node += 1
-            while node < self._leaves:
-                node = 2 * node + (not self._present[2 * node])
-        return node - self._leaves
+        place = bisect_left(self._rooms, room)
+        return self._rooms[place] if place < len(self._rooms) else None
 
     def add(self, room: int, bins: np.ndarray) -> None:
         if not room:
             return
+        if room not in self._bins:
+            insort(self._rooms, room)
         self._bins.setdefault(room, []).append(bins)
-        self._mark(room)
 
     def take(self, room: int, wanted: int) -> np.ndarray:
         """Remove and return up to `wanted` bins with this room, at least one."""
@@ -190,15 +179,8 @@ class _Rooms:
             chunks.append(bins[wanted:])
         if not chunks:
             del self._bins[room]
-            self._mark(room)
+            del self._rooms[bisect_left(self._rooms, room)]
         return bins[:wanted]
-
-    def _mark(self, room: int) -> None:
-        node = self._leaves + room
-        self._present[node] = room in self._bins
-        while node > 1:
-            node //= 2
-            self._present[node] = self._present[2 * node] or self._present[2 * node + 1]
 
 
 def _pieces(

@@ -126,23 +126,15 @@ def start(preparation: Preparation, tokenizer_path: Path, overwrite: bool) -> No
                 f"source {output} is unfinished with other settings ({', '.join(changed)}): give "
                 "those again to go on from there, or pass overwrite to begin anew"
             )
-        _refuse_modified(preparation, known.get(_MODIFIED), settings[_MODIFIED])
+        _refuse_modified(preparation, known[_MODIFIED], settings[_MODIFIED])
     (output / TOKENIZER_NAME).write_bytes(tokenizer)
     write_json(unfinished, settings)
 
 
-def _refuse_modified(
-    preparation: Preparation, known: Sequence[int] | None, found: Sequence[int]
-) -> None:
-    """Refuse inputs modified after a finished task read them; the other tasks read them again.
-
-    Args:
-        known: Modification times when it began; None where version 0.1 began it.
-    """
+def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequence[int]) -> None:
+    """Refuse inputs modified after a finished task read them; the other tasks read them again."""
     files = preparation.documents.all_files()
-    for number, (path, before, now) in enumerate(
-        zip(files, found if known is None else known, found, strict=True)
-    ):
+    for number, (path, before, now) in enumerate(zip(files, known, found, strict=True)):
         task = number % preparation.tasks  # datatrove deals the files out to the tasks
         if before != now and any((preparation.output / "logs").glob(f"*/completions/{task:05d}")):
             raise UserError(
