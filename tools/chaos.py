@@ -34,7 +34,7 @@ from typing import Any
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
-from titan_loop.checkpoint.retention import committed_steps, step_folder, unfinished_steps
+from titan_loop.checkpoint.folders import committed_steps, step_folder, unfinished_steps
 from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from titan_loop.checkpoint import retention, saving
-from titan_loop.checkpoint.retention import discard
+from titan_loop.checkpoint import folders, saving
+from titan_loop.checkpoint.folders import discard
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint
 from titan_loop.storage import json_files
 
@@ -92,9 +92,9 @@ KILLS: dict[str, Callable[[], None]] = {
     "before the hashes": at_call(saving, "file_records"),
     "before the manifest": at_call(saving, "write_manifest"),
     "before the manifest has its name": at_call(json_files.os, "replace", 2),
-    "before the older one is deleted": at_call(retention, "discard"),
-    "after the older one lost its manifest": at_call(retention.shutil, "rmtree"),
-    "with the older one half deleted": lambda: setattr(retention.shutil, "rmtree", rmtree_of_half),
+    "before the older one is deleted": at_call(folders, "discard"),
+    "after the older one lost its manifest": at_call(folders.shutil, "rmtree"),
+    "with the older one half deleted": lambda: setattr(folders.shutil, "rmtree", rmtree_of_half),
 }
 
 
@@ -103,7 +103,7 @@ def killed(folder: Path, arm: Callable[[], None]) -> None:
     save(folder, 2)
     arm()
     # `discard` is looked up in this module, where `at_call` could not reach it.
-    globals()["discard"] = retention.discard
+    globals()["discard"] = folders.discard
     save(folder, 4, delete=2)
 
 

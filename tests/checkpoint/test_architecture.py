@@ -2,8 +2,8 @@
 
 import pytest
 
-from titan_loop.checkpoint.carry import Carry, check_parent
 from titan_loop.checkpoint.model import check_architecture, different_options
+from titan_loop.checkpoint.start_from import StartFrom, check_parent
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.families.ouro.model import OuroOptions
@@ -45,7 +45,7 @@ def test_an_unknown_or_other_option_is_refused(saved, message):
         check_architecture(saved, RECORD)
     if "rope_theta" not in message:  # a fork may have another base
         with pytest.raises(UserError, match=message):
-            check_parent(saved, RECORD, Carry())
+            check_parent(saved, RECORD, StartFrom())
 
 
 def test_the_export_has_no_place_for_another_option():

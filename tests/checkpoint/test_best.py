@@ -12,11 +12,11 @@ from tests.checkpoint.test_choosing import committed
 from tests.checkpoint.test_remote import remote
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best, better, named_checkpoint
-from titan_loop.checkpoint.carry import Carry
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
 from titan_loop.checkpoint.listing import list_checkpoints, why_not_delete
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
@@ -78,7 +78,7 @@ def test_the_name_stands_for_what_the_newest_manifest_says(tmp_path: Path):
     (with_best(committed(folder, 6), 6) / MANIFEST).write_text("{}")  # damaged
     assert named_checkpoint(folder / "best") == folder / "step-2"
     assert named_checkpoint(folder / "step-9") == folder / "step-9"
-    assert Carry(parent=str(folder / "best")).find_parent() == folder / "step-2"
+    assert StartFrom(parent=str(folder / "best")).find_parent() == folder / "step-2"
     (folder / "step-2" / MANIFEST).unlink()
     with pytest.raises(UserError, match="best is step-2, which is gone"):
         named_checkpoint(folder / "best")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.checkpoint.fault_driver import KILLS, tensors
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 
 # Until the older checkpoint is deleted, the newer one is committed already.
 COMMITTED = {name for name in KILLS if "older" in name}

@@ -12,8 +12,8 @@ from torchtitan.components.checkpointer.base import TRAIN_STATE
 
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
 
 pytestmark = pytest.mark.multiprocess

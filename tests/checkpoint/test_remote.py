@@ -15,10 +15,10 @@ import pytest
 
 from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
-from titan_loop.checkpoint.retention import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.remote_folder import RemoteFolder

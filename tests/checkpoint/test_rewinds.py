@@ -9,9 +9,9 @@ import pytest
 
 from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, write_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.rewinds import (
     REWINDS,
     is_given_up,

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.folders import read_tags
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest, write_manifest
-from titan_loop.checkpoint.retention import read_tags
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli import main as cli
 from titan_loop.runs import run_checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 from titan_loop.recipes import runner

@@ -10,8 +10,8 @@ import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.inference.reference import make_model
+from titan_loop.checkpoint.folders import discard
 from titan_loop.checkpoint.manifest import MANIFEST
-from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import LOCKS

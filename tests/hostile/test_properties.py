@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.retention import step_folder
+from titan_loop.checkpoint.folders import step_folder
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.data.inspect_source import verify_source
 from titan_loop.data.packed_index import index_paths

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import CompileConfig
 
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.cli import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError

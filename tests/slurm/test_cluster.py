@@ -12,7 +12,7 @@ import pytest
 
 from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
 from tests.slurm.recipes import STEPS
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status

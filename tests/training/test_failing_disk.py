@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, exit_code
 from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.runs.run_directory import RunDirectory

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.training.test_trainer import built
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.errors import NonFiniteError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.data.open_files import open_file_limit
 from titan_loop.errors import EXIT_INTERRUPTED, EXIT_STOPPED, StoppedError, UserError

@@ -13,8 +13,8 @@ import pytest
 import titan_loop.compat as compat
 import torch
 
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
 from titan_loop.checkpoint.difference import differences
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.distributed.muon import Muon
 from titan_loop.errors import NonFiniteError, StoppedError

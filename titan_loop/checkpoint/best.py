@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+from titan_loop.checkpoint.folders import committed_steps, is_committed, step_folder
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.retention import committed_steps, is_committed, step_folder
 from titan_loop.errors import RunFailedError, UserError
 
 BEST = "best"

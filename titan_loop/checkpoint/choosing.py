@@ -6,19 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from titan_loop.checkpoint.folders import (
+    committed_steps,
+    is_committed,
+    renamed_checkpoints,
+    step_folder,
+    unfinished_steps,
+)
 from titan_loop.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     FileRecord,
     find_damage,
     read_manifest,
-)
-from titan_loop.checkpoint.retention import (
-    committed_steps,
-    is_committed,
-    renamed_checkpoints,
-    step_folder,
-    unfinished_steps,
 )
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.ranks import from_all_ranks, from_rank_zero, place_in

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_loop.checkpoint.best import BEST, best_step
 from titan_loop.checkpoint.choosing import inspect
-from titan_loop.checkpoint.retention import (
+from titan_loop.checkpoint.folders import (
     committed_steps,
     discard,
     read_tags,

@@ -7,9 +7,9 @@ from typing import Any
 
 from titan_loop.checkpoint.best import newest_best_step
 from titan_loop.checkpoint.choosing import wrong_step
+from titan_loop.checkpoint.folders import STEP_NAME, is_committed, read_tags
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
-from titan_loop.checkpoint.retention import STEP_NAME, is_committed, read_tags
 from titan_loop.errors import RunFailedError, UserError
 
 KEEP_ALL = KeepPolicy(latest=0)

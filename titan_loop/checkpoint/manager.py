@@ -34,21 +34,21 @@ from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import BEST, Best, better
-from titan_loop.checkpoint.carry import Carry
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
-from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
-from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
-from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
-from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
-from titan_loop.checkpoint.retention import (
+from titan_loop.checkpoint.folders import (
     CHECKPOINTS,
     committed_steps,
     discard,
     set_aside,
     step_folder,
 )
+from titan_loop.checkpoint.keep_policy import KeepPolicy, delete_stale
+from titan_loop.checkpoint.loading import AVERAGE_PREFIX, KeyPolicy, load_checkpoint
+from titan_loop.checkpoint.manifest import Reference, read_manifest, reference
+from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader
 from titan_loop.checkpoint.rewinds import jumped_windows, read_rewinds
 from titan_loop.checkpoint.saving import RetryPolicy, SaveFailedError, save_checkpoint, stager
+from titan_loop.checkpoint.start_from import StartFrom
 from titan_loop.checkpoint.train_state import TrainState
 from titan_loop.checkpoint.upcycling import upcycle_checkpoint
 from titan_loop.errors import UserError
@@ -105,7 +105,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         initial_load_model_only: bool = False
         """Unused; see `carry`."""
 
-        carry: Carry = field(default_factory=Carry)
+        carry: StartFrom = field(default_factory=StartFrom)
         """Where to start if the run has no checkpoint of its own."""
 
         def __post_init__(self) -> None:

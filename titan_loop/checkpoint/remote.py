@@ -22,9 +22,7 @@ from typing import Any
 
 from titan_loop.checkpoint.best import best_step
 from titan_loop.checkpoint.choosing import newest_good
-from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
-from titan_loop.checkpoint.retention import (
+from titan_loop.checkpoint.folders import (
     CHECKPOINTS,
     STEP_NAME,
     TAGS,
@@ -34,6 +32,8 @@ from titan_loop.checkpoint.retention import (
     set_aside,
     step_folder,
 )
+from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.remote_folder import RemoteFolder, check_address

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titan_loop.checkpoint.folders import committed_steps, set_aside, step_folder
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints
-from titan_loop.checkpoint.retention import committed_steps, set_aside, step_folder
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import nested, read_json_object, read_jsonl, write_json
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from titan_loop.checkpoint.folders import discard
 from titan_loop.checkpoint.manifest import (
     FileRecord,
     Reference,
@@ -29,7 +30,6 @@ from titan_loop.checkpoint.manifest import (
     rank_files,
     write_manifest,
 )
-from titan_loop.checkpoint.retention import discard
 from titan_loop.checkpoint.safe_reading import root_cause
 from titan_loop.checkpoint.tensor_table import TableWriter
 from titan_loop.ranks import try_on_all

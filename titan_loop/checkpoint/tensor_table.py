@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.checkpoint.manifest import (
     METADATA,
     TABLE,
@@ -31,7 +32,6 @@ from titan_loop.checkpoint.manifest import (
     find_damage,
     read_manifest,
 )
-from titan_loop.checkpoint.retention import CHECKPOINTS
 from titan_loop.errors import UserError, first_line
 from titan_loop.storage.file_names import require_file_name
 from titan_loop.storage.json_files import count, write_text

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from titan_loop.checkpoint.choosing import LookAt
+from titan_loop.checkpoint.folders import discard, is_committed
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import (
     DamagedCheckpointError,
@@ -42,7 +43,6 @@ from titan_loop.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from titan_loop.checkpoint.retention import discard, is_committed
 from titan_loop.checkpoint.safe_reading import (
     PlainLoadPlanner,
     SafeFileSystemReader,

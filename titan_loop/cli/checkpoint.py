@@ -110,8 +110,8 @@ def tag(checkpoint: Path, name: str, *, remove: bool = False) -> None:
         name: Any word.
         remove: Take the name away.
     """
+    from titan_loop.checkpoint.folders import add_tag, read_tags, remove_tag
     from titan_loop.checkpoint.manifest import read_manifest
-    from titan_loop.checkpoint.retention import add_tag, read_tags, remove_tag
 
     read_manifest(checkpoint)
     if not name.strip() or not name.isprintable():

@@ -21,8 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
+from titan_loop.checkpoint.folders import is_committed
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.retention import is_committed
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, append_evaluation, lock_file
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import titan_loop
-from titan_loop.checkpoint.retention import CHECKPOINTS
+from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.checkpoint.safetensors_files import write_folder
 from titan_loop.formats.format import Export
 from titan_loop.formats.importing import CONFIG

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.start_from import check_parent
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import Refusal, caught
 from titan_loop.recipes.recipe import Recipe, Stage

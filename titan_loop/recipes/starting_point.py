@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from titan_loop.checkpoint.carry import has_moments
+from titan_loop.checkpoint.start_from import has_moments
 from titan_loop.errors import UserError, seen_from
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.recipes.recipe import Recipe, Stage

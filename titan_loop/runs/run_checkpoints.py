@@ -5,18 +5,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_loop.checkpoint.best import named_checkpoint
+from titan_loop.checkpoint.folders import (
+    committed_steps,
+    discard,
+    is_committed,
+    step_folder,
+)
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.listing import (
     ListedCheckpoint,
     list_checkpoints,
     look_at,
     why_not_delete,
-)
-from titan_loop.checkpoint.retention import (
-    committed_steps,
-    discard,
-    is_committed,
-    step_folder,
 )
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory

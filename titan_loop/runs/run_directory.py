@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import titan_loop
-from titan_loop.checkpoint.retention import CHECKPOINTS, step_folder
+from titan_loop.checkpoint.folders import CHECKPOINTS, step_folder
 from titan_loop.errors import UserError, seen_from
 from titan_loop.storage.folder_lock import FolderLock
 from titan_loop.storage.json_files import (

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import LookAt, newest_good
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.data.source_card import (
     CARD_NAME,
     SHORT_DIGEST,

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_versioned_json, write_json

@@ -7,8 +7,8 @@ it creates anew, without a lock and without `run.json`.
 import threading
 from contextlib import suppress
 
+from titan_loop.checkpoint.folders import CHECKPOINTS
 from titan_loop.checkpoint.manager import LoopCheckpointManager
-from titan_loop.checkpoint.retention import CHECKPOINTS
 from titan_loop.errors import UserError
 from titan_loop.ranks import all_ranks, from_rank_zero
 from titan_loop.storage.folder_lock import FolderLock

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 import titan_loop.compat as compat  # before any torchtitan module
 
-from titan_loop.checkpoint.retention import committed_steps
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
 from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.decoder import LoopDecoder

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.carry import check_moments, check_parent, has_moments
 from titan_loop.checkpoint.choosing import inspect, newest_good
+from titan_loop.checkpoint.folders import committed_steps, step_folder
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.remote import RemoteCheckpoints, fetch_if_needed
-from titan_loop.checkpoint.retention import committed_steps, step_folder
 from titan_loop.checkpoint.rewinds import read_rewinds, take_up_rewinds
+from titan_loop.checkpoint.start_from import check_moments, check_parent, has_moments
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import copy_remote_sources
 from titan_loop.data.load.task_loader import TaskLoader

@@ -25,9 +25,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import Best
-from titan_loop.checkpoint.carry import check_parent
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
+from titan_loop.checkpoint.start_from import check_parent
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.kept_layouts import kept_layout
 from titan_loop.errors import NonFiniteError, StoppedError, UserError

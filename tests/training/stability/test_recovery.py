@@ -15,8 +15,8 @@ import torch
 
 import titan_loop.training.run
 from titan_loop.analysis.report import write_report
+from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
-from titan_loop.checkpoint.retention import committed_steps
 from titan_loop.checkpoint.rewinds import read_rewinds
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_UNSTABLE, StoppedError, UnstableError, UserError, exit_code

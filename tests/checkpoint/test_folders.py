@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_loop.checkpoint import retention
-from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST
-from titan_loop.checkpoint.retention import (
+from titan_loop.checkpoint import folders
+from titan_loop.checkpoint.folders import (
     add_tag,
     committed_steps,
     discard,
@@ -15,6 +13,8 @@ from titan_loop.checkpoint.retention import (
     remove_tag,
     unfinished_steps,
 )
+from titan_loop.checkpoint.keep_policy import KeepPolicy
+from titan_loop.checkpoint.manifest import MANIFEST
 from titan_loop.errors import UserError
 
 
@@ -76,7 +76,7 @@ def test_the_commit_record_goes_first(tmp_path, monkeypatch):
     def fail(path):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(retention.shutil, "rmtree", fail)
+    monkeypatch.setattr(folders.shutil, "rmtree", fail)
     with pytest.raises(OSError, match="gone"):
         discard(checkpoint)
     assert committed_steps(tmp_path) == []

@@ -1,4 +1,4 @@
-"""Carry: a new run takes weights, and moments if wanted, from another run's checkpoint.
+"""A new run starts from another run's checkpoint: its weights, and its moments if wanted.
 
 Step, tokens and data start anew, since a stage is a job with schedules of its own. R, β and the
 RoPE base may differ between parent and run. Tensors may not, except those named to keep their
@@ -12,16 +12,16 @@ from typing import Any, Literal, get_args
 
 from titan_loop.checkpoint.best import named_checkpoint
 from titan_loop.checkpoint.choosing import newest_good
+from titan_loop.checkpoint.folders import CHECKPOINTS, is_committed, step_folder
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX, KeyPolicy
 from titan_loop.checkpoint.model import check_architecture, different_options
-from titan_loop.checkpoint.retention import CHECKPOINTS, is_committed, step_folder
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.checkpoint.upcycling import Moments, Upcycling, looped_layers
 from titan_loop.errors import UserError, nearest, seen_from
 
 
 @dataclass(kw_only=True, slots=True)
-class Carry:
+class StartFrom:
     """Where a run starts from when it has no checkpoint of its own."""
 
     parent: str = ""
@@ -90,7 +90,7 @@ def has_moments(checkpoint: Path) -> bool:
     return any(key.startswith(OPTIMIZER_PREFIX) for key in keys)
 
 
-def check_moments(parent: Path, carry: Carry) -> None:
+def check_moments(parent: Path, carry: StartFrom) -> None:
     """Raise `UserError` if a parent's moments are wanted and it has none, as after an import."""
     if carry.optimizer and not has_moments(parent):
         raise UserError(
@@ -99,7 +99,7 @@ def check_moments(parent: Path, carry: Carry) -> None:
         )
 
 
-def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: Carry) -> None:
+def check_parent(saved: Mapping[str, Any], wanted: Mapping[str, Any], carry: StartFrom) -> None:
     """Raise `UserError` naming every difference between parent and run that cannot be carried."""
     may_differ = {"rope_theta"}
     upcycling = carry.upcycling(wanted["n_layers"])
