@@ -1,4 +1,4 @@
-"""The index of a packed split: which documents stand in which window.
+"""The index of a packed split: the documents of every window.
 
 `packed_L.windows` (uint64) says where each window's pieces end in `packed_L.pieces`, whose entries
 are a piece's first token in the split's stream (uint64) and its length (uint32). A piece is a whole

@@ -53,7 +53,7 @@ def lock_source(folder: Path, field: str) -> FolderLock:
 class ShardCard:
     """One `.ds` file: name within its split's folder, size and SHA-256 of its contents.
 
-    `index_sha256` and `loss_sha256` are those of the document index and of the loss mask beside it;
+    `index_sha256` and `loss_sha256` cover the document index and the loss mask beside it;
     the latter is empty in a source without masks.
     """
 
@@ -89,7 +89,7 @@ class SplitCard:
 
     `loss_tokens` is how many tokens the loss masks leave as targets; None without masks.
     `eos_only_at_ends` says that every document was seen to end in EOS and to have none before: ends
-    can then be read off the tokens. False means that some do not, or that nobody looked.
+    can then be read off the tokens. False means that some do not, or that it was not checked.
     """
 
     documents: int

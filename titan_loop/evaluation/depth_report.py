@@ -1,6 +1,6 @@
 """Bits per byte of one checkpoint at several depths and of its baselines, as one JSON file.
 
-It stands in `evals/depth-step-N.json` of the run directory; tables and plots are drawn from it
+It is saved as `evals/depth-step-N.json` of the run directory; tables and plots are drawn from it
 alone.
 """
 

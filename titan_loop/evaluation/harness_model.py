@@ -83,7 +83,7 @@ class LoopLM(TemplateLM):
 
     Attributes:
         reading: Index of the reading that answers.
-        count: Steps behind the answers since somebody last replaced this record.
+        count: Steps behind the answers since this record was last replaced.
 
     Raises:
         UserError: A value is unknown or out of range, or what `load_checkpoint` and

@@ -208,7 +208,7 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 
 @contextmanager
 def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
-    """Where the hub cannot be reached, wait for nothing inside, and say so if data is missing.
+    """Without a network, let the hub's clients use their caches alone inside the block.
 
     Args:
         reader: Begins the message, as in "task NAME".

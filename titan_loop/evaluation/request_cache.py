@@ -4,7 +4,7 @@
 
 `IDENTITY` is a hash of everything a result depends on besides the request: the checkpoint's
 manifest, the readings, dtype, context and cache strategy. Another checkpoint or depth never finds
-these entries. Rank 0 alone touches the file and tells the others what it holds.
+these entries. Rank 0 alone reads and writes the file; the others get its content from rank 0.
 """
 
 import hashlib

@@ -93,11 +93,11 @@ DEPTH_SUITE_STEPS = tuple(range(1, 9))
 
 
 class NotAskedError(UserError):
-    """A task cannot be asked of this run, through no defect of either."""
+    """This run cannot be asked a task, though both are sound."""
 
 
 def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
-    """Return the tasks that names of suites and tasks stand for, each once.
+    """Return the tasks behind names of suites and tasks, each once.
 
     Args:
         names: Suites, tasks of the harness, offline tasks.

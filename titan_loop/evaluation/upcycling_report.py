@@ -2,7 +2,7 @@
 
 A model of N layers at R steps and its copy of k·N layers at R/k steps visit as many layers. The
 report compares them, and both models at the same number of steps, with bootstrap intervals of the
-paired difference. It stands in `evals/upcycling-step-N.json` of the new run.
+paired difference. It is saved as `evals/upcycling-step-N.json` of the new run.
 """
 
 import math

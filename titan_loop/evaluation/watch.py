@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _Waiting(NamedTuple):
-    """A committed checkpoint that nobody has evaluated."""
+    """A committed checkpoint that has not been evaluated."""
 
     step: int
     manifest_sha256: str
@@ -71,15 +71,14 @@ class Watcher:
         self._retry = retry
         self._run = RunDirectory(run)
         self._options = options
-        asked = {name: str(value) for name, value in asdict(options).items()}
-        for name in (
-            "sources",
-            "seq_len",
-            "ema",
-        ):  # unknown to older versions, whose lines still count
-            if not getattr(options, name):
-                del asked[name]
-        self._asked = digest(asked)
+        # Without defaults of options that came later: lines from before them still count.
+        self._asked = digest(
+            {
+                name: str(value)
+                for name, value in asdict(options).items()
+                if value or name not in ("sources", "seq_len", "ema")
+            }
+        )
         self.incomplete: list[int] = []
         self._given_up: set[_Waiting] = set()
         self._wandb = WandbLog(self._run) if wandb and join_ranks()[0] == 0 else None

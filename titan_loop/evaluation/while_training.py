@@ -3,8 +3,8 @@
     held_out.*, suite.* of a run ─► callbacks ─► tasks, each at several depths from one pass
     ─► evals.jsonl; `held_out/SOURCE/METRIC/step_R` and `suite/…` in TensorBoard and W&B
 
-It asks what `titan-loop eval --tasks … --limit … --depths …` asks of a checkpoint and finds the
-same. Nothing of training is touched: no random number is drawn and no state is left behind.
+It asks the questions of `titan-loop eval --tasks … --limit … --depths …` and gets its results.
+Training is not touched: no random number is drawn and no state is left behind.
 """
 
 import math

@@ -46,7 +46,7 @@ class NodeCheck:
 
 
 def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], list[str]]:
-    """Return node → its fault, and the faults that no single node is to blame for."""
+    """Return node → its fault, and the faults that no single node explains."""
     found: dict[str, list[dict[str, Any]]] = {node: [] for node in allocation.nodes}
     for path in sorted(reports.glob("rank-*.json")):
         report = read_json_object(path, fix="start the job again")
@@ -60,7 +60,7 @@ def bad_nodes(reports: Path, allocation: Allocation) -> tuple[dict[str, str], li
 
 
 def _alone(allocation: Allocation) -> Callable[[_Reports], dict[str, str]]:
-    """Return the function that finds nodes that fail by themselves."""
+    """Return a function that finds nodes whose own checks fail."""
 
     def reason(reports: list[dict[str, Any]]) -> str:
         problems = sorted({problem for report in reports for problem in report["problems"]})

@@ -23,14 +23,14 @@ from titan_loop.slurm.commands import CommandFailedError, outside_of_a_job, show
 from titan_loop.slurm.record import replace_job, slurm_folder
 
 SUCCESSOR_VARIABLE = "TITAN_LOOP_SUCCESSOR_OF"
-"""The job that a successor goes on with."""
+"""The job that a successor continues."""
 
 REQUEUE_EXIT_CODE = EXIT_STOPPED
 """Exit code of ranks that stopped at a signal or were ended by the watchdog: 75. The exit codes of
 all commands are in `titan_loop/errors.py`."""
 
 FINAL_EXIT_CODES = (EXIT_USER_ERROR, EXIT_NON_FINITE, EXIT_UNSTABLE, EXIT_INTERRUPTED)
-"""Exit codes of failures that another start would repeat, or that somebody asked for."""
+"""Exit codes of failures that another start would repeat, and of an interrupt."""
 
 _UPDATE_ATTEMPTS = 5
 
@@ -38,7 +38,7 @@ _UPDATE_ATTEMPTS = 5
 def final_code(code: int, exits: Sequence[RankExit]) -> int | None:
     """Return the exit code of a job whose ranks ended, or None if it is to be started again.
 
-    One rank's wrong loss decides, whatever its peers died of when it left; so does a mistake that
+    One rank's wrong loss decides, whatever ended its peers; so does a mistake that
     is not `lone_node`'s.
 
     Args:
@@ -63,7 +63,7 @@ def lone_node(exits: Sequence[RankExit]) -> str:
 
 
 def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
-    """Have the job whose batch step this is started again.
+    """Have SLURM start this batch step's job again.
 
     Args:
         folder: Folder of the recipe; its record of jobs is updated for a successor.

@@ -27,7 +27,7 @@ class HeldOutWindows(NamedTuple):
     bytes of text each label stands for, 0 where ignored and for special tokens; their sum divides
     the total cross entropy to give nats per byte. `columns` are further ones for the model, by
     name; those in `whole` have one value a window instead of one a token. `documents` has the
-    number of the document each window begins in, or nothing if every window stands for itself.
+    number of the document each window begins in; empty if every window counts as a document.
     """
 
     input: torch.Tensor
@@ -74,7 +74,7 @@ def held_out_windows(
 ) -> HeldOutWindows:
     """Return `count` windows of a source's held-out split, the same ones for the same arguments.
 
-    A split with fewer windows gives all it has, and one log line says so.
+    A split with fewer windows gives all it has, with a warning.
 
     Args:
         seed: Chooses which windows, and the offset of the cuts.
@@ -89,7 +89,7 @@ def held_out_windows(
     if source.windows_per_epoch < count:
         warn_together(
             logger,
-            "source %s has only %d held-out windows, %d were asked for",
+            "source %s has only %d of the %d held-out windows wanted",
             source_path,
             source.windows_per_epoch,
             count,

@@ -34,7 +34,7 @@ class Window(NamedTuple):
     """One training sequence: arrays of shape (L,) and dtype int64, filled in place.
 
     `positions` restart at 0 with every document. `labels` are IGNORED where input and label belong
-    to different documents, where a loss mask says so, and in padding. `columns` are those the
+    to different documents, where a loss mask forbids it, and in padding. `columns` are the ones the
     loader declares, by name, without the axis of the batch.
     """
 

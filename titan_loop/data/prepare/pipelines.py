@@ -4,7 +4,7 @@
     train:     reader ─► quality ─► MinHash ─► decontamination ─► held-out filter ─► tokenizer
     held_out:  what the filter wrote aside ─► tokenizer
 
-Quality filters come before MinHash, so that a bad document never stands for its good duplicates;
+Quality filters come before MinHash, so that a bad document never replaces its good duplicates;
 therefore documents are read and filtered twice where both are switched on.
 """
 

@@ -1,4 +1,4 @@
-"""One preparation: its inputs and settings, and the folder it begins in or goes on in."""
+"""One preparation: its inputs, its settings and its folder, which may hold finished tasks."""
 
 import json
 import shutil

@@ -184,7 +184,7 @@ def _finish(
 
 
 def _require_dataset(documents: Documents) -> None:
-    """Fail before any task starts if a Hugging Face dataset cannot be had."""
+    """Fail before any task starts if a Hugging Face dataset cannot be loaded."""
     from datasets import get_dataset_split_names
 
     try:

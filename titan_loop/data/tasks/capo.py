@@ -193,11 +193,11 @@ class Capo(Task):
         return question.person, *question.wordings
 
     def is_held_out(self, question: Biography) -> bool:
-        """Return False: the exam asks what was learned."""
+        """Return False: the exam asks for facts that were trained."""
         return False
 
     def held_out_questions(self, count: int, stratum: Graded, *, seed: int = 0) -> list[Biography]:
-        """Return biographies of `count` people, or of all if they are fewer; none comes twice."""
+        """Return biographies of `count` different people, or of all if they are fewer."""
         key = self.exam_key(seed, "people")
         generator = random.Random(key)
         people = KeyedPermutation(self.people, key)(np.arange(min(count, self.people)))

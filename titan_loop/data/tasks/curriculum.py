@@ -3,7 +3,7 @@
     exam of the level, every `interval` steps ─┬─ every stratum right enough ─► next level
                                                └─ else, after `limit_tokens` ─► the run stops
 
-The exam is asked of the model in training and is equal on all ranks (`evaluation/promotion.py`).
+The exam grades the model in training and is equal on all ranks (`evaluation/promotion.py`).
 The loader keeps the windows at which a level began in its state; every window's level is hashed.
 """
 

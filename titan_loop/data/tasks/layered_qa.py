@@ -56,7 +56,7 @@ class LayeredQA(Task):
     """People in a layer."""
 
     relations: int = 20
-    """Relations that everybody has."""
+    """Relations of every person."""
 
     hops: int = 3
     """Relations in a question."""
