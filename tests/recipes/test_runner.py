@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import CompileConfig
 
+from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
 from titan_loop.cli import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.errors import UserError
+from titan_loop.models.family import decoder_config
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import check_recipe, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training import chosen_model
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -107,6 +110,33 @@ def test_what_is_legal_and_does_little_is_one_line(source, tmp_path, caplog):
         stage.config.comm.train_timeout_seconds = 100
     check_recipe(recipe, 1)
     assert caplog.text.count("hang_seconds=1800 has no effect on a collective") == 1
+
+
+def test_a_model_is_built_once_for_all_checks_and_starts(source, tmp_path, monkeypatch):
+    built, read = [], []
+
+    def build(options: Any, *, max_seq_len: int) -> Any:
+        built.append(options)
+        return decoder_config(options, max_seq_len=max_seq_len)
+
+    def newest(folder: Path, **how: Any) -> Any:
+        read.append(folder)
+        return newest_good(folder, **how)
+
+    monkeypatch.setattr(chosen_model, "_architectures", {})
+    monkeypatch.setattr(chosen_model, "decoder_config", build)
+    monkeypatch.setattr(chosen_model, "newest_good", newest)
+
+    def two_stages() -> Recipe:
+        recipe = chain(source, tmp_path)
+        recipe.stages = recipe.stages[:2]
+        return recipe
+
+    check_recipe(two_stages(), 1)
+    assert len(built) == len(read) == 2
+    run_recipe(two_stages())
+    assert len(built) == 2
+    assert len(read) == 6  # of each stage in both checks and at its start
 
 
 def test_an_interrupted_chain_goes_on_where_it_was(source, tmp_path, monkeypatch):

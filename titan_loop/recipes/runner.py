@@ -7,6 +7,7 @@ meshes and optimiser state of a stage are freed before the next one is built.
 """
 
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -30,9 +31,10 @@ from titan_loop.runs.run_directory import COMPILE_CACHE, RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.storage.room import require_writable, wait_for_room
+from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.optimizer import OptimizerName
 from titan_loop.training.preflight import remarks
-from titan_loop.training.resolved_run import resolve
+from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.run import (
     check_resumable,
     copy_sources,
@@ -148,8 +150,10 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
             _adopt_recorded(stage.config)
     if only is not None:
         raise_first(parent_refusals(recipe, stages[0]))
+    checked: dict[str, ResolvedRun] = {}
+    newest = {stage.name: newest_of(stage.config) for stage in recipe.stages}
     for stage in stages:
-        _check(recipe, stage, world_size)
+        checked[stage.name] = _check(recipe, stage, world_size, checked, newest)
         _warn_of_same_windows(recipe, stage)
     # A remark about all stages' data or devices is one line.
     for remark in dict.fromkeys(text for stage in stages for text in remarks(stage.config)):
@@ -178,22 +182,39 @@ def _adopt_recorded(config: LoopTrainer.Config) -> None:
             config.optimizer.name = cast(OptimizerName, recorded.optimizer)
 
 
-def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
-    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
+def _check(
+    recipe: Recipe,
+    stage: Stage,
+    world_size: int,
+    checked: Mapping[str, ResolvedRun],
+    newest: Mapping[str, Newest],
+) -> ResolvedRun:
+    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent.
+
+    Args:
+        recipe: The recipe.
+        stage: The stage.
+        world_size: Number of ranks that will train.
+        checked: Stages that were checked before it.
+        newest: Stage → its newest checkpoint, from `newest_of`.
+    """
     try:
-        run = resolve(stage.config, world_size)
+        saved = saved_architecture(stage.config, newest[stage.name])
+        before = checked.get(stage.parent or "")
+        if not saved and before is not None:
+            saved = before.architecture  # which the parent's checkpoints will have
+        run = resolve(stage.config, world_size, saved)
         raise_first(suite_refusals(stage.config))
-        started = saved_state(stage.config) is not None
+        started = newest[stage.name]() is not None
         if stage.parent is None or started:
-            check_resumable(run)  # includes a parent outside the recipe
+            check_resumable(run, newest[stage.name])  # includes a parent outside the recipe
         else:
             parent = recipe.stage(stage.parent)
-            state = saved_state(parent.config)
-            trained = (
-                resolve(parent.config, world_size).architecture
-                if state is None
-                else state["architecture"]
-            )
+            found = newest[parent.name]()
+            if found is not None:
+                trained = found[1]["trainer"]["architecture"]
+            else:
+                trained = (before or resolve(parent.config, world_size)).architecture
             raise_first(carry_refusals(stage, parent, wanted=run.architecture, trained=trained))
         if len(recipe.stages) > 1 and not started:
             raise_first(repetition_refusals(stage))
@@ -201,6 +222,7 @@ def _check(recipe: Recipe, stage: Stage, world_size: int) -> None:
         if len(recipe.stages) == 1:
             raise
         raise UserError(f"stage {stage.name}: {error}") from error
+    return run
 
 
 def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:

@@ -1,9 +1,11 @@
-"""The model a run trains: its options, with what they leave open taken from data and weights."""
+"""The model a run trains: its options, with those left open taken from data and weights."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 
@@ -15,30 +17,23 @@ from titan_loop.models.family import ModelOptions, ModelSize, decoder_config, ge
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
-
-def model_config(config: RunConfig, saved: Mapping[str, Any] | None = None) -> LoopDecoder.Config:
-    """Return the architecture a config names; arguments and errors as of `model_options`."""
-    return decoder_config(model_options(config, saved), max_seq_len=config.training.seq_len)
-
-
-def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
-    """Return the architecture of a stage; without prepared data its vocabulary is the default."""
-    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
-    if options.vocab_size is None and are_prepared(config):
-        options.vocab_size = config.dataloader.vocabulary().size
-    return decoder_config(options, max_seq_len=config.training.seq_len)
+Newest: TypeAlias = Callable[[], tuple[int, dict[str, Any]] | None]
+"""Returns step and manifest of a run's newest checkpoint, which it reads once; errors as of
+`newest_good`."""
 
 
-def are_prepared(config: RunConfig) -> bool:
-    """Return whether a run's data are there."""
-    return all(Path(path).is_dir() for path in config.dataloader.source_paths())
+class ChosenModel(NamedTuple):
+    """A run's model options with nothing left open, and the architecture they stand for."""
+
+    options: ModelOptions
+    config: LoopDecoder.Config
 
 
-def model_options(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ModelOptions:
-    """Return a run's model options with what it leaves open.
+def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
+    """Return the model that a config names.
 
-    The vocabulary is that of the data. What shapes no tensor, such as the RoPE base, is that of the
-    run's own checkpoint, else of its parent, else the family's default.
+    The vocabulary is that of the data. Options that shape no tensor, such as the RoPE base, are
+    taken from the run's own checkpoint, else from its parent, else from the family's defaults.
 
     Args:
         config: The run.
@@ -53,32 +48,72 @@ def model_options(config: RunConfig, saved: Mapping[str, Any] | None = None) -> 
         vocabulary = config.dataloader.vocabulary()
         found = {"vocab_size": vocabulary.size, **vocabulary.options}
         options = replace(options, **{name: found[name] for name in unknown if name in found})
-    shaping = {field.name for field in fields(ModelSize)}
-    known = decoder_config(options, max_seq_len=config.training.seq_len).architecture()
+    model = _built(options, config.training.seq_len)
+    known = model.architecture()
     saved = {**known, **(saved_architecture(config) if saved is None else saved)}
-    left_open = (f.name for f in fields(options) if getattr(options, f.name) is None)
-    return replace(
-        options,
-        **{name: saved[name] for name in left_open if name in saved and name not in shaping},
-    )
+    shaping = {field.name for field in fields(ModelSize)}
+    left_open = {f.name for f in fields(options) if getattr(options, f.name) is None} - shaping
+    taken = {name: saved[name] for name in left_open if name in saved}
+    options = replace(options, **taken)
+    if json.dumps(taken) != json.dumps({name: known.get(name) for name in taken}):
+        model = _built(options, config.training.seq_len)
+    return ChosenModel(options, model)
 
 
-def saved_architecture(config: RunConfig) -> Mapping[str, Any]:
+def stage_architecture(config: RunConfig) -> LoopDecoder.Config:
+    """Return the architecture of a stage; without prepared data its vocabulary is the default."""
+    options = replace(config.model, attention="sdpa")  # its kernel need not be on this machine
+    if options.vocab_size is None and are_prepared(config):
+        options.vocab_size = config.dataloader.vocabulary().size
+    return _built(options, config.training.seq_len)
+
+
+def are_prepared(config: RunConfig) -> bool:
+    """Return whether a run's data are there."""
+    return all(Path(path).is_dir() for path in config.dataloader.source_paths())
+
+
+def newest_of(config: RunConfig) -> Newest:
+    """Return a function that reads a run's newest checkpoint when it is first called."""
+    folder = RunDirectory(config.dump_folder).checkpoints
+    return cache(partial(newest_good, folder, look_at="manifest"))
+
+
+def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mapping[str, Any]:
     """Return the architecture of the weights that a run goes on with or starts from; {} if none.
 
     Ranks that each look may see different files: let rank 0 look for all of them.
+
+    Args:
+        config: The run.
+        newest: From `newest_of`; None reads the checkpoint anew.
 
     Raises:
         RunFailedError: A disk fails, which says nothing about the weights.
         OSError: The same.
     """
-    folder, carry = RunDirectory(config.dump_folder).checkpoints, config.checkpoint.carry
+    carry = config.checkpoint.carry
     try:
-        newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
-        if newest is not None:
-            return newest[1]["trainer"]["architecture"]
+        found = (newest or newest_of(config))() if config.checkpoint.enable else None
+        if found is not None:
+            return found[1]["trainer"]["architecture"]
         if carry.parent:
             return read_manifest(carry.find_parent())["trainer"]["architecture"]
     except UserError:
         pass  # the checks of checkpoints and folders say it; a recipe's parent may be to come
     return {}
+
+
+def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
+    """Return the architecture of `options`; nobody changes it (`ResolvedRun.for_upstream` copies).
+
+    A recipe checks all stages before it trains the first, and each stage again when it starts:
+    they share what was built.
+    """
+    key = f"{seq_len} {options!r}"
+    if key not in _architectures:
+        _architectures[key] = decoder_config(options, max_seq_len=seq_len)
+    return _architectures[key]
+
+
+_architectures: dict[str, LoopDecoder.Config] = {}

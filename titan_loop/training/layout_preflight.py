@@ -21,7 +21,7 @@ def layout_refusals(
 
     Args:
         config: Without `value_refusals`.
-        model: The architecture, from `model_config`.
+        model: The architecture, from `chosen_model`.
         world_size: Number of ranks that will train.
     """
     attention = model.layers[0].attention

@@ -25,7 +25,7 @@ from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.chosen_model import model_config, saved_architecture
+from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.optimizer import MuonConfig
@@ -69,7 +69,7 @@ def refusals(
     if no_data:
         return
     try:
-        model = model_config(config, saved)
+        model = chosen_model(config, saved).config
     except UserError as error:
         yield Refusal("model", str(error))
         return

@@ -22,7 +22,7 @@ from titan_loop.errors import raise_first
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
-from titan_loop.training.chosen_model import model_config, model_options, saved_architecture
+from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.flop_budget import within_budget
 from titan_loop.training.learning_rate import TokenLearningRate
@@ -100,8 +100,8 @@ def resolve(
     config = within_budget(config)
     saved = saved_architecture(config) if saved is None else saved
     raise_first(refusals(config, world_size, saved))
-    config, model = _copied(config), model_config(config, saved)
-    config.model = model_options(config, saved)
+    config = _copied(config)
+    config.model, model = chosen_model(config, saved)
     config.dataloader.accept_change |= config.accept_change
     config.model_spec = ModelSpec(
         name="loop",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtitan.observability import structured_logger
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.choosing import inspect, newest_good
+from titan_loop.checkpoint.choosing import inspect
 from titan_loop.checkpoint.folders import committed_steps, step_folder
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import check_architecture
@@ -47,7 +47,7 @@ from titan_loop.runs.log_file import kept_log
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.room import require_writable, wait_for_room
 from titan_loop.training.callback import Callback
-from titan_loop.training.chosen_model import saved_architecture
+from titan_loop.training.chosen_model import Newest, newest_of, saved_architecture
 from titan_loop.training.config import RunConfig
 from titan_loop.training.config_changes import (
     SettingChange,
@@ -140,17 +140,19 @@ def _start(
     copy_sources([config])
     run_directory = RunDirectory(config.dump_folder)
     require_writable(run_directory.path, f"dump_folder={run_directory.path}")
+    newest = newest_of(config)
     # Ranks that each looked at checkpoints might train different models.
-    run = resolve(config, world_size, decided_by_rank_zero(lambda: saved_architecture(config)))
+    saved = decided_by_rank_zero(lambda: saved_architecture(config, newest))
+    run = resolve(config, world_size, saved)
     callbacks = _callbacks(config, evaluations)
 
     def look() -> tuple[list[SettingChange], list[SettingChange]] | None:
         _require_readable(run_directory)
-        fetch_checkpoints(run.config)
-        if not check_resumable(run):
+        now = newest_of(config) if fetch_checkpoints(run.config) else newest
+        if not check_resumable(run, now):
             copy_last_checkpoint(run.config)
             return None
-        wait_for_room(run_directory.path, _checkpoint_bytes(config))
+        wait_for_room(run_directory.path, _checkpoint_bytes(config, now))
         started = committed_steps(run_directory.checkpoints)
         return setting_changes(run.config), [] if started else parent_changes(run)
 
@@ -232,8 +234,11 @@ def _store(config: RunConfig) -> RemoteCheckpoints:
     )
 
 
-def fetch_checkpoints(config: RunConfig) -> None:
+def fetch_checkpoints(config: RunConfig) -> bool:
     """Take up rewinds, and let a run without a whole checkpoint have the remote one; on rank 0.
+
+    Returns:
+        Whether the run's checkpoints may be others now.
 
     Raises:
         UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
@@ -241,19 +246,20 @@ def fetch_checkpoints(config: RunConfig) -> None:
     """
     run, remote = RunDirectory(config.dump_folder), bool(config.checkpoint.remote)
     if not config.checkpoint.enable or config.checkpoint.load_only:
-        return
+        return False
     if not remote and not read_rewinds(run.path):
-        return
+        return False
     try:
         lock = run.lock()
     except UserError as error:  # another stage's job is there; this one's own start will say so
         logger.info("Nothing is fetched: %s", error)
-        return
+        return True
     with lock:
         store = _remote(config)
         take_up_rewinds(run.path, run.checkpoints, store)
         if store is not None:
             fetch_if_needed(store, run.path)
+    return True
 
 
 def copy_last_checkpoint(config: RunConfig) -> None:
@@ -323,11 +329,10 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _checkpoint_bytes(config: RunConfig) -> int:
-    """Return the size of the next checkpoint, that of the newest; 0 if there is none."""
-    folder = RunDirectory(config.dump_folder).checkpoints
-    newest = newest_good(folder, look_at="manifest") if config.checkpoint.enable else None
-    files = {} if newest is None else newest[1]["files"]
+def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
+    """Return the size of the newest checkpoint, as the next one's; 0 if there is none."""
+    found = newest() if config.checkpoint.enable else None
+    files = {} if found is None else found[1]["files"]
     return sum(record["bytes"] for record in files.values())
 
 
@@ -339,11 +344,12 @@ def _require_readable(run_directory: RunDirectory) -> None:
         run_directory.read_config()
 
 
-def check_resumable(run: ResolvedRun) -> bool:
+def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     """Refuse to continue what is not this run; return whether anything is left to train.
 
     Args:
         run: The run that is to be trained.
+        newest: From `newest_of`; None reads the checkpoint anew.
 
     Raises:
         UserError: Checkpoints of another architecture, of other data, without moments, or none
@@ -356,11 +362,11 @@ def check_resumable(run: ResolvedRun) -> bool:
     steps = committed_steps(folder)
     step = config.checkpoint.load_step
     if step == -1:
-        newest = newest_good(folder, look_at="manifest")
-        if newest is None:
+        found = (newest or newest_of(config))()
+        if found is None:
             _check_start(run)
             return True
-        step, manifest = newest
+        step, manifest = found
     else:
         if step not in steps:
             raise UserError(

@@ -21,7 +21,7 @@ from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.chosen_model import model_options
+from titan_loop.training.chosen_model import chosen_model
 from titan_loop.training.preflight import refusals
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -318,7 +318,7 @@ def test_a_run_that_cannot_be_is_refused(changed, message):
 
 
 def test_the_other_factors_are_those_of_the_data():
-    options = model_options(run())
+    options = chosen_model(run()).options
     assert (options.vocab_size, options.factors) == (7, TASK.factor_sizes)
     examples = [TASK.encode(question) for question in islice(TASK.questions(0), 50)]
     for example in examples:
