@@ -25,7 +25,7 @@ class Spikes:
         *,
         poisoned_after: int | None = None,
         layer: int = 1,
-        factor: float = 30.0,
+        factor: float = 300.0,
     ) -> None:
         self._bad = [*bad_windows]
         self._poisoned_after = poisoned_after

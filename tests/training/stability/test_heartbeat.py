@@ -82,6 +82,6 @@ def test_a_hang_inside_a_step_names_rank_phase_and_collective_in_one_line(
     assert not stale.exists()
     assert others == [[]] * (ranks - 1)
     assert line.startswith(f"titan-loop: rank {ranks - 1} on ")
-    assert "is in no collective, in reading data of step 3, for 0 s" in line
+    assert "is in no collective, in reading data of step 3, for " in line
     assert f"; {ranks - 1} other ranks wait in gloo:all_reduce " in line
     assert not read_heartbeats(tmp_path)

@@ -33,7 +33,7 @@ def train(source: Path, run: Path, layout: str) -> None:
     config.training.local_batch_size = BATCH_WINDOWS
     config.recurrence.steps = Schedule.constant(2)
     bad = [BATCH_WINDOWS * (step - 1) + n for step in BAD_STEPS for n in range(BATCH_WINDOWS)]
-    config.callbacks = (Spikes(bad, poisoned_after=POISONED_AFTER),)
+    config.callbacks = (Spikes(bad, poisoned_after=POISONED_AFTER, factor=30.0),)
     if changes.get("compiled"):
         config.training.local_batch_size = BATCH_WINDOWS // 2
         config.compile = CompileConfig(enable=True, components=["model"], backend="aot_eager")
