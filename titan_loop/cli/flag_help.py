@@ -1,8 +1,8 @@
 """The flags of a recipe: the page of those that matter first, and those without an effect here."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import tyro
 
@@ -61,56 +61,43 @@ WITHOUT_EFFECT = {
 """Beginnings of flags that torchtitan has and nothing here follows, and why."""
 
 
-class Flag(NamedTuple):
-    """A field of a config as a flag.
-
-    Attributes:
-        name: The flag, with its dashes.
-        kind: Type of the field, with annotations.
-        value: Default.
-    """
-
-    name: str
-    kind: Any
-    value: Any
-
-
-def flags_of(config: Any, prefix: str = "--") -> Iterator[Flag]:
-    """Yield the flags of a config and of its nested fields, less those without an effect."""
+def flags_of(config: Any, prefix: str = "--") -> dict[str, Any]:
+    """Return flag → value for a config and its nested fields, less the flags without an effect."""
+    flags: dict[str, Any] = {}
     hints = get_type_hints(type(config), include_extras=True)
     for field in fields(config):
-        name, kind = prefix + field.name.replace("_", "-"), hints[field.name]
-        marks = getattr(kind, "__metadata__", ())
-        if not field.init or tyro.conf.Suppress in marks:
-            continue
-        if name.startswith(tuple(WITHOUT_EFFECT)):
+        name = prefix + field.name.replace("_", "-")
+        marks = getattr(hints[field.name], "__metadata__", ())
+        if not field.init or tyro.conf.Suppress in marks or name.startswith(tuple(WITHOUT_EFFECT)):
             continue
         value = getattr(config, field.name)
         if is_dataclass(value) and not isinstance(value, (type, Schedule)):
             nameless = any(getattr(mark, "name", None) == "" for mark in marks)  # to tyro
-            yield from flags_of(value, prefix if nameless else f"{name}.")
+            flags |= flags_of(value, prefix if nameless else f"{name}.")
         else:
-            yield Flag(name, kind, value)
+            flags[name] = value
+    return flags
 
 
-def help_text(known: Sequence[Flag], program: str, choices: Sequence[str]) -> str:
+def help_text(flags: Mapping[str, Any], program: str, choices: Sequence[str]) -> str:
     """Return the page of the flags that matter first.
 
     Args:
+        flags: As `flags_of` returns them.
+        program: Command that is explained.
         choices: Choices that follow the flags, with flags of their own.
     """
-    values = {flag.name: flag.value for flag in known}
     lines = [f"usage: {program} [FLAGS] [CHOICE]", ""]
     for title, texts in FIRST.items():
         lines.append(f"{title}:")
         for name, text in texts.items():
-            if (flag := f"--{name}") in values:
-                lines += [f"  {flag} ({_shown(values[flag])})", f"      {text}"]
+            if (flag := f"--{name}") in flags:
+                lines += [f"  {flag} ({_shown(flags[flag])})", f"      {text}"]
         lines.append("")
     if choices:
         lines += [f"choices, each with a --help of its own: {', '.join(choices)}", ""]
     lines.append("Lists are separated by spaces or commas, token counts take K, M, B and T.")
-    lines.append(f"{program} --help-all lists all {len(known)} flags.")
+    lines.append(f"{program} --help-all lists all {len(flags)} flags.")
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ VERBS = {
     "lm_eval": "run lm-evaluation-harness' own command with the model titan_loop",
     "generate": "complete prompts or chat with a checkpoint in the terminal",
     "convert": "read and write Ouro and Hugging Face folders",
-    "checkpoint": "list, verify, compare, name, delete, consolidate and merge checkpoints",
+    "checkpoint": "list, verify, compare, name, delete, consolidate, merge, convert checkpoints",
     "slurm": "run a recipe's stages as a chain of SLURM jobs",
     "status": "show how far the stages and forks of a recipe are, and what is next",
     "upcycle": "duplicate a checkpoint's layers into the start of a deeper run",

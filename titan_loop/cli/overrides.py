@@ -36,7 +36,7 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
     if not arguments:
         return config
     _register_rules()
-    choices, flags = [*_choices(config)], [*flags_of(config)]
+    choices, flags = [*_choices(config)], flags_of(config)
     # A choice has flags of its own, which tyro explains.
     if HELP & {*arguments} and not {*choices} & {*arguments}:
         print(help_text(flags, program, choices))
@@ -53,7 +53,7 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
             return_unknown_args=True,
         )
     if rest:
-        raise UserError(_unknown(rest, {flag.name for flag in flags}, choices))
+        raise UserError(_unknown(rest, flags.keys(), choices))
     return parsed
 
 

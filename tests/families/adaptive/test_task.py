@@ -89,7 +89,9 @@ def test_a_run_on_both_is_asked_and_trained_again_from_what_it_recorded(tmp_path
 def test_the_flags_that_help_lists_are_those_that_are_read():
     """A task's fields stand among the loader's, those of a task within it under its own name."""
     config = LoopTrainer.Config(dataloader=TaskLoader.Config(task=ManoCapo()))
-    numbers = {flag.name: flag.value for flag in flags_of(config) if flag.kind in (int, float)}
+    numbers = {
+        name: value for name, value in flags_of(config).items() if type(value) in (int, float)
+    }
     assert {"--dataloader.mano-share", "--dataloader.capo.people"} <= {*numbers}
     arguments = [f"{name}={value}" for name, value in numbers.items()]
     assert apply_overrides(config, arguments, "titan-loop train sample") == config
