@@ -107,6 +107,13 @@ def exit_code(error: BaseException) -> int:
     return next(found, EXIT_CRASH)
 
 
+def require_at_least(least: int, **values: int | None) -> None:
+    """Raise `UserError` for the first value that is below `least`; None takes a default."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise UserError(f"{name}={value} must be at least {least}")
+
+
 def seen_from(path: str | os.PathLike[str]) -> str:
     """Return " (in FOLDER)", where a relative path starts; empty for an absolute one."""
     return "" if os.path.isabs(path) else f" (in {os.getcwd()})"

@@ -7,12 +7,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-from titan_loop.evaluation import ngram_baselines
 from titan_loop.evaluation.ngram_baselines import BigramModel, TokenCounts, UnigramModel
 
 V = 7
-IGNORED = -100
 
 
 def windows(seed: int, count: int = 12, length: int = 9) -> tuple[np.ndarray, np.ndarray]:
@@ -107,7 +106,3 @@ def test_large_vocabulary_stays_sparse():
 def test_token_outside_the_vocabulary_is_refused():
     with pytest.raises(UserError, match="vocab_size=7 does not hold token 7; use at least 8"):
         TokenCounts(V).add(np.array([1]), np.array([7]))
-
-
-def test_ignored_label_is_torchs():
-    assert ngram_baselines.IGNORED_LABEL == IGNORED

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
-from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.recorded_task import recorded_task
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
@@ -101,16 +101,9 @@ class TaskOptions:
         if self.depths:
             depth_readings(self.depths)
         policy_reading(self.exit, self.recurrent_steps or 10**6)
-        for name, value, least in (
-            ("limit", self.limit, 1),
-            ("windows", self.windows, 1),
-            ("seq_len", self.seq_len, 2),
-            ("batch_size", self.batch_size, 1),
-            ("recurrent_steps", self.recurrent_steps, 1),
-            ("max_length", self.max_length, 2),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"{name}={value} must be at least {least}")
+        require_at_least(1, limit=self.limit, windows=self.windows, batch_size=self.batch_size)
+        require_at_least(1, recurrent_steps=self.recurrent_steps)
+        require_at_least(2, seq_len=self.seq_len, max_length=self.max_length)
         cache_strategy(self.kv_cache)
         if self.tokenizer is not None:
             load_tokenizer(self.tokenizer)
@@ -309,7 +302,7 @@ class _Evaluation:
         else:
             sample, count = next(iter(self._windows.values())), _SAMPLE_WINDOWS
         sample = sample.rows(range(min(count, len(sample.labels))), self._device)
-        chosen_BL = sample.labels != IGNORE_INDEX
+        chosen_BL = sample.labels != IGNORED
         states = states_at(
             self._model, sample.input, chosen_BL, steps, sample.positions, sample.columns
         )

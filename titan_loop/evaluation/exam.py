@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
@@ -133,7 +132,7 @@ class Exam:
             sums_of = dict(zip(readings, zip(*sums(windows), strict=True), strict=True))
             sums_of |= self._at_own_depth(name, sums_of)
             right_PW, steps_PW = (np.stack(rows) for rows in zip(*sums_of.values(), strict=True))
-            labels_W = (windows.labels != IGNORE_INDEX).sum(dim=1).numpy()
+            labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
             accuracy_P = (right_PW == labels_W).mean(axis=1)
             mean_steps_P = steps_PW.sum(axis=1) / labels_W.sum()
             results[name] = {
@@ -210,7 +209,7 @@ def right_at_depths(
             if isinstance(logits_BLV, DTensor):  # the vocabulary is shared
                 logits_BLV = logits_BLV.full_tensor()
             right.append((logits_BLV.argmax(dim=-1) == labels_BL).sum(dim=1))
-        tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
+        tokens_B = (labels_BL != IGNORED).sum(dim=1)
         steps_PB = torch.stack([depth * tokens_B for depth in depths])
         return torch.stack(right), steps_PB
 

@@ -14,10 +14,8 @@ Goodman 1998, section 2.5.
 import numpy as np
 from numpy.typing import NDArray
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
-
-IGNORED_LABEL = -100
-"""Labels with this value are neither counted nor scored (torch's convention)."""
 
 Integers = NDArray[np.integer]
 Floats = NDArray[np.float64]
@@ -52,7 +50,7 @@ class TokenCounts:
 
         Args:
             inputs: Token ids, any shape.
-            labels: The token after each, same shape; `IGNORED_LABEL` is skipped.
+            labels: The token after each, same shape; `IGNORED` is skipped.
 
         Raises:
             UserError: If a token does not fit the vocabulary.
@@ -131,7 +129,7 @@ def _pairs(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the flat (context, follower) pairs that are not ignored."""
     assert inputs.shape == labels.shape, (inputs.shape, labels.shape)
-    kept = labels != IGNORED_LABEL
+    kept = labels != IGNORED
     contexts, followers = inputs[kept].astype(np.int64), labels[kept].astype(np.int64)
     largest = max(contexts.max(initial=0), followers.max(initial=0))
     if largest >= vocab_size:
@@ -143,5 +141,5 @@ def _pairs(
 
 def _in_place_of_labels(nats: Floats, labels: Integers) -> Floats:
     result = np.zeros(labels.shape, dtype=np.float64)
-    result[labels != IGNORED_LABEL] = nats
+    result[labels != IGNORED] = nats
     return result

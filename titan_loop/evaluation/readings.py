@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference.exit_policy import (
     ExitPolicy,
     StaticStep,
@@ -89,8 +89,7 @@ def policy_reading(exit_text: str, recurrent_steps: int) -> Reading:
     Raises:
         UserError: R below 1, an unknown policy, or a value out of range.
     """
-    if recurrent_steps < 1:
-        raise UserError(f"recurrent_steps={recurrent_steps} must be at least 1")
+    require_at_least(1, recurrent_steps=recurrent_steps)
     policy = parse_exit_policy(exit_text)
     if isinstance(policy, StaticStep):
         return depth_readings([policy.deepest_step(recurrent_steps)])[0]

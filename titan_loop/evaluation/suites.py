@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_loop.errors import Refusal, UserError, nearest
+from titan_loop.errors import Refusal, UserError, nearest, require_at_least
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
 
 if TYPE_CHECKING:  # these import torchtitan, which takes seconds
@@ -108,8 +108,7 @@ def expand_tasks(names: list[str], num_fewshot: int | None = None) -> list[Suite
     """
     if not names:
         raise UserError(f"no task was named; give tasks or suites: {', '.join(SUITES)}")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise UserError(f"num_fewshot={num_fewshot} must be at least 0")
+    require_at_least(0, num_fewshot=num_fewshot)
     tasks: dict[str, SuiteTask] = {}
     for name in names:
         for task in SUITES.get(name, (SuiteTask(name),)):

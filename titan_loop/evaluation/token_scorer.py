@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.readings import Reading, score_states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.inference.exit_policy import require_exit_policy
@@ -55,8 +55,7 @@ class TokenScorer:
     def __init__(
         self, model: LoopDecoder, readings: Sequence[Reading], *, batch_rows: int = 8
     ) -> None:
-        if batch_rows < 1:
-            raise UserError(f"batch_size={batch_rows} must be at least 1")
+        require_at_least(1, batch_size=batch_rows)
         if not readings:
             raise UserError("no reading was given: name a depth or an exit policy")
         for reading in readings:

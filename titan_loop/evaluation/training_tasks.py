@@ -17,10 +17,10 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_depths
@@ -229,7 +229,7 @@ def _as_windows(pairs: Sequence[tuple[list[int], list[int]]], length: int) -> He
     A pair that is too long loses the beginning of its context.
     """
     inputs = torch.zeros((len(pairs), length), dtype=torch.int64)
-    labels = torch.full_like(inputs, IGNORE_INDEX)
+    labels = torch.full_like(inputs, IGNORED)
     for row, (context, continuation) in enumerate(pairs):
         tokens = [*context, *continuation][-(length + 1) :]
         inputs[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])

@@ -21,12 +21,12 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows, held_out_windows
 from titan_loop.data.load.loader import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte
 from titan_loop.evaluation.readings import Reading, Scores, score_states, states_at
 from titan_loop.evaluation.share_work import share_work
@@ -77,7 +77,7 @@ class WindowScores(NamedTuple):
         return cls(
             nats_PW,
             steps_PW,
-            (windows.labels != IGNORE_INDEX).sum(dim=1).numpy(),
+            (windows.labels != IGNORED).sum(dim=1).numpy(),
             windows.label_bytes.sum(dim=1).numpy(),
             np.asarray(windows.documents or range(len(windows.labels)), dtype=np.int64),
         )
@@ -102,8 +102,7 @@ def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str,
     Raises:
         UserError: None of them can be scored, for the reason of the first.
     """
-    if count < 1:
-        raise UserError(f"windows={count} must be at least 1")
+    require_at_least(1, windows=count)
     found: dict[str, HeldOutWindows] = {}
     faults: list[UserError] = []
     for name, path in named_sources(paths).items():
@@ -162,7 +161,7 @@ def at_depths(
         states, labels_BL = depth_states(model, depths, share, windows)
         weight_PBL = torch.zeros(len(depths), *labels_BL.shape, device=labels_BL.device)
         _, ce_PBL = model.lm_head(states, labels_BL=labels_BL, weight_RBL=weight_PBL)
-        tokens_B = (labels_BL != IGNORE_INDEX).sum(dim=1)
+        tokens_B = (labels_BL != IGNORED).sum(dim=1)
         return ce_PBL.double().sum(dim=2), torch.stack([depth * tokens_B for depth in depths])
 
     return forward
@@ -209,7 +208,7 @@ def at_readings(
 
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        valid_BL = windows.labels != IGNORE_INDEX
+        valid_BL = windows.labels != IGNORED
         states = states_at(
             model, windows.input, valid_BL, deepest, windows.positions, windows.columns
         )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference import stepwise
 from titan_loop.inference.cache import PromptVisit, cache_strategy
 from titan_loop.inference.exit_policy import (
@@ -54,8 +54,7 @@ class Engine:
         speculation: SelfSpeculation | None = None,
     ) -> None:
         steps = model.recurrent_steps if recurrent_steps is None else recurrent_steps
-        if steps < 1:
-            raise UserError(f"recurrent_steps={steps} must be at least 1")
+        require_at_least(1, recurrent_steps=steps)
         self.stack = Stack(model)
         self.exit_policy = exit_policy or StaticStep()
         # Steps that a policy can never reach need no cache.
@@ -148,8 +147,7 @@ class Engine:
     ) -> list[Row]:
         self._check_prompts([request.prompt for request in requests])
         for request in requests:
-            if request.max_new_tokens < 1:
-                raise UserError(f"max_new_tokens={request.max_new_tokens} must be at least 1")
+            require_at_least(1, max_new_tokens=request.max_new_tokens)
         if generator is None:
             if sampling.temperature > 0.0:
                 raise UserError(f"temperature={sampling.temperature} needs a generator; give one")

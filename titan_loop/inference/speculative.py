@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference.rows import Batch, GeneratedToken
 from titan_loop.inference.sampling import probabilities
 from titan_loop.inference.stack import LoopState
@@ -54,8 +54,7 @@ class SelfSpeculation:
                 f"draft_step={self.draft_step} must be at least 1 and below "
                 f"recurrent_steps={recurrent_steps}"
             )
-        if self.draft_tokens < 1:
-            raise UserError(f"draft_tokens={self.draft_tokens} must be at least 1")
+        require_at_least(1, draft_tokens=self.draft_tokens)
 
     @property
     def acceptance(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.data.tasks.task import Task
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.inference.loading import Loaded, load_checkpoint
 from titan_loop.models.family import Use
 from titan_loop.storage.json_files import write_json
@@ -86,8 +86,7 @@ def open_task(
     Raises:
         UserError: Too few questions, no such stratum, or a run on text.
     """
-    if questions < least:
-        raise UserError(f"questions={questions} must be at least {least}")
+    require_at_least(least, questions=questions)
     loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])
     if task is None:
@@ -100,6 +99,5 @@ def open_task(
 
 def chosen_steps(recurrent_steps: int | None, loaded: Loaded) -> int:
     """Return R as asked for, else as trained; raises `UserError` below 1."""
-    if recurrent_steps is not None and recurrent_steps < 1:
-        raise UserError(f"recurrent_steps={recurrent_steps} must be at least 1")
+    require_at_least(1, recurrent_steps=recurrent_steps)
     return recurrent_steps or loaded.recurrent_steps

@@ -17,10 +17,10 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.analysis.drawing import depth_colors, draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
@@ -85,7 +85,7 @@ def intervention(
         for index, strength in enumerate(strengths):
             state_BLD = _final_state(model, batch, where_B, strength, steps, after)
             said_BL = model.readout(state_BLD).argmax(dim=-1)
-            agrees_BL = (said_BL == batch.labels) | (batch.labels == IGNORE_INDEX)
+            agrees_BL = (said_BL == batch.labels) | (batch.labels == IGNORED)
             right[index] += agrees_BL.all(dim=1).sum().item()
     return (right / count).tolist()
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 
 from titan_loop.analysis.steps.layer_states import at_layer_visits
-from titan_loop.errors import UserError, nearest
+from titan_loop.errors import UserError, nearest, require_at_least
 from titan_loop.evaluation.offline_tasks import OFFLINE_TASKS
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.token_scorer import TokenRequest, TokenScorer
@@ -155,8 +155,7 @@ def _states_at(
 
 def open_items(run: Path, items: str, limit: int | None) -> tuple[Loaded, list[Item]]:
     """Return a run's checkpoint and the items to ask; raises `UserError` as `read_items`."""
-    if limit is not None and limit < 1:
-        raise UserError(f"limit={limit} must be at least 1")
+    require_at_least(1, limit=limit)
     chosen = read_items(items, limit)
     return load_checkpoint(run, use="analyse"), chosen
 

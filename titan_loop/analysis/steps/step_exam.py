@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, open_task
 from titan_loop.analysis.steps.lens import logit_margin
+from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import ACCURACY, Exam, right_at_readings
@@ -98,7 +98,7 @@ def step_exam(
     found = {}
     for name, windows in exam.windows.items():
         sums_RW, _ = sum_windows(windows, _margins_at(model, depths), device=device)
-        labels_W = (windows.labels != IGNORE_INDEX).sum(dim=1).numpy()
+        labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
         results = graded[name]
         found[name.partition("/")[2] or next(iter(task.strata))] = StepExam(
             accuracy=np.array([results[depth.name].metrics[ACCURACY] for depth in depths]),
@@ -118,7 +118,7 @@ def _margins_at(model: LoopDecoder, depths: Sequence[Reading]) -> Forward:
 
     @torch.no_grad()
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
-        chosen_BL = windows.labels != IGNORE_INDEX
+        chosen_BL = windows.labels != IGNORED
         states = states_at(
             model, windows.input, chosen_BL, len(depths), windows.positions, windows.columns
         )
