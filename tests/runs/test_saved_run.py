@@ -136,12 +136,6 @@ def test_the_folder_of_checkpoints_has_one_name(old_run: Path):
     with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere is not supported"):
         config.check()
     assert newest_checkpoints(old_run.parent, None) == {"old": 79}
-    checkpoint = {**json.loads((old_run / "config.json").read_text())["checkpoint"]}
-    edit_config(old_run, checkpoint={**checkpoint, "folder": "elsewhere"})
-    with pytest.raises(UserError, match=r"checkpoint\.folder=elsewhere.* rename 'elsewhere'"):
-        SavedRun(old_run)
-    with pytest.raises(UserError, match="rename 'elsewhere'"):  # as a restart would
-        RunDirectory(old_run).create_or_open([], {"checkpoint": checkpoint})
 
 
 @pytest.mark.parametrize(

@@ -210,27 +210,16 @@ class RunDirectory:
             path: A kept config to read instead.
 
         Raises:
-            UserError: If there is none, it is not JSON, or it names another folder for checkpoints.
+            UserError: If there is none, or it is not JSON.
         """
         path = path or self.config_json
+        fix = "repair it, or move it away and start the run once more to write it"
         try:
-            config = read_json_object(
-                path,
-                fix="repair it, or move it away and start the run once more to write it",
-            )
+            return read_json_object(path, fix=fix)
         except FileNotFoundError as error:
             raise UserError(
                 f"{str(self.path)!r} has no {path.name}; start the run once more to write it"
             ) from error
-        checkpoint = config.get("checkpoint", {})
-        folder = checkpoint.get("folder", CHECKPOINTS) if isinstance(checkpoint, dict) else None
-        if folder != CHECKPOINTS:  # an option of older versions
-            raise UserError(
-                f"{str(path)!r} says checkpoint.folder={folder}, but checkpoints are "
-                f"always in {CHECKPOINTS!r}; rename {folder!r} to it, in the run directory and in "
-                "that file"
-            )
-        return config
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return one consistent series of training records, in the order of steps.
