@@ -54,20 +54,8 @@ def test_versions_are_within_the_tested_bounds():
 
 def test_trainer_methods_we_override_exist_with_their_arguments():
     assert parameters(Trainer.train_step) == ["self", "data_iterator"]
-    assert parameters(Trainer._forward_backward_body) == [
-        "self",
-        "inputs",
-        "labels",
-        "global_valid_tokens",
-        "extra_kwargs",
-    ]
     assert parameters(Trainer.batch_generator) == ["self", "data_iterable"]
-    assert set(parameters(Trainer.forward_backward_step)) == {
-        "self",
-        "input_dict",
-        "labels",
-        "global_valid_tokens",
-    }
+    assert parameters(Trainer.post_dataloading_process) == ["self", "input_dict", "labels"]
 
 
 def test_trainer_hands_over_what_we_rely_on():
@@ -77,7 +65,6 @@ def test_trainer_hands_over_what_we_rely_on():
         "self.loss_fn.set_lm_head(lm_head)",
         'states={"train_state": self}',
         "config.lr_scheduler.build(",
-        "self.fwd_bwd_fn = self._forward_backward_body",
         "model_config.update_from_config(",
         "model_config.get_nparams_and_flops(model, config.training.seq_len)",
     ):
@@ -101,7 +88,7 @@ def test_trainer_closes_what_ours_closes():
 
 
 def test_upstream_still_drops_the_loss_metrics():
-    """The reason for overriding `_forward_backward_body`; delete the override when this fails."""
+    """The reason for `training/gradients.py`; use upstream's body when this fails."""
     assert "loss, _ = self.loss_fn(" in source(Trainer._forward_backward_body)
 
 

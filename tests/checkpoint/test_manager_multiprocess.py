@@ -37,7 +37,6 @@ class Run:
         )
 
     at_stage_end = held_back = False
-    measured: Best | None = None
 
     def before_save(self) -> None:
         pass
@@ -107,9 +106,9 @@ def save_the_best(folder: Path, mode: str) -> list[int]:
     run = Run(folder, async_mode=mode)
     run.manager.config.interval, run.manager.config.keep_latest_k = 10, 2
     for step, loss in enumerate((5.0, 4.0, 4.5, 6.0, 3.0, 3.5), start=1):
-        run.measured = Best(step=step, held_out_loss=loss, measured_on="text")
+        run.manager.measured = Best(step=step, held_out_loss=loss, measured_on="text")
         run.step_to(step)
-    run.measured = None
+    run.manager.measured = None
     run.step_to(7)
     run.step_to(10)
     run.manager.maybe_wait_for_saving()

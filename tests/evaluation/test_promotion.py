@@ -20,6 +20,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.multiprocess import RankError
 from titan_loop.testing.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched
+from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
@@ -28,21 +29,15 @@ from titan_loop.training.trainer import LoopTrainer
 ANYTHING_PASSES = {"interval": 2, "accuracy": 0.0, "questions": 8}
 
 
-class KillAfter:
+class KillAfter(Callback):
     """A callback that ends the process when the others have been called."""
 
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def on_train_start(self, trainer: Any) -> None:
-        pass
-
     def on_step_end(self, trainer: Any, metrics: Any) -> None:
         if trainer.step == self._step:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def on_train_end(self, trainer: Any) -> None:
-        pass
 
 
 def train(run: Path, world: int, kill_after: int | None, save_every: int) -> list[int]:

@@ -120,8 +120,8 @@ def test_a_heartbeat_that_cannot_be_read_is_left_out(tmp_path: Path, damage: dic
 
 def test_a_rank_writes_while_it_hangs_and_takes_its_file_away_at_the_end(tmp_path: Path):
     pulse = Pulse(tmp_path, rank=3, seconds=0.01)
-    pulse.end()  # never began
-    pulse.beat(6)
+    pulse.close()  # never began
+    pulse.enter(6, "reading data")
     while not (found := read_heartbeats(tmp_path)):
         pass
     first = found[0]
@@ -129,5 +129,5 @@ def test_a_rank_writes_while_it_hangs_and_takes_its_file_away_at_the_end(tmp_pat
     while (later := read_heartbeats(tmp_path)[0]).written == first.written:
         pass
     assert later.progress == first.progress  # no step began since
-    pulse.end()
+    pulse.close()
     assert not read_heartbeats(tmp_path)

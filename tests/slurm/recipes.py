@@ -14,6 +14,7 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
@@ -24,14 +25,11 @@ HELD_SECONDS = 900
 WINDOW_TOKENS = 32
 
 
-class Held:
+class Held(Callback):
     """Waits where TEST_HELD_STARTS of a job's starts end: at step 3, then 6, then 9.
 
     A rank that is asked to stop goes on at once; one that nobody asks fails after a while.
     """
-
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         """Wait to be asked to stop, if this is where."""
@@ -45,15 +43,9 @@ class Held:
                 raise TimeoutError("nobody asked this rank to stop")
             time.sleep(0.05)
 
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
-
-class Hung:
+class Hung(Callback):
     """Never returns from a step of rank 1 in a job's first start, if TEST_HANG is set."""
-
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         """Hang after step 3, if this is where."""
@@ -61,15 +53,9 @@ class Hung:
         if first and "TEST_HANG" in os.environ and trainer.step == 3 and os.environ["RANK"] == "1":
             time.sleep(3600)
 
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
-
-class Fails:
+class Fails(Callback):
     """Rank 1 fails after step 3 as TEST_FAILS says of this start; rank 0 then waits for ever."""
-
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         """Abort as NCCL does, or raise an error, if this is where."""
@@ -82,9 +68,6 @@ class Fails:
                 os.abort()
             raise RuntimeError("rank 1's own")
         time.sleep(3600)
-
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        """Do nothing."""
 
 
 def tiny(steps: int = STEPS) -> LoopTrainer.Config:

@@ -7,7 +7,6 @@ import pytest
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
-from titan_loop.training.step_plan import plan_step
 
 KINDS = {
     "1a": "1a",
@@ -56,7 +55,7 @@ def test_every_stage_changes_what_the_big_one_s_changes(recipe, branch):
     def moments(stage: Stage) -> dict[str, Any]:
         config = stage.config
         ends = [
-            plan_step(config, step=1, tokens=tokens, seed=0)
+            config.plan_step(step=1, tokens=tokens, seed=0)
             for tokens in (0, config.total_tokens - 1)
         ]
         rates = [plan.learning_rate for plan in ends]

@@ -24,7 +24,6 @@ from titan_loop.recipes.recipe import Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.training.optimizer import AdamWConfig
 from titan_loop.training.resolved_run import resolve
-from titan_loop.training.step_plan import plan_step
 from titan_loop.training.trainer import LoopTrainer
 from train_configs import ouro
 
@@ -174,7 +173,7 @@ def test_what_the_trainer_reads_is_the_paper_s_table(stages, name):
     assert config.training.seq_len == window
     assert config.model_spec.model.layers[0].attention.rope.theta == rope_base
     for at, expected in zip((0, tokens // 2, tokens - 1), moments, strict=True):
-        plan = plan_step(config, step=1, tokens=at, seed=0)
+        plan = config.plan_step(step=1, tokens=at, seed=0)
         rate, batch_tokens, recurrent_steps, entropy_weight = expected
         assert plan.learning_rate == pytest.approx(rate, rel=1e-6, abs=1e-12)
         assert plan.windows * window == batch_tokens
@@ -249,7 +248,7 @@ def test_no_two_stages_read_windows_in_the_same_order(stages):
 
 def test_warm_up_and_ramp_come_before_the_plateau(stages):
     config = stages["1a"].config
-    plans = [plan_step(config, step=1, tokens=at * B, seed=0) for at in (0, 4, 8, 50, 100)]
+    plans = [config.plan_step(step=1, tokens=at * B, seed=0) for at in (0, 4, 8, 50, 100)]
     assert [plan.learning_rate for plan in plans] == pytest.approx([0, 1.5e-4, 3e-4, 3e-4, 3e-4])
     batches = [plan.windows * 4096 for plan in plans]
     assert batches[0] == 4 * MI

@@ -11,6 +11,7 @@ import pytest
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
@@ -18,23 +19,17 @@ YEARS = 10 * 365 * 86_400.0
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-class SetClock:
+class SetClock(Callback):
     """Sets the clock ten years back after the second step and ahead after the fourth."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
         self.real = time.time
 
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        pass
-
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         if trainer.step in (2, 4):
             off = -YEARS if trainer.step == 2 else YEARS
             self.monkeypatch.setattr(time, "time", lambda: self.real() + off)
-
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        pass
 
 
 def losses(run: Path) -> list[float]:

@@ -21,6 +21,7 @@ from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.failing_disk import FailingDisk
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
@@ -137,14 +138,11 @@ def test_a_disk_that_fails_at_any_moment_costs_no_token(source, whole, tmp_path,
     assert committed_steps(run / "checkpoints")[-1] == STEPS
 
 
-class Fill:
+class Fill(Callback):
     """Takes all the room there is after a step, with a file that is called ballast."""
 
     def __init__(self, disk: Path, step: int) -> None:
         self.ballast, self._step = disk / "ballast", step
-
-    def on_train_start(self, trainer: Any) -> None:
-        """Do nothing."""
 
     def on_step_end(self, trainer: Any, metrics: Any) -> None:
         """Write until nothing fits any more."""
@@ -157,9 +155,6 @@ class Fill:
                         file.write(bytes(size))
                 except OSError:
                     continue
-
-    def on_train_end(self, trainer: Any) -> None:
-        """Do nothing."""
 
 
 def fill_then_free(source: Path, disk: Path, answer: Connection) -> None:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
-from titan_loop.training.stability.verdict import StepVerdict
 from titan_loop.training.trainer import LoopTrainer
+from titan_loop.training.verdict import StepVerdict
 
 READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
 # Their result's size or value is needed on the host.
@@ -119,9 +119,9 @@ def test_between_logging_steps_the_host_reads_the_verdict_on_the_step_before_and
     steps = [[read for read in step if not read.startswith("data/")] for step in reads_of_steps]
     assert len(steps) == 6
     for step in steps[1:4]:  # 1, 5 and 6 are logged
-        assert set(step) <= {"training/stability/verdict.py:read"}, step
+        assert set(step) <= {"training/verdict.py:read"}, step
     assert read == [0, 1, 1, 1, 0, 0]
-    assert any(read == "training/trainer.py:_finish_step" for read in steps[4])
+    assert any(read == "training/trainer.py:_log" for read in steps[4])
 
 
 def test_the_counter_sees_a_read(monkeypatch: pytest.MonkeyPatch):

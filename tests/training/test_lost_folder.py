@@ -16,13 +16,14 @@ from titan_loop.storage import folder_lock
 from titan_loop.storage.folder_lock import FolderLock, LostFolder
 from titan_loop.testing.tiny import tiny_config
 from titan_loop.training import lost_folder
+from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
-class At:
+class At(Callback):
     """A callback that does something after one step."""
 
     def __init__(self, step: int, act: Callable[[], object], *, heard: bool = True) -> None:
@@ -30,13 +31,10 @@ class At:
         self.act = act
         self.heard = heard
 
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        pass
-
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         if trainer.step == self.step:
             self.act()
-            while self.heard and not trainer._asked_to_stop:
+            while self.heard and not trainer.asked_to_stop:
                 time.sleep(0.001)
 
     def on_train_end(self, trainer: LoopTrainer) -> None:

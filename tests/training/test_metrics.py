@@ -20,6 +20,7 @@ from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training import metrics
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord
+from titan_loop.training.step_plan import StepPlan
 
 KEYS = [
     "step",
@@ -49,14 +50,20 @@ KEYS = [
 ]
 
 RECORD = StepRecord(
-    step=1,
+    plan=StepPlan(
+        step=1,
+        tokens=0,
+        rate_tokens=0,
+        windows=16,
+        recurrent_steps=2,
+        backward_steps=None,
+        learning_rate=3e-4,
+        schedules={"entropy_weight": 0.1},
+    ),
     total_steps=200,
     tokens=4096,
     loss=5.1234,
     grad_norm=0.83,
-    lr=3e-4,
-    recurrent_steps=2,
-    schedules={"entropy_weight": 0.1},
     global_batch_tokens=4096,
     data_hash="c0ffee",
     windows_consumed=16,

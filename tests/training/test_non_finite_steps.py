@@ -10,6 +10,7 @@ from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.errors import NonFiniteError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.trainer import LoopTrainer
 
 STEPS = 6
@@ -64,15 +65,11 @@ def test_too_many_non_finite_steps_end_the_run(source, tmp_path):
 def test_non_finite_weights_are_never_saved(source, tmp_path):
     trainer = built(tiny_config(source, tmp_path / "run", steps=STEPS))
 
-    class Poison:
-        def on_train_start(self, trainer): ...
-
+    class Poison(Callback):
         def on_step_end(self, trainer, metrics):
             if trainer.step == 4:
                 with torch.no_grad():
                     trainer.model.norm.weight[0] = float("nan")
-
-        def on_train_end(self, trainer): ...
 
     trainer.callbacks.append(Poison())
     with pytest.raises(NonFiniteError, match=r"norm\.weight is not finite at step 4"):

@@ -13,6 +13,7 @@ from titan_loop.checkpoint import manifest
 from titan_loop.errors import EXIT_CRASH, exit_code
 from titan_loop.storage import json_files
 from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 
 pytestmark = pytest.mark.multiprocess
@@ -22,7 +23,7 @@ STEPS = 2
 
 
 @dataclass
-class Trained:
+class Trained(Callback):
     """Notes which model is trained."""
 
     rope_theta: list[float] = field(default_factory=list)
@@ -30,12 +31,6 @@ class Trained:
     def on_train_start(self, trainer: Any) -> None:
         """Note it."""
         self.rope_theta.append(trainer.model_config.architecture()["rope_theta"])
-
-    def on_step_end(self, trainer: Any, metrics: Any) -> None:
-        """Do nothing."""
-
-    def on_train_end(self, trainer: Any) -> None:
-        """Do nothing."""
 
 
 def train_parent(source: Path, run: Path) -> None:

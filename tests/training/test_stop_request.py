@@ -22,6 +22,7 @@ from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
@@ -31,15 +32,12 @@ from titan_loop.training.trainer import LoopTrainer
 STEPS = 6
 
 
-class SignalAt:
+class SignalAt(Callback):
     """A callback that sends this process a signal at one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.ended = False
-
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        pass
 
     def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None:
         if trainer.step == self.step:

@@ -3,11 +3,9 @@
 import errno
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import titan_loop.compat as compat
@@ -283,15 +281,11 @@ def test_a_collapse_is_warned_of_once_until_the_gate_recovers(source, tmp_path, 
         lambda *arguments, **_: warnings.append(arguments),
     )
 
-    class Gate:
-        def on_train_start(self, trainer): ...
-
+    class Gate(Callback):
         def on_step_end(self, trainer, metrics):
             """Leave always after the first step, but for steps 3 and 4."""
             with torch.no_grad():
                 trainer.model.exit_gate.bias.fill_(0.0 if trainer.step in (2, 3) else 50.0)
-
-        def on_train_end(self, trainer): ...
 
     trainer.callbacks.append(Gate())
     trainer.train()
@@ -315,14 +309,8 @@ def test_the_recipe_s_hash_does_not_depend_on_place_or_length_of_a_start(source,
     assert _recipe_sha256(other) != original
 
 
-class _Plain:
+class _Plain(Callback):
     """A callback without fields, whose representation is an address."""
-
-    def on_train_start(self, trainer: LoopTrainer) -> None: ...
-
-    def on_step_end(self, trainer: LoopTrainer, metrics: Mapping[str, Any]) -> None: ...
-
-    def on_train_end(self, trainer: LoopTrainer) -> None: ...
 
 
 @dataclass
@@ -362,7 +350,7 @@ def test_everything_is_closed_even_if_one_part_fails(broken):
 
     parts = ["dataloader", "metrics_processor", "checkpointer"]
     lock = SimpleNamespace(release=lambda: closed.append("lock"))
-    trainer = SimpleNamespace(run_lock=lock, **{name: Part(name) for name in parts})
+    trainer = SimpleNamespace(run_lock=lock, callbacks=[], **{name: Part(name) for name in parts})
     with pytest.raises(OSError, match=broken):
         LoopTrainer.close(trainer)
     assert closed == [*parts, "lock"]
@@ -371,7 +359,7 @@ def test_everything_is_closed_even_if_one_part_fails(broken):
 def test_callbacks_see_every_step_and_the_logged_record(source, tmp_path):
     seen = []
 
-    class Recorder:
+    class Recorder(Callback):
         def on_train_start(self, trainer):
             seen.append(("start", trainer.step))
 

@@ -23,6 +23,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.multiprocess import RankError
 from titan_loop.testing.tiny import act_as_launched, tiny_config
+from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
@@ -127,14 +128,12 @@ def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: lis
     # Steps 1 and 4 are logged, 2 and 4 saved: the verdict on 3 is read a step later.
     trainer = make_trainer(source, run, world, max_skipped_steps=2, log_freq=10)
     updates: list[int] = []
-    real_step, real_body = trainer.optimizers.step, trainer.fwd_bwd_fn
+    real_step = trainer.optimizers.step
 
-    def body(*args: Any) -> torch.Tensor:
-        loss = real_body(*args)
-        if dist.get_rank() == 1 and trainer.step in steps:
-            # Not held until the end of the step: its sharded gradient is there.
-            trainer.model.tok_embeddings.weight.grad.to_local().fill_(float("nan"))
-        return loss
+    class Poison(Callback):
+        def on_gradients(self, trainer: LoopTrainer) -> None:
+            if dist.get_rank() == 1 and trainer.step in steps:
+                trainer.model.tok_embeddings.weight.grad.to_local().fill_(float("nan"))
 
     def step() -> None:
         weight = trainer.model.norm.weight.detach().to_local()
@@ -143,7 +142,8 @@ def train_with_a_nan_on_rank_one(source: Path, run: Path, world: int, steps: lis
         if not torch.equal(before, weight):
             updates.append(trainer.step)
 
-    trainer.fwd_bwd_fn, trainer.optimizers.step = body, step
+    trainer.callbacks.append(Poison())
+    trainer.optimizers.step = step
     error = ""
     try:
         trainer.train()
@@ -297,19 +297,13 @@ def test_nans_in_a_row_on_one_rank_stop_all_and_leave_the_last_good_checkpoint(
     assert committed_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
-class RaisesOnRankOne:
+class RaisesOnRankOne(Callback):
     """After the first step rank 1 fails and rank 0 waits for ever, as in a collective."""
-
-    def on_train_start(self, trainer: LoopTrainer) -> None:
-        pass
 
     def on_step_end(self, trainer: LoopTrainer, metrics: Any) -> None:
         if dist.get_rank() == 1:
             raise RuntimeError("rank 1's own")
         threading.Event().wait()
-
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        pass
 
 
 def train_with_an_error_on_rank_one(source: Path, run: Path) -> None:
@@ -337,7 +331,7 @@ def test_an_error_of_one_rank_ends_it_though_its_peers_never_come(gloo_pool, sou
 CLOSED = "closed"
 
 
-class SlowToClose:
+class SlowToClose(Callback):
     """A tracking service that takes its time on rank 0."""
 
     def on_train_start(self, trainer: LoopTrainer) -> None:
@@ -350,12 +344,6 @@ class SlowToClose:
                 Path(trainer.config.dump_folder, CLOSED).touch()
 
             trainer.metrics_processor.close = slowly
-
-    def on_step_end(self, trainer: LoopTrainer, metrics: Any) -> None:
-        pass
-
-    def on_train_end(self, trainer: LoopTrainer) -> None:
-        pass
 
 
 def train_and_look_for_the_others(source: Path, run: Path) -> bool:
@@ -374,7 +362,7 @@ def test_ranks_end_together(gloo_pool, source, tmp_path):
 def train_until_both_are_asked_at_work(source: Path, run: Path) -> tuple[str, int]:
     """Ask rank 1 while it validates the second step, and rank 0 while it logs that."""
     trainer = make_trainer(source, run, 2, held_out=1)
-    (validation,) = trainer.callbacks
+    validation = trainer.callbacks[-1]
     validate, logged = validation.on_step_end, trainer.metrics_processor.logger.log
 
     def ask() -> None:

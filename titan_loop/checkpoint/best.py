@@ -31,6 +31,11 @@ def better(best: Best | None, measured: Best | None) -> Best | None:
     return measured if measured["held_out_loss"] < best["held_out_loss"] else best
 
 
+def best_with(best: Best | None, measured: Best | None, step: int) -> Best | None:
+    """Return the best one if `step` is saved; a loss of other weights does not count."""
+    return better(best, measured) if measured is not None and measured["step"] == step else best
+
+
 def best_step(manifest: Mapping[str, Any]) -> int | None:
     """Return the step of the best checkpoint so far; None in a run that keeps none."""
     best = manifest.get(BEST)

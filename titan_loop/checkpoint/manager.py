@@ -33,7 +33,7 @@ from torchtitan.components.checkpointer.base import (
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.checkpoint.best import BEST, Best, better
+from titan_loop.checkpoint.best import BEST, Best, best_with
 from titan_loop.checkpoint.choosing import LookAt, inspect, newest_good
 from titan_loop.checkpoint.folders import (
     CHECKPOINTS,
@@ -175,6 +175,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
     ) -> None:
         # Unused: the learning rate follows from the token count, formats are converted elsewhere.
         self.enable = config.enable
+        self.measured: Best | None = None  # newest held-out loss, set by an evaluation on all ranks
         if not self.enable:
             return
         self.config = config
@@ -223,7 +224,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
             "data": self.dataloader.state_dict(),
             "lineage": {"parent": self.parent, **self.inherited, **self.trainer.lineage()},
         }
-        self._best_before, self.best = self.best, better(self.best, self.trainer.measured)
+        self._best_before, self.best = self.best, best_with(self.best, self.measured, curr_step)
         if self.best is not None:
             content[BEST] = self.best
         if self._stager is None or last_step:
@@ -260,7 +261,7 @@ class LoopCheckpointManager(BaseCheckpointManager):
         if first or last_step or step % self.config.interval == 0:
             return True
         # A save that still runs counts as done: training must not wait for it in every evaluation.
-        return better(self.best, self.trainer.measured) is not self.best
+        return best_with(self.best, self.measured, step) is not self.best
 
     def tensors(self) -> dict[str, Any]:
         """Return the state of model and optimisers that a checkpoint holds."""

@@ -2,8 +2,6 @@
 
 from typing import Any, Protocol
 
-from titan_loop.checkpoint.best import Best
-
 
 class TrainState(Protocol):
     """A trainer, as the manager sees it."""
@@ -11,11 +9,6 @@ class TrainState(Protocol):
     @property
     def at_stage_end(self) -> bool:
         """Whether all tokens of the stage have been trained on."""
-        ...
-
-    @property
-    def measured(self) -> Best | None:
-        """Held-out loss of the weights as they are; None if it was not measured after this step."""
         ...
 
     @property

@@ -20,11 +20,11 @@ from titan_loop.evaluation.exam import ACCURACY
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import TaskExam
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.callback import TrainingState
+from titan_loop.training.callback import Callback, TrainingState
 
 
-class Promotion:
-    """A `Callback` that asks the exam of the level every `interval` steps; collective.
+class Promotion(Callback):
+    """Asks the exam of the level every `interval` steps; collective.
 
     The last level has no exam; a suite measures what it has taught.
     """
@@ -66,22 +66,19 @@ class Promotion:
         level = float(loader.level + 1)
         trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
 
-    def on_train_end(self, trainer: TrainingState) -> None:
-        """Do nothing."""
-
     @torch.no_grad()
     def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
         """Return the report, and the worst stratum with its accuracy; equal on all ranks."""
         strata = self._task.level_strata(level)
         exam = TaskExam(trainer, self._task, self._curriculum.questions, strata)
-        steps = self._curriculum.recurrent_steps or trainer.recurrent_steps
+        steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps
         trainer.model.eval()
         results = exam.ask(trainer, [steps])
         trainer.model.train()
         report = TaskReport(
             step=trainer.step,
             tokens=trainer.tokens,
-            trained_recurrent_steps=trainer.recurrent_steps,
+            trained_recurrent_steps=trainer.plan.recurrent_steps,
             manifest_sha256="",
             tasks=results,
         )

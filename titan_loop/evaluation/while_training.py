@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from titan_loop.checkpoint.best import Best
 from titan_loop.data.load.loader import named_sources
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import raise_first
@@ -126,8 +127,8 @@ class HeldOutLoss:
         return sum(self.weights[name] * nats[name] for name in nats) / sum(self.weights.values())
 
 
-class WhileTraining:
-    """A `Callback` that asks tasks every `interval` steps and after the last one; collective.
+class WhileTraining(Callback):
+    """Asks tasks every `interval` steps and after the last one; collective.
 
     Args:
         open_tasks: Reads the tasks' windows and questions, once.
@@ -169,16 +170,13 @@ class WhileTraining:
             logger.info("evaluated, step %d: %s", trainer.step, report.summary())
         trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
 
-    def on_train_end(self, trainer: TrainingState) -> None:
-        """Do nothing."""
-
     @torch.no_grad()
     def ask(self, trainer: TrainingState) -> TaskReport:
         """Return the results of all tasks at every depth, equal on all ranks; collective."""
         report = TaskReport(
             step=trainer.step,
             tokens=trainer.tokens,
-            trained_recurrent_steps=trainer.recurrent_steps,
+            trained_recurrent_steps=trainer.plan.recurrent_steps,
             manifest_sha256="",
         )
         depth = None if self._loss is None else self._loss.depth(trainer)
@@ -191,7 +189,9 @@ class WhileTraining:
         if self._loss is not None and depth is not None:
             value = self._loss.value(report, depth)
             if math.isfinite(value):
-                trainer.note_held_out_loss(value, self._loss.measured_on)
+                trainer.checkpointer.measured = Best(
+                    step=trainer.step, held_out_loss=value, measured_on=self._loss.measured_on
+                )
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:

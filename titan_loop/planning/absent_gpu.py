@@ -31,7 +31,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_loop.distributed import muon
 from titan_loop.errors import UserError
 from titan_loop.planning.cluster import Cluster
-from titan_loop.training.stability.verdict import StepVerdict
+from titan_loop.training.verdict import StepVerdict
 
 
 @contextmanager

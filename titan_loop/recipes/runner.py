@@ -66,7 +66,7 @@ def run_recipe(
     Raises:
         UserError: One line naming stage, field, value and fix. Nothing has started then, unless a
             stage ends before its last token: that stage is trained, and its children are not.
-        NonFiniteError: Training stopped, see `titan_loop.training.stability.verdict`.
+        NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
     startup = StartupClock(since_process_start=True)

@@ -8,11 +8,11 @@ import torch
 
 from titan_loop.models.initialisation import local_part
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.callback import TrainingState
+from titan_loop.training.callback import Callback, TrainingState
 
 
-class Spikes:
-    """A callback that spoils windows and a layer; the same on every rank and after every start.
+class Spikes(Callback):
+    """Spoils windows and a layer; the same on every rank and after every start.
 
     Args:
         bad_windows: Global windows whose labels are all replaced by the last token.
@@ -55,6 +55,3 @@ class Spikes:
         with torch.no_grad():
             for parameter in trainer.model.layers[str(self._layer)].parameters():
                 local_part(parameter).mul_(self._factor)
-
-    def on_train_end(self, trainer: TrainingState) -> None:
-        """Do nothing."""

@@ -1,24 +1,38 @@
-"""Callbacks: behaviour at fixed points of a run, which a recipe passes into training.
+"""Callbacks: behaviour at fixed points of a run that the trainer knows nothing about.
 
-Evaluation, plots and watchers live above `training` in the import order. They reach into a run
-through `TrainingState` only, and `LoopTrainer` knows none of them.
+    on_train_start
+    ─► a step: on_phase, before_forward, after_forward, on_gradients, judge, on_update ─► on_verdict
+    ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
+
+`built_in.py` lists the callbacks that a run's config switches on; recipes and `run_training` add
+their own after them. Evaluation and plots live above `training` in the import order: callbacks
+reach into a run through `TrainingState` only.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
+from torch import Tensor
 from torchtitan.config.configs import TrainingConfig
 from torchtitan.distributed import ParallelDims
 
+from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import LoopOptimizers
+from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.stop_request import StopListener
+from titan_loop.training.verdict import StepVerdict, TrainedStep
+
+Phase = Literal["reading data", "forward and backward", "update", "log", "callbacks", "checkpoint"]
+"""Parts of a training step, in their order."""
 
 
 class RunSettings(Protocol):
@@ -26,51 +40,42 @@ class RunSettings(Protocol):
 
     dump_folder: str
     training: TrainingConfig
+    recurrence: RecurrenceConfig
     dataloader: GlobalBatchLoader.Config
+    loss: StreamedLoss.Config
 
 
 class TrainingState(Protocol):
-    """What a callback sees of the trainer.
+    """A trainer, as its callbacks see it.
 
     Attributes:
-        step: Training steps done.
+        step: Training steps done; during a step its own number.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        device: Where the model computes.
-        parallel_dims: Meshes.
+        seed: Seed of the run.
+        plan: Schedules' values of the newest training step; before the first, of the next.
+        callbacks: All of them, in the order of their calls.
         window_share: The part of every window this rank computes; None for all of it.
-        dataloader: Reads the training data.
-        optimizers: Update the model.
-        metrics_processor: Writes numbers to TensorBoard and W&B.
-        stop_listener: Wants to hear of progress during long work.
+        stop_listener: Must hear of progress during long work.
     """
 
     step: int
     tokens: int
+    seed: int
+    plan: StepPlan
+    callbacks: "list[Callback]"
     device: torch.device
     parallel_dims: ParallelDims
     window_share: WindowShare | None
     dataloader: GlobalBatchLoader
+    loss_fn: StreamedLoss
     optimizers: LoopOptimizers
+    checkpointer: LoopCheckpointManager
     metrics_processor: LoopMetricsProcessor
     stop_listener: StopListener
-
-    def note_held_out_loss(self, nats_per_token: float, measured_on: str) -> None:
-        """Take the held-out loss of the weights as they are, equal on all ranks.
-
-        Args:
-            nats_per_token: The loss.
-            measured_on: Which text it is of; losses of the same text are compared.
-        """
-        ...
 
     @property
     def config(self) -> RunSettings:
         """The run's settings; not to be changed."""
-        ...
-
-    @property
-    def recurrent_steps(self) -> int:
-        """R of the newest training step; before the first, that of the next."""
         ...
 
     @property
@@ -83,31 +88,85 @@ class TrainingState(Protocol):
         """Whether this start trains no further step."""
         ...
 
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return token ids, labels and other arguments of the model, for whole windows."""
+        ...
+
     def train_context(self) -> AbstractContextManager[None]:
         """Return the context that every forward pass runs in."""
         ...
 
 
-class Callback(Protocol):
-    """Called by the trainer on every rank, in the order in which the callbacks were given.
+class Callback:
+    """The hooks, none of which does anything; subclasses override some.
 
-    Every rank takes part, so a callback may communicate. What it raises ends the run. Time spent in
-    it does not count towards tokens per second.
+    Every rank calls every hook of every callback in the same order, so a hook may communicate. An
+    exception ends the run. Between `on_train_start` and `on_step_end` a hook must not wait for the
+    device, unless the step is logged.
     """
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Run after a checkpoint was loaded, before the first step."""
-        ...
+
+    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
+        """Run as a part of a training step begins; "reading data" is the first."""
+
+    def before_forward(self, trainer: TrainingState) -> None:
+        """Run before the forward pass of a micro-batch."""
+
+    def after_forward(self, trainer: TrainingState) -> None:
+        """Run between the forward and the backward pass of a micro-batch."""
+
+    def on_gradients(self, trainer: TrainingState) -> None:
+        """Run when a step's gradients are complete, sharded and not clipped yet."""
+
+    def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
+        """Return whether this rank agrees to the update, a scalar bool on the device.
+
+        All ranks skip the update if one disagrees. None has no opinion.
+
+        Args:
+            trainer: The trainer.
+            loss: This rank's share of the loss.
+            grad_norm: Gradient norm before clipping, of all ranks.
+        """
+
+    def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
+        """Run after the weights were updated, or were not: only the device knows yet."""
+
+    def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
+        """Run when the host learns of a step's verdict, up to a step later, in order of steps."""
+
+    def record(self, trainer: TrainingState) -> Mapping[str, Any]:
+        """Return entries of a logged step's record in `metrics.jsonl`, equal on all ranks."""
+        return {}
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Run after a training step, skipped updates included.
+        """Run after a training step, skipped updates included; its time counts as no training.
 
         Args:
             trainer: The trainer; `trainer.step` is the step that ended.
             metrics: The step's record as in `metrics.jsonl`, empty on steps that are not logged.
         """
-        ...
+
+    def may_save(self) -> bool:
+        """Return whether a checkpoint that is due after this step may be saved."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON for the trainer's state in a checkpoint, under one key of its own."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a trainer's state, before `on_train_start`; it may lack the key."""
 
     def on_train_end(self, trainer: TrainingState) -> None:
         """Run after the last step and the last checkpoint, not after a failure."""
-        ...
+
+    def on_hang(self) -> None:
+        """Run in a thread when this rank made no progress and is about to be ended."""
+
+    def close(self) -> None:
+        """Let go of threads and files, after a failure, too."""

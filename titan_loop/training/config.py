@@ -6,7 +6,7 @@ with a config, `resolved_run` derives what training needs from it.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
@@ -37,15 +37,22 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import ModelOptions, default_options
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.objectives.streamed_loss import StreamedLoss
-from titan_loop.training.batch_schedule import BatchConfig, batch_sizes, planned_tokens
+from titan_loop.training.batch_schedule import (
+    BatchConfig,
+    batch_sizes,
+    global_batch_windows,
+    plan_steps,
+    planned_tokens,
+)
 from titan_loop.training.callback import Callback
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
-from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.recurrence import RecurrenceConfig, recurrent_steps_at
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.stability.config import StabilityConfig
+from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.weight_average import WeightAverageConfig
 
 DEFAULT_SEED = 0
@@ -213,6 +220,48 @@ class RunConfig(Trainer.Config):
         return {
             name: getattr(self.loss if name in own else self, name) for name in self.loss.schedules
         }
+
+    def plan_step(
+        self,
+        *,
+        step: int,
+        tokens: int,
+        seed: int,
+        rate_start_tokens: int = 0,
+        deepest: Callable[[int], int] | None = None,
+    ) -> StepPlan:
+        """Read the schedules of a run without refusals.
+
+        Args:
+            step: Number of the step, from 1.
+            tokens: Global tokens consumed before it.
+            seed: Seed of the draw, where R is random.
+            rate_start_tokens: Tokens at which the schedule of the learning rate began.
+            deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
+                asked where R follows from the data.
+        """
+        recurrence, rate_tokens = self.recurrence, tokens - rate_start_tokens
+        windows = global_batch_windows(self.batch, tokens, self.training.seq_len)
+        depth = deepest(windows) if recurrence.from_data and deepest is not None else None
+        values = {name: schedule(tokens) for name, schedule in self.objective_schedules().items()}
+        return StepPlan(
+            step=step,
+            tokens=tokens,
+            rate_tokens=rate_tokens,
+            windows=windows,
+            recurrent_steps=recurrent_steps_at(
+                recurrence, tokens=tokens, step=step, seed=seed, deepest=depth
+            ),
+            backward_steps=recurrence.backward_steps_at(tokens),
+            learning_rate=self.learning_rate(rate_tokens),
+            schedules=dict.fromkeys(OBJECTIVE_SCHEDULES, 0.0) | values,
+        )
+
+    def last_step(self, *, tokens: int, steps: int) -> int:
+        """Return the training step at which a run ends that has got so far."""
+        seq_len, limit = self.training.seq_len, self.training.steps
+        planned = plan_steps(self.batch, self.total_tokens, seq_len, tokens=tokens, steps=steps)
+        return min(planned, limit) if limit else planned
 
     def windows_of_the_run(self) -> int:
         """Return the number of windows the run consumes; at most, if `steps` cuts a ramp."""

@@ -17,49 +17,49 @@ LOOK_SECONDS = 5.0
 
 
 class FolderWatch:
-    """Looks from a thread whether a run still has its folder, until `end`.
+    """Looks from a thread whether a run still has its folder, from `start` to `end`.
 
     A file system whose server stalls would stall every training step that looks for itself.
 
     Args:
-        lock: The run's lock.
+        lock: The run's lock; None on other ranks than 0.
 
     Attributes:
-        lost: Result of the newest look.
+        lost: Result of the thread's newest look.
     """
 
-    def __init__(self, lock: FolderLock) -> None:
+    def __init__(self, lock: FolderLock | None) -> None:
         self.lost = False
         self._lock, self._ended = lock, threading.Event()
-        threading.Thread(target=self._look_on, name="folder-watch", daemon=True).start()
+
+    def start(self) -> None:
+        """Start the thread."""
+        if self._lock is not None:
+            threading.Thread(target=self._look_on, name="folder-watch", daemon=True).start()
 
     def end(self) -> None:
         """Stop looking; a look that waits for the disk is not waited for."""
         self._ended.set()
 
+    def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:
+        """Let a run that lost its folder save in the new place; collective.
+
+        Returns:
+            None if all is well, else the error to end with after a last save.
+
+        Raises:
+            UserError: There is nowhere to save: the folder is gone, or another training's.
+        """
+        lost = from_rank_zero(all_ranks(), lambda: self._lock and self._lock.lost())
+        if lost is None:
+            return None
+        if lost.folder is None:
+            raise UserError(f"{lost.problem}; stopped, nothing was saved since the last checkpoint")
+        checkpointer.path = lost.folder / CHECKPOINTS
+        return UserError(f"{lost.problem}; saved in {lost.folder} and stopped: start again there")
+
     def _look_on(self) -> None:
+        assert self._lock is not None
         while not self._ended.wait(LOOK_SECONDS):
             with suppress(ValueError):  # released meanwhile
                 self.lost = self._lock.lost() is not None
-
-
-def follow_folder(lock: FolderLock | None, checkpointer: LoopCheckpointManager) -> UserError | None:
-    """Look whether the run still has its folder; collective.
-
-    Args:
-        lock: The run's lock, on rank 0.
-        checkpointer: From now on saves where the folder is now.
-
-    Returns:
-        None if all is well, else the error to end with after a last save.
-
-    Raises:
-        UserError: There is nowhere to save: the folder is gone, or another training's.
-    """
-    lost = from_rank_zero(all_ranks(), lambda: lock and lock.lost())
-    if lost is None:
-        return None
-    if lost.folder is None:
-        raise UserError(f"{lost.problem}; stopped, nothing was saved since the last checkpoint")
-    checkpointer.path = lost.folder / CHECKPOINTS
-    return UserError(f"{lost.problem}; saved in {lost.folder} and stopped: start again there")

@@ -49,6 +49,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import finite_or_null, write_text
 from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.storage.regular_file import read_regular
+from titan_loop.training.step_plan import StepPlan
 
 _A100_PEAK_FLOPS = 312e12
 """What upstream's table answers for an A100, and for every device it does not know."""
@@ -59,36 +60,28 @@ WANDB_STEP = "train/step"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """What the trainer knows about one step; every value is global, equal on all ranks.
+    """The trainer's numbers of one step; every value is global, equal on all ranks.
 
     Attributes:
-        step: Training steps done, this one included.
         total_steps: Steps planned for the whole run.
         tokens: Global tokens consumed after this step.
         loss: Mean over the valid tokens of the global batch.
         grad_norm: Gradient norm before clipping.
-        lr: Learning rate of this step, as scheduled.
-        own_rates: Rates of the groups of parameters that have others.
-        recurrent_steps: R of this step.
-        schedules: Values of the objective's schedules in this step, by name.
-        global_batch_tokens: Tokens in this step's batch.
+        own_rates: Rates of the groups of parameters that have others than the plan's.
         data_hash: Rolling hash of the data read.
         windows_consumed: Global windows consumed after this step.
         sources: How far each source was read; none for generated data.
         objective: The objective's metrics: cross entropies, exit pmf and so on.
-        summary: What the objective says of them on the console.
+        summary: The objective's part of the console line.
         io_retries: Reads that the rank with the most had to repeat since it started.
-        ranks: Times of all ranks, and a straggler, where they are measured.
+        added: Further entries, from callbacks.
     """
 
-    step: int
+    plan: StepPlan
     total_steps: int
     tokens: int
     loss: float
     grad_norm: float
-    lr: float
-    recurrent_steps: int
-    schedules: Mapping[str, float]
     global_batch_tokens: int
     data_hash: str
     windows_consumed: int
@@ -97,7 +90,7 @@ class StepRecord:
     summary: Sequence[str] = ()
     io_retries: int = 0
     own_rates: Mapping[str, float] = field(default_factory=dict)
-    ranks: Mapping[str, Any] = field(default_factory=dict)
+    added: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LoopMetricsProcessor(MetricsProcessor):
@@ -212,20 +205,21 @@ class LoopMetricsProcessor(MetricsProcessor):
         Returns:
             The record as written to `metrics.jsonl` (rates and memory are this rank's own).
         """
+        plan = record.plan
         elapsed = time.perf_counter() - self.time_last_log - self._paused_seconds
         elapsed = max(elapsed, 1e-9)
         tokens_per_second = (record.tokens - self._last_tokens) / elapsed
         metrics: dict[str, Any] = finite_or_null(
             {
-                "step": record.step,
+                "step": plan.step,
                 "tokens": record.tokens,
                 "loss": record.loss,
                 **record.objective,
                 "grad_norm": record.grad_norm,
-                "lr": record.lr,
+                "lr": plan.learning_rate,
                 **record.own_rates,
-                "recurrent_steps": record.recurrent_steps,
-                **record.schedules,
+                "recurrent_steps": plan.recurrent_steps,
+                **plan.schedules,
                 "global_batch_tokens": record.global_batch_tokens,
                 "tokens_per_second": tokens_per_second,
                 "flops_per_token": self._flops / max(record.tokens - self._last_tokens, 1),
@@ -237,15 +231,15 @@ class LoopMetricsProcessor(MetricsProcessor):
                 "io_retries": record.io_retries,
                 **{f"data/{s.name}/tokens": s.tokens for s in record.sources},
                 **{f"data/{s.name}/epochs": s.epochs for s in record.sources},
-                **record.ranks,
+                **record.added,
             }
         )
         if self._writes:
             append_or_keep(self.run_directory.metrics_jsonl, metrics)
-            self.log_numbers(metrics, record.step)
+            self.log_numbers(metrics, plan.step)
             if self.config.progress:
-                seconds_per_step = elapsed / max(record.step - self._last_step, 1)
-                remaining_seconds = (record.total_steps - record.step) * seconds_per_step
+                seconds_per_step = elapsed / max(plan.step - self._last_step, 1)
+                remaining_seconds = (record.total_steps - plan.step) * seconds_per_step
                 logger.info(
                     progress_line(
                         metrics,
@@ -255,7 +249,7 @@ class LoopMetricsProcessor(MetricsProcessor):
                         color=self.color,
                     )
                 )
-        self.restart_clock(record.step, record.tokens)
+        self.restart_clock(plan.step, record.tokens)
         return metrics
 
     def restart_clock(self, step: int, tokens: int) -> None:

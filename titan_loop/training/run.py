@@ -92,7 +92,7 @@ def run_training(
 
     Raises:
         UserError: One line naming field, value and fix.
-        NonFiniteError: Training stopped, see `titan_loop.training.stability.verdict`.
+        NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         UnstableError: Spikes went on after every rewind, see `titan_loop.training.stability`.
         StoppedError: A signal asked it to; see `titan_loop.training.stop_request`.
     """
@@ -208,7 +208,7 @@ def _start(
 
 
 def _say_how_it_ended(trainer: LoopTrainer) -> None:
-    done, planned = trainer.tokens, trainer.run.config.total_tokens
+    done, planned = trainer.tokens, trainer.config.total_tokens
     if trainer.at_stage_end:
         logger.info("Trained to the end: %s tokens", f"{done:,}")
     else:

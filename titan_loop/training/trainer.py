@@ -3,119 +3,124 @@
 One training step:
 
     plan_step(tokens) ─► R, β, learning rate, windows
-    loader.read_step ─► micro-batches ─► forward, backward (upstream) ─► gradient norm
-    finite on every rank? ─► update, or skip and count ─► metrics, callbacks
+    loader.read_step ─► micro-batches ─► forward, backward ─► gradients ─► clip
+    finite on every rank, no callback against it? ─► update, or skip ─► metrics, callbacks
     any rank asked to stop? ─► save and leave
 
 Everything scheduled is a pure function of the global token count, an integer that does not depend
 on how many ranks there are. Meshes, model building, parallelisms, profiling and the outer loop are
-upstream's.
+upstream's; whatever else may happen around a step is a `Callback`.
 """
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeAlias
 
-import titan_loop.compat as compat  # before any torchtitan module
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
-from titan_loop.checkpoint.best import Best
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.start_from import check_parent
+from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.distributed.context_parallel import share_of_rank
 from titan_loop.distributed.kept_layouts import kept_layout
-from titan_loop.errors import NonFiniteError, StoppedError, UserError
+from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.models.decoder import LoopDecoder
+from titan_loop.objectives.streamed_loss import StreamedLoss
 from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, warn_together
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.kept_records import give_up_kept, write_kept
-from titan_loop.training.batch_schedule import plan_steps
-from titan_loop.training.callback import Callback
+from titan_loop.training.built_in import built_in_callbacks
+from titan_loop.training.callback import Callback, Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
-from titan_loop.training.gradients import GradientTrainer
+from titan_loop.training.gradients import forward_backward
 from titan_loop.training.learning_rate import TokenLearningRate
-from titan_loop.training.lost_folder import FolderWatch, follow_folder
-from titan_loop.training.metrics import StepRecord, global_means
+from titan_loop.training.lost_folder import FolderWatch
+from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
-from titan_loop.training.recurrence import most_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
-from titan_loop.training.stability.guard import Guard
-from titan_loop.training.stability.verdict import (
+from titan_loop.training.startup import StartupClock
+from titan_loop.training.step_plan import StepPlan, step_flops, trained_recurrence
+from titan_loop.training.stop_request import StopListener
+from titan_loop.training.verdict import (
     StepVerdict,
+    TrainedStep,
+    UnreadSteps,
+    agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
+    update_unless_skipped,
 )
-from titan_loop.training.startup import StartupClock
-from titan_loop.training.step_plan import (
-    StepPlan,
-    plan_step,
-    step_flops,
-    trained_recurrence,
-)
-from titan_loop.training.stop_request import StopListener
 
 
-class LoopTrainer(GradientTrainer):
+class LoopTrainer(Trainer):
     """Trains a `LoopDecoder`; see the module's docstring for what it adds to torchtitan's trainer.
 
     Args:
-        run: What to train, from `resolve`.
+        run: The run, from `resolve`.
 
     Attributes:
-        run: As given.
-        config: torchtitan's copy of its config: `training.steps` moves with the plan to the end.
+        config: The trainer's copy of the run's config. `training.steps`, which ends upstream's
+            loop, is the only field that changes: it follows the plan to the end.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        plan: The newest training step's; before the first, that of the next.
-        callbacks: Called around the loop and after every step, in this order.
+        plan: The newest training step's; before the first, the plan of the next.
+        callbacks: In the order in which they are called: the config's switches (`built_in`), the
+            recipe's, then whatever is appended.
         window_share: The part of every window this rank computes; None for all of it.
         startup: Measures this start up to its first step; `run_training` brings its own.
     """
 
     Config: TypeAlias = RunConfig
 
+    config: RunConfig
     checkpointer: LoopCheckpointManager
-    model_config: LoopDecoder.Config
+    dataloader: GlobalBatchLoader
+    loss_fn: StreamedLoss
     lr_schedulers: TokenLearningRate
+    metrics_processor: LoopMetricsProcessor
+    model_config: LoopDecoder.Config
     optimizers: LoopOptimizers
 
     def __init__(self, run: ResolvedRun) -> None:
         self.run = run
         super().__init__(run.for_upstream())
-        config = run.config
-        self.seed = DEFAULT_SEED if config.debug.seed is None else config.debug.seed
+        self.seed = self.config.debug.seed or DEFAULT_SEED
         self.tokens = 0
-        self.guard = Guard(
-            config.stability,
-            model=run.model,
-            recurrent_steps=most_recurrent_steps(config.recurrence),
-            device=self.device,
-            window_tokens=config.training.seq_len,
-            run=self.metrics_processor.run_directory,
-            writes=torch.distributed.get_rank() == 0,
-            max_skipped_steps=config.max_skipped_steps,
-        )
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
-        self.callbacks: list[Callback] = [*config.callbacks]
-        self.window_share = share_of_rank(self.parallel_dims, config.training.seq_len, self.device)
+        self.callbacks: list[Callback] = [
+            *built_in_callbacks(run, self.device),
+            *self.config.callbacks,
+        ]
+        self.window_share = share_of_rank(
+            self.parallel_dims, self.config.training.seq_len, self.device
+        )
         self.stop_listener = StopListener()
         self.startup = StartupClock()
-        self._measured: Best | None = None
+        self._folder_watch = FolderWatch(self.run_lock)
+        self._unread = UnreadSteps(self._tell)
         self._warning: str | None = None
-        self._stopped_at: str | None = None
-        self._lost: UserError | None = None
-        self._folder_watch: FolderWatch | None = None
+        self._ends_with: Exception | None = None
+
+    @property
+    def model(self) -> LoopDecoder:
+        """The one model part there is without pipeline parallelism."""
+        (model,) = self.model_parts
+        assert isinstance(model, LoopDecoder)
+        return model
 
     @property
     def at_stage_end(self) -> bool:
-        """Whether the run consumed all it was to train on; `training.steps` may end it earlier."""
-        return self.tokens >= self.run.config.total_tokens
+        """Whether the run consumed all its tokens; `training.steps` may end it earlier."""
+        return self.tokens >= self.config.total_tokens
 
     @property
     def at_last_step(self) -> bool:
@@ -125,16 +130,16 @@ class LoopTrainer(GradientTrainer):
     @property
     def held_back(self) -> bool:
         """Whether the step just done must not be saved; the last step of a start always is."""
-        return self.guard.held_back and not self.at_last_step
+        may_save = all(callback.may_save() for callback in self.callbacks)
+        return not may_save and not self.at_last_step
 
     @property
-    def recurrent_steps(self) -> int:
-        """R of the newest training step; before the first, that of the next."""
-        return self.plan.recurrent_steps
+    def asked_to_stop(self) -> bool:
+        """Whether a signal, or the loss of the run's folder, asks this rank to stop."""
+        return self._folder_watch.lost or self.stop_listener.requested_by is not None
 
     def _plan(self, step: int) -> StepPlan:
-        return plan_step(
-            self.run.config,
+        return self.config.plan_step(
             step=step,
             tokens=self.tokens,
             seed=self.seed,
@@ -144,59 +149,41 @@ class LoopTrainer(GradientTrainer):
 
     def _plan_to_the_end(self) -> None:
         """Set `training.steps`, which upstream's loop obeys, from where the run stands now."""
-        config, limit = self.run.config, self.run.config.training.steps
-        steps = plan_steps(
-            config.batch,
-            config.total_tokens,
-            config.training.seq_len,
-            tokens=self.tokens,
-            steps=self.step,
-        )
-        self.config.training.steps = min(steps, limit) if limit else steps
+        steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
+        self.config.training.steps = steps
 
     def train(self) -> None:
         """Train to the end, from the newest checkpoint if there is one.
 
         Raises:
-            StoppedError: `stop_listener` heard a signal on some rank; what there was is saved.
+            StoppedError: A rank's `stop_listener` heard a signal; the run saved its state.
+            UserError: The run lost its folder.
         """
         try:
             super().train()
         finally:
             self.stop_listener.unwatch()
-            if self._folder_watch is not None:
-                self._folder_watch.end()
-        if self._lost is not None:
-            raise self._lost
-        if self._stopped_at is not None:
-            raise StoppedError(
-                f"asked to stop, stopped {self._stopped_at}; the same command goes on from there"
-            )
+            self._folder_watch.end()
+        if self._ends_with is not None:
+            raise self._ends_with
         for callback in self.callbacks:
             callback.on_train_end(self)
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Start callbacks and clock, now that a checkpoint is loaded; steps read their own data."""
+        """Start everything that needs the loaded checkpoint; steps read their own data."""
         self.startup.mark("checkpoint")
         self._plan_to_the_end()
-        self.optimizers.apply_settings()  # which a checkpoint brings as it was saved
-        if self.run_lock is not None:
-            self._folder_watch = FolderWatch(self.run_lock)
-        if agree_to_stop(self._asked_to_stop, self.device):
-            self._stop_here("before its first step")
+        self.optimizers.apply_settings()  # a checkpoint brings the settings of its own start
+        self._folder_watch.start()
+        if agree_to_stop(self.asked_to_stop, self.device):
+            self._stop("before its first step")
             return iter(())
-        comm, rank = self.config.comm, torch.distributed.get_rank()
-        traces = Path(self.config.dump_folder) / comm.save_traces_folder
-        trace = traces / f"{comm.save_traces_file_prefix}{rank}"
-        self.stop_listener.watch(
-            self.run.config.hang_seconds,
-            lambda: (self.guard.name_silent_ranks(), compat.dump_flight_recorder(trace)),
-        )
+        self.stop_listener.watch(self.config.hang_seconds, self._on_hang)
         if self.at_last_step:
             logger.info("Nothing left to train: the run ended at step %d", self.step)
         for callback in self.callbacks:
             callback.on_train_start(self)
-        self.dataloader.log_sources(self.run.config.windows_of_the_run())
+        self.dataloader.log_sources(self.config.windows_of_the_run())
         self.metrics_processor.start(
             step=self.step,
             tokens=self.tokens,
@@ -209,116 +196,147 @@ class LoopTrainer(GradientTrainer):
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
-        plan, first_window = self._plan(self.step), self.dataloader.windows_consumed
-        loss, metrics, grad_norm, verdict = self.update(plan)
-        windows = range(first_window, self.dataloader.windows_consumed)
-        self.guard.skipped.add(
-            verdict, step=plan.step, windows=windows, loss=loss, grad_norm=grad_norm
-        )
-        self.tokens += plan.windows * self.config.training.seq_len
-        self.metrics_processor.count_flops(step_flops(self.run.config, self.run.model, plan))
-        waits = self.metrics_processor.should_log(plan.step) or self._is_saved(plan.step)
-        stop = self.guard.skipped.read(newest=waits)
+        # The plan comes before the data: it says how many windows the step reads.
+        trained = self.update(self._plan(self.step))
+        self._unread.add(trained)
+        # Reading this step's verdict would wait for the device, so the host reads the last step's.
+        # Only a step that is logged or saved waits: its numbers, or that it is good, are needed.
+        due = self.metrics_processor.should_log(self.step) or self._is_saved(self.step)
+        stop = self._unread.read(newest=due)
         if stop and self._follow_folder():
-            return
-        self._finish_step(loss, grad_norm, metrics, verdict)
+            return  # no record and no callbacks: the folder that they write to is gone
+        self._finish_step(trained)
+        # After the callbacks, which still take part in the last step.
         if stop and not self.at_last_step:
-            self._stop_here(f"after step {self.step} of {self.config.training.steps}")
+            self._stop(f"after step {self.step} of {self.config.training.steps}")
+
+    def update(self, plan: StepPlan) -> TrainedStep:
+        """Compute a step's gradients and update the weights, without waiting for the device."""
+        self.plan = plan
+        self._enter("reading data")
+        self.loss_fn.set_schedules(plan.schedules)
+        self.lr_schedulers.set_tokens(plan.rate_tokens)
+        self.optimizers.zero_grad()
+        began, first_window = time.perf_counter(), self.dataloader.windows_consumed
+        batches = self.dataloader.read_step(plan.windows)
+        windows = range(first_window, self.dataloader.windows_consumed)
+        self.metrics_processor.data_loading_times.append(time.perf_counter() - began)
+        self._enter("forward and backward")
+        loss, metrics = forward_backward(self, batches)
+        self._enter("update")
+        # Before clipping, which scales the gradients in place.
+        for callback in self.callbacks:
+            callback.on_gradients(self)
+        grad_norm = dist_utils.clip_grad_norm_(
+            list(self.model.parameters()), self.config.training.max_norm, foreach=True
+        )
+        # Before the update, and of all ranks: else some would step and others not.
+        verdict = self._agree(loss, grad_norm)
+        # As late as can be: an asynchronous save copies the weights beside all of the above.
+        self.checkpointer.maybe_wait_for_staging()
+        update_unless_skipped(self.optimizers, verdict)
+        # A step whose update is skipped has consumed its tokens: schedules and data go on.
+        seq_len, trainable = self.config.training.seq_len, self.config.trainable
+        self.tokens = plan.tokens + plan.windows * seq_len
+        flops = step_flops(self.run.model, plan, seq_len=seq_len, trainable=trainable)
+        self.metrics_processor.count_flops(flops)
+        for callback in self.callbacks:
+            callback.on_update(self, verdict)
+        return TrainedStep(plan.step, windows, loss, metrics, grad_norm, verdict)
+
+    def _agree(self, loss: Tensor, grad_norm: Tensor) -> StepVerdict:
+        opinions = [callback.judge(self, loss, grad_norm) for callback in self.callbacks]
+        given = [opinion for opinion in opinions if opinion is not None]
+        calm = torch.stack(given).all() if given else None
+        return agree_on_step(loss, grad_norm, stop=self.asked_to_stop, calm=calm)
+
+    def _tell(self, trained: TrainedStep, updated: bool) -> None:
+        for callback in self.callbacks:
+            callback.on_verdict(self, trained, updated=updated)
+
+    def _enter(self, phase: Phase) -> None:
+        for callback in self.callbacks:
+            callback.on_phase(self, phase)
 
     def _is_saved(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         return step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
 
-    def _stop_here(self, where: str) -> None:
-        """Let upstream's loop save this step as its last; the plan to the end is made again."""
-        self._stopped_at = where
-        logger.info("Asked to stop: saving, and leaving %s", where)
-        self.config.training.steps = self.step
-
-    def _finish_step(
-        self, loss: Tensor, grad_norm: Tensor, metrics: dict[str, Tensor], verdict: StepVerdict
-    ) -> None:
+    def _finish_step(self, trained: TrainedStep) -> None:
         """Log the step if that is due, and call the callbacks."""
-        plan = self.plan
-        self.guard.enter("log")
-        record: Mapping[str, Any] = {}
-        if self.metrics_processor.should_log(plan.step):
-            loss_mesh = self.parallel_dims.get_optional_mesh("loss")
-            mean_loss, objective = global_means(loss, metrics, loss_mesh)
-            record = self.metrics_processor.log_step(
-                StepRecord(
-                    step=plan.step,
-                    total_steps=self.config.training.steps,
-                    tokens=self.tokens,
-                    loss=mean_loss,
-                    grad_norm=float(grad_norm),
-                    lr=plan.learning_rate,
-                    own_rates=self.optimizers.own_rates(plan.learning_rate),
-                    recurrent_steps=plan.recurrent_steps,
-                    schedules=plan.schedules,
-                    global_batch_tokens=plan.windows * self.config.training.seq_len,
-                    data_hash=self.dataloader.data_hash,
-                    windows_consumed=self.dataloader.windows_consumed,
-                    sources=self.dataloader.progress(),
-                    objective=objective,
-                    summary=self.loss_fn.summary(objective),
-                    io_retries=verdict.io_retries,
-                    ranks=self.guard.rank_times(self.metrics_processor.data_loading_times),
-                )
-            )
-            self._warn(objective)
-        self.guard.log(
-            step=plan.step,
-            tokens=self.tokens,
-            recurrent_steps=plan.recurrent_steps,
-            windows=plan.windows,
-        )
+        self._enter("log")
+        due = self.metrics_processor.should_log(self.step)
+        record = self._log(trained) if due else {}
         self.startup.finish(self.metrics_processor.run_directory)
-        if self._is_saved(plan.step) and torch.distributed.get_rank() == 0:
-            self.dataloader.log_progress(plan.step)
-        self.guard.enter("callbacks")
+        if self._is_saved(self.step) and torch.distributed.get_rank() == 0:
+            self.dataloader.log_progress(self.step)
+        self._enter("callbacks")
         with self.metrics_processor.paused():
             for callback in self.callbacks:
                 self.stop_listener.progress()
                 callback.on_step_end(self, record)
-        self.guard.enter("checkpoint")
+        self._enter("checkpoint")
         self.stop_listener.progress()
 
-    def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Pass on what the objective warns of, and not again until it has stopped to."""
-        warning = self.loss_fn.warning(metrics)
-        if warning is not None and self._warning is None:
+    def _log(self, trained: TrainedStep) -> Mapping[str, Any]:
+        """Write the step's record and return it; waits for the device, and is collective."""
+        plan = self.plan
+        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        mean_loss, objective = global_means(trained.loss, trained.metrics, loss_mesh)
+        added: dict[str, Any] = {}
+        for callback in self.callbacks:
+            added |= callback.record(self)
+        record = self.metrics_processor.log_step(
+            StepRecord(
+                plan=plan,
+                total_steps=self.config.training.steps,
+                tokens=self.tokens,
+                loss=mean_loss,
+                grad_norm=float(trained.grad_norm),
+                own_rates=self.optimizers.own_rates(plan.learning_rate),
+                global_batch_tokens=plan.windows * self.config.training.seq_len,
+                data_hash=self.dataloader.data_hash,
+                windows_consumed=self.dataloader.windows_consumed,
+                sources=self.dataloader.progress(),
+                objective=objective,
+                summary=self.loss_fn.summary(objective),
+                io_retries=trained.verdict.io_retries,
+                added=added,
+            )
+        )
+        warning = self.loss_fn.warning(objective)
+        if warning is not None and self._warning is None:  # again only after it has cleared
             warn_together(logger, "step %d: %s", self.step, warning)
         self._warning = warning
+        return record
 
-    @property
-    def _asked_to_stop(self) -> bool:
-        """Whether a signal, or the loss of the run's folder, asks this rank to stop."""
-        lost = self._folder_watch is not None and self._folder_watch.lost
-        return lost or self.stop_listener.requested_by is not None
+    def _stop(self, where: str) -> None:
+        logger.info("Asked to stop: saving, and leaving %s", where)
+        self._end_after_save(
+            StoppedError(f"asked to stop, stopped {where}; the same command goes on from there")
+        )
 
     def _follow_folder(self) -> bool:
-        """Return whether the folder was lost; then the loop saves this step, and ends."""
-        self._lost = self._lost or follow_folder(self.run_lock, self.checkpointer)
-        if self._lost is not None:
-            self.config.training.steps = self.step
-        return self._lost is not None
+        """Return whether the folder was lost; then the run ends after this step's save."""
+        lost = self._folder_watch.follow(self.checkpointer)
+        if lost is not None:
+            self._end_after_save(lost)
+        return lost is not None
 
-    def note_held_out_loss(self, nats_per_token: float, measured_on: str) -> None:
-        """Take the held-out loss of the weights after this step (see `TrainingState`)."""
-        self._measured = Best(step=self.step, held_out_loss=nats_per_token, measured_on=measured_on)
+    def _end_after_save(self, error: Exception) -> None:
+        """Let upstream's loop save this step as its last; `train` then raises `error`."""
+        self._ends_with = error
+        self.config.training.steps = self.step
 
-    @property
-    def measured(self) -> Best | None:
-        """Held-out loss of the weights as they are (see `TrainState`)."""
-        measured = self._measured
-        return measured if measured is not None and measured["step"] == self.step else None
+    def _on_hang(self) -> None:
+        for callback in self.callbacks:
+            callback.on_hang()
 
     def before_save(self) -> None:
         """Refuse to save weights that are not finite, or in another run's folder; collective."""
         self._follow_folder()
         write_kept()  # no later start repeats the steps before a checkpoint
-        self.guard.read_before_save()
+        self._unread.read(newest=True)  # the saved state knows of every skipped step
         name = first_non_finite_parameter(self.model_parts)
         if name is not None:
             raise NonFiniteError(
@@ -354,25 +372,28 @@ class LoopTrainer(GradientTrainer):
             closing.callback(self.metrics_processor.close)
             closing.callback(give_up_kept)
             closing.callback(self.dataloader.close)
-            closing.callback(self.guard.close)
+            for callback in self.callbacks:
+                closing.callback(callback.close)
 
     def lineage(self) -> dict[str, Any]:
-        """Return what a checkpoint records of its run: recipe hash, stage, versions."""
+        """Return a checkpoint's record of its run: recipe hash, stage, versions."""
         return self.run.lineage()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the run, as JSON that means the same on any number of ranks."""
-        return {
+        """Return JSON that continues the run on any number of ranks."""
+        state: dict[str, Any] = {
             "step": self.step,
             "tokens": self.tokens,
-            **trained_recurrence(self.run.config.recurrence, self.plan),
+            **trained_recurrence(self.config.recurrence, self.plan),
             "architecture": self.run.architecture,
-            **self.guard.state_dict(),
         }
+        for callback in self.callbacks:
+            state |= callback.state_dict()
+        return state
 
     def check_parent(self, state_dict: dict[str, Any]) -> None:
         """Raise `UserError` if this model cannot start from the weights of such a state."""
-        carry = self.run.config.checkpoint.carry
+        carry = self.config.checkpoint.carry
         check_parent(state_dict["architecture"], self.run.architecture, carry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -384,5 +405,6 @@ class LoopTrainer(GradientTrainer):
         check_architecture(state_dict["architecture"], self.run.architecture)
         self.step = state_dict["step"]
         self.tokens = state_dict["tokens"]
-        self.guard.load_state_dict(state_dict)
+        for callback in self.callbacks:
+            callback.load_state_dict(state_dict)
         self.plan = self._plan(self.step + 1)

@@ -10,12 +10,11 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.training.step_plan import plan_step
 
 
 def drawn(recipe: Recipe, stage: str, steps: int = 400) -> set[int]:
     (config,) = [s.config for s in recipe.stages if s.name == stage]
-    return {plan_step(config, step=n, tokens=0, seed=0).recurrent_steps for n in range(1, steps)}
+    return {config.plan_step(step=n, tokens=0, seed=0).recurrent_steps for n in range(1, steps)}
 
 
 def test_the_published_stages_differ_in_r_alone():

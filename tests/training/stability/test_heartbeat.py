@@ -4,8 +4,6 @@ import contextlib
 import io
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 import torch.distributed as dist
 
 from titan_loop.runs import heartbeats
-from titan_loop.runs.heartbeats import read_heartbeats
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.stability.guard import Guard
+from titan_loop.runs.heartbeats import forget_heartbeats, read_heartbeats
+from titan_loop.training.stability.heartbeat import Pulse
 
 MOST_SECONDS = 300.0
 HEARTBEAT_SECONDS = 0.02
@@ -31,33 +27,24 @@ def hang_case(run: Path) -> list[str]:
         Lines that this rank prints.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    guard = Guard(
-        StabilityConfig(heartbeat_seconds=HEARTBEAT_SECONDS),
-        model=cast(Any, SimpleNamespace(dim=8, layers=[])),
-        recurrent_steps=2,
-        device=torch.device("cpu"),
-        window_tokens=8,
-        run=RunDirectory(run),
-        writes=rank == 0,
-        max_skipped_steps=1,
-    )
-    dist.barrier()  # rank 0 has deleted older heartbeats
-    guard.begin(3, [])
+    if rank == 0:
+        forget_heartbeats(run)
+    pulse = Pulse(run, rank=rank, seconds=HEARTBEAT_SECONDS)
+    dist.barrier()
+    pulse.enter(3, "reading data")
     printed = io.StringIO()
     if rank == ranks - 1:
-        guard.enter("reading data")
         _wait_until_beats(run, waiting=ranks - 1, ranks=ranks)
     else:
-        guard.enter("update")
+        pulse.enter(3, "update")
     # On a slow machine a beat may be late; a late rank would be named as silent.
     patient = mock.patch.object(heartbeats, "_PATIENCE", MOST_SECONDS / HEARTBEAT_SECONDS)
     with contextlib.redirect_stderr(printed), patient:
         if rank == ranks - 1:
-            guard.name_silent_ranks()  # says nothing: this is not rank 0
-            guard._writes = True
-            guard.name_silent_ranks()
+            pulse.on_hang()  # says nothing: this is not rank 0
+            Pulse(run, rank=0, seconds=1.0).on_hang()
     dist.all_reduce(torch.ones(()))
-    guard.close()
+    pulse.close()
     return printed.getvalue().splitlines()
 
 

@@ -26,11 +26,10 @@ def record() -> dict:
     sums = torch.zeros(4, 4, 2)
     sums[:, 1] = torch.tensor([[4.0, 16.0], [4.0, 4.0], [0.04, 0.16], [4.0, 4.0]])
     sums[:, 2] = torch.tensor([[36.0, 64.0], [4.0, 4.0], [0.36, 0.64], [4.0, 4.0]])
-    weights = WeightNorms(
-        gradient={"0": torch.tensor(0.5), "lm_head": torch.tensor(0.25)},
-        weight={"0": torch.tensor(10.0), "lm_head": torch.tensor(20.0)},
-        update={"0": torch.tensor(0.1), "lm_head": torch.tensor(1.0)},
-    )
+    weights = WeightNorms(torch.nn.Identity())
+    weights.gradient = {"0": torch.tensor(0.5), "lm_head": torch.tensor(0.25)}
+    weights.weight = {"0": torch.tensor(10.0), "lm_head": torch.tensor(20.0)}
+    weights.update = {"0": torch.tensor(0.1), "lm_head": torch.tensor(1.0)}
     return norms_record(step=7, tokens=70, recurrent_steps=2, sums=sums, elements=400, of=weights)
 
 

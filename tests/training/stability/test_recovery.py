@@ -28,7 +28,7 @@ from titan_loop.slurm.requeue import final_code
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.spikes import Spikes
 from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
-from titan_loop.training.callback import TrainingState
+from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
@@ -46,23 +46,17 @@ DECISIONS = [
 """What `tools/spikes.py` shows."""
 
 
-class Snapshots:
+class Snapshots(Callback):
     """Keeps weights and optimiser state after each step."""
 
     def __init__(self) -> None:
         self.after: dict[int, list[torch.Tensor]] = {}
-
-    def on_train_start(self, trainer: TrainingState) -> None:
-        pass
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
         state = [v for o in trainer.optimizers for s in o.state.values() for v in s.values()]
         tensors = [*trainer.model.parameters(), *(v for v in state if torch.is_tensor(v))]
         if trainer.step not in self.after:
             self.after[trainer.step] = [local_part(t.detach()).clone() for t in tensors]
-
-    def on_train_end(self, trainer: TrainingState) -> None:
-        pass
 
     def equal(self, one: int, other: int) -> bool:
         pairs = zip(self.after[one], self.after[other], strict=True)

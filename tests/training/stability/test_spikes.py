@@ -2,13 +2,21 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.stability.spikes import Baseline, Place, SpikeJudge, where_it_began
-from titan_loop.training.step_plan import plan_step, regime
+from titan_loop.training.stability.spikes import (
+    Baseline,
+    Evidence,
+    Place,
+    SpikeJudge,
+    where_it_began,
+)
+from titan_loop.training.step_plan import regime
+from titan_loop.training.verdict import StepVerdict, agree_on_step
 
 CPU = torch.device("cpu")
 LAYERS, STEPS = 2, 2
@@ -28,9 +36,18 @@ def judge() -> SpikeJudge:
     return SpikeJudge(window=8, threshold=4.0, shape=(STEPS + 1, LAYERS), device=CPU)
 
 
-def ask(of: SpikeJudge, loss: float, norm: float, these: torch.Tensor | None = None):
-    these = sums() if these is None else these
-    return of.agree(torch.tensor(loss), torch.tensor(norm), these, share=1.0)
+def ask(
+    of: SpikeJudge, loss: float, norm: float, these: torch.Tensor | None = None
+) -> tuple[StepVerdict, Evidence]:
+    values = torch.tensor(loss), torch.tensor(norm)
+    evidence = of.look(*values, sums() if these is None else these, share=1.0)
+    verdict = agree_on_step(*values, calm=evidence.calm())
+    of.take(evidence, verdict.skip == 0)
+    return verdict, evidence
+
+
+def updates(*asked: Any) -> bool:
+    return ask(*asked)[0].read()[0]
 
 
 @pytest.mark.parametrize(
@@ -47,11 +64,11 @@ def ask(of: SpikeJudge, loss: float, norm: float, these: torch.Tensor | None = N
 def test_a_step_far_above_the_recent_ones_is_skipped(loss: float, norm: float, skipped: bool):
     one = judge()
     for step in range(8):  # not judged: the window is not full
-        assert ask(one, 2.0 + 0.05 * (step % 3), 1.0 + 0.1 * (step % 2)).read() == (True, False)
-    verdict = ask(one, loss, norm)
+        assert updates(one, 2.0 + 0.05 * (step % 3), 1.0 + 0.1 * (step % 2))
+    verdict, _ = ask(one, loss, norm)
     assert verdict.read() == (not skipped, False)
     assert verdict.skip == skipped
-    assert ask(one, 2.0, 1.0).read()[0]  # what was skipped has not moved the window
+    assert updates(one, 2.0, 1.0)  # what was skipped has not moved the window
 
 
 def test_a_gradient_norm_on_the_host_joins_the_loss_on_the_device():
@@ -61,14 +78,15 @@ def test_a_gradient_norm_on_the_host_joins_the_loss_on_the_device():
     loss, these = torch.tensor(1.0, device=device), sums().to(device)
     # The host's answer is not there: reading it is as far as this comes.
     with pytest.raises(NotImplementedError, match="out of meta tensor"):
-        of.agree(loss, torch.tensor(1.0), these, share=1.0)
+        agree_on_step(loss, loss, calm=of.look(loss, torch.tensor(1.0), these, share=1.0).calm())
 
 
 def test_what_the_backward_pass_reaches_is_part_of_the_regime(tmp_path):
     config = tiny_config(tmp_path, tmp_path)
-    plan = plan_step(config, step=1, tokens=0, seed=0)
+    plan = config.plan_step(step=1, tokens=0, seed=0)
     reached = [
-        regime(config, replace(plan, backward_steps=steps), level=0) for steps in (1, 2, None)
+        regime(config.recurrence, replace(plan, backward_steps=steps), level=0)
+        for steps in (1, 2, None)
     ]
     assert reached[0] != reached[1] != reached[2] != reached[0]
 
@@ -79,9 +97,9 @@ def test_a_planned_change_starts_the_window_anew():
     for _ in range(8):
         ask(one, 2.0, 1.0)
     one.begin([4])
-    assert not ask(one, 9.0, 1.0).read()[0]
+    assert not updates(one, 9.0, 1.0)
     one.begin([2])
-    assert ask(one, 9.0, 1.0).read()[0]
+    assert updates(one, 9.0, 1.0)
 
 
 def test_a_judge_that_was_saved_decides_alike():
@@ -93,9 +111,9 @@ def test_a_judge_that_was_saved_decides_alike():
     for loss in (2.4, 2.9, 2.2, 3.4):
         for each in (one, other):
             each.begin([4, "x"])
-        verdicts = [ask(each, loss, 1.0) for each in (one, other)]
-        assert verdicts[0].read() == verdicts[1].read()
-        assert torch.equal(verdicts[0].evidence.bounds, verdicts[1].evidence.bounds)
+        asked = [ask(each, loss, 1.0) for each in (one, other)]
+        assert asked[0][0].read() == asked[1][0].read()
+        assert torch.equal(asked[0][1].bounds, asked[1][1].bounds)
 
 
 def test_a_judge_goes_on_from_an_older_checkpoint_with_halving_in_its_state():
@@ -108,27 +126,27 @@ def test_a_judge_goes_on_from_an_older_checkpoint_with_halving_in_its_state():
         other = judge()
         other.load_state_dict({**saved, "regime": [4, halved, 0, "x"]})
         other.begin([4, 0, "x"])
-        assert ask(other, 9.0, 1.0).read()[0] != still_judges
+        assert updates(other, 9.0, 1.0) != still_judges
 
 
 def test_a_spike_names_the_first_visit_that_stands_out():
     one = judge()
     for _ in range(8):
         ask(one, 2.0, 1.0)
-    verdict = ask(one, 9.0, 9.0, sums(40.0, at=(2, 0)))
-    place = where_it_began(verdict.evidence.places, range(LAYERS))
+    _, evidence = ask(one, 9.0, 9.0, sums(40.0, at=(2, 0)))
+    place = where_it_began(evidence.places, range(LAYERS))
     assert place == Place("state", 2, 0, pytest.approx(40.0))
     assert str(place) == "state after layer 0 in recurrent step 2, 40 times the usual"
     gradient = sums()
     gradient[2] *= 100.0
-    verdict = ask(one, 9.0, 9.0, gradient)
-    place = where_it_began(verdict.evidence.places, range(LAYERS))
+    _, evidence = ask(one, 9.0, 9.0, gradient)
+    place = where_it_began(evidence.places, range(LAYERS))
     assert place == Place("gradient", 2, 1, pytest.approx(10.0))
     broken = sums()
     broken[0, 1, 1:] = math.nan
-    verdict = ask(one, math.nan, math.nan, broken)
-    assert where_it_began(verdict.evidence.places, range(LAYERS))[:3] == ("state", 1, 1)
-    assert where_it_began(ask(one, 9.0, 9.0).evidence.places, range(LAYERS)) is None
+    _, evidence = ask(one, math.nan, math.nan, broken)
+    assert where_it_began(evidence.places, range(LAYERS))[:3] == ("state", 1, 1)
+    assert where_it_began(ask(one, 9.0, 9.0)[1].places, range(LAYERS)) is None
 
 
 def test_the_baseline_equals_its_definition_in_float64():

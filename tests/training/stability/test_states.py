@@ -1,6 +1,8 @@
 """State norms against a float64 model whose every state keeps its gradient."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,30 @@ def objective(model: LoopDecoder, tokens: Tensor) -> Tensor:
     return sum(h.double().pow(4).sum() for h in output.hidden_RBLD)
 
 
+class Step:
+    """A training step of which only the states are measured."""
+
+    def __init__(self, model: LoopDecoder, *, recurrent_steps: int = 3) -> None:
+        self.norms = StateNorms(
+            layers=len(model.layers), recurrent_steps=recurrent_steps, device=torch.device("cpu")
+        )
+        self.trainer: Any = SimpleNamespace(step=1, model=model)
+        self.begin()
+
+    def begin(self) -> None:
+        self.norms.on_phase(self.trainer, "reading data")
+
+    def run(self, tokens: Tensor) -> None:
+        self.norms.before_forward(self.trainer)
+        loss = objective(self.trainer.model, tokens)
+        self.norms.after_forward(self.trainer)
+        loss.backward()
+
+    def sums(self) -> Tensor:
+        self.norms.on_gradients(self.trainer)
+        return self.norms.sums
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("outside", [0, 1])
 def test_norms_of_all_micro_batches_equal_a_float64_reference(micro_batches: int, outside: int):
@@ -45,14 +71,12 @@ def test_norms_of_all_micro_batches_equal_a_float64_reference(micro_batches: int
     model = tiny(**options)
     tokens = torch.randint(128, (4, 32), generator=torch.Generator().manual_seed(1))
     layers = len(model.layers)
-    norms = StateNorms(layers=layers, recurrent_steps=4, device=torch.device("cpu"))
-    for _ in range(2):  # what was collected before is forgotten
-        norms.start()
+    step = Step(model, recurrent_steps=4)
+    for _ in range(2):  # an earlier step is forgotten
+        step.begin()
         for part in tokens.chunk(micro_batches):
-            with norms.watch(model):
-                loss = objective(model, part)
-            loss.backward()
-    sums = norms.reduce()
+            step.run(part)
+    sums = step.sums()
     rms, gradient = root_mean_square(sums), gradient_norm(sums, tokens.numel() * model.config.dim)
 
     reference, recorder = copy.deepcopy(model).double(), Recorder()
@@ -74,11 +98,9 @@ def test_norms_of_all_micro_batches_equal_a_float64_reference(micro_batches: int
 def test_a_recomputed_visit_counts_once():
     model = tiny()
     tokens = torch.randint(128, (1, 32))
-    norms = StateNorms(layers=len(model.layers), recurrent_steps=3, device=torch.device("cpu"))
-    with norms.watch(model):
-        loss = objective(model, tokens)
-    loss.backward()
-    plain = norms.reduce()
+    step = Step(model)
+    step.run(tokens)
+    plain = step.sums()
 
     def recomputed(part):
         def run(*args: object) -> Tensor:
@@ -87,17 +109,22 @@ def test_a_recomputed_visit_counts_once():
         return run
 
     model.recurrence.wrap_steps(recomputed)
-    norms.start()
-    with norms.watch(model):
-        loss = objective(model, tokens)
-    loss.backward()
-    assert torch.equal(norms.reduce(), plain)
+    step.begin()
+    step.run(tokens)
+    assert torch.equal(step.sums(), plain)
 
 
-def test_nobody_watches_outside_the_context():
-    model = tiny()
-    norms = StateNorms(layers=len(model.layers), recurrent_steps=3, device=torch.device("cpu"))
-    with norms.watch(model):
-        pass
-    objective(model, torch.randint(128, (1, 32))).backward()
-    assert not norms.reduce().any()
+def test_nobody_watches_after_the_forward_pass():
+    step = Step(tiny())
+    step.norms.before_forward(step.trainer)
+    step.norms.after_forward(step.trainer)
+    objective(step.trainer.model, torch.randint(128, (1, 32))).backward()
+    assert not step.sums().any()
+
+
+def test_a_step_off_the_interval_is_not_watched():
+    step = Step(tiny())
+    step.norms = StateNorms(layers=2, recurrent_steps=3, device=torch.device("cpu"), interval=2)
+    step.begin()
+    step.run(torch.randint(128, (1, 32)))
+    assert not step.sums().any()

@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.stability.guard import Guard
-from titan_loop.training.stability.stragglers import RankTimes, StepTimes, straggler
+from titan_loop.training.stability.non_finite import NonFiniteSteps
+from titan_loop.training.stability.stragglers import RankTimes, Stragglers, straggler
+from titan_loop.training.verdict import TrainedStep, agree_on_step
 
 EVEN = [RankTimes(1.0, 0.001, 0.01)] * 4
 
@@ -37,8 +36,7 @@ def test_one_of_two_ranks_can_be_the_slow_one():
 def gather_case() -> dict:
     """The last rank waits for its data for an hour, as it says."""
     last = dist.get_rank() == dist.get_world_size() - 1
-    times = StepTimes(1.5, torch.device("cpu"))
-    times.begin()
+    times = Stragglers(1.5, torch.device("cpu"))
     return times.gather(3600.0 if last else 0.0)
 
 
@@ -60,22 +58,16 @@ def warned_case() -> list[str]:
     logger = logging.getLogger("titan_loop")
     logger.addHandler(handler)
     try:
-        guard = Guard(
-            StabilityConfig(straggler=1.5),
-            model=cast(Any, SimpleNamespace(dim=8, layers=[])),
-            recurrent_steps=2,
-            device=torch.device("cpu"),
-            window_tokens=8,
-            run=RunDirectory("nowhere"),
-            writes=dist.get_rank() == 0,
-            max_skipped_steps=3,
-        )
-        guard.begin(1, [])
-        guard.rank_times([3600.0 * dist.get_rank()])
+        waits = SimpleNamespace(data_loading_times=[3600.0 * dist.get_rank()])
+        trainer: Any = SimpleNamespace(metrics_processor=waits)
+        stragglers = Stragglers(1.5, torch.device("cpu"))
+        for _ in range(2):  # warned of once
+            stragglers.on_phase(trainer, "reading data")
+            stragglers.record(trainer)
         infinite = torch.tensor(float("inf"))
-        verdict = guard.agree(infinite, infinite, loss_ranks=1, stop=False)
-        guard.skipped.add(verdict, step=1, windows=range(8), loss=infinite, grad_norm=infinite)
-        guard.skipped.read(newest=True)
+        verdict = agree_on_step(infinite, infinite)
+        trained = TrainedStep(1, range(8), infinite, {}, infinite, verdict)
+        NonFiniteSteps(3).on_verdict(trainer, trained, updated=verdict.read()[0])
     finally:
         logger.removeHandler(handler)
     return logged
@@ -93,12 +85,13 @@ def test_times_are_of_a_step_since_the_last_record(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         "titan_loop.training.stability.stragglers.time.perf_counter", lambda: next(clock)
     )
-    times = StepTimes(1.5, torch.device("cpu"))
+    times, trainer = Stragglers(1.5, torch.device("cpu")), cast(Any, None)
     for _ in range(4):
-        times.begin()
+        times.on_phase(trainer, "reading data")
+        times.on_phase(trainer, "update")
     record = times.gather(0.4)
     assert record["ranks/step_seconds_max"] == pytest.approx(2.0)
     assert record["ranks/data_seconds_max"] == pytest.approx(0.1)
-    times.begin()
+    times.on_phase(trainer, "reading data")
     assert times.gather(0.0)["ranks/step_seconds_median"] == pytest.approx(2.0)
     assert "straggler" not in record

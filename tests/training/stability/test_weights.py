@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titan_loop.training.stability.weights import measured_update, parts_of
+from titan_loop.training.stability.weights import WeightNorms, parts_of
 
 FP32_TOLERANCE = 1e-5
 
@@ -27,9 +27,10 @@ def test_norms_of_every_part_equal_float64():
         name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with measured_update(model) as norms:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # before it was measured
-        optimizer.step()
+    norms = WeightNorms(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # after it was measured
+    optimizer.step()
+    norms.finish()
     after = {name: p.detach().double() for name, p in model.named_parameters()}
 
     def norm(values: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_norms_of_every_part_equal_float64():
 
 def test_an_update_that_is_skipped_moves_nothing():
     model = Model()
-    with measured_update(model) as norms:
-        pass
+    norms = WeightNorms(model)
+    norms.finish()
     assert not any(norms.update.values())
     assert not any(norms.gradient.values())

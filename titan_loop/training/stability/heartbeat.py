@@ -3,19 +3,27 @@
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
 
 import titan_loop.compat as compat
 
-from titan_loop.runs.heartbeats import Heartbeat, heartbeat_file, write_heartbeat
+from titan_loop.runs.heartbeats import (
+    Heartbeat,
+    heartbeat_file,
+    read_heartbeats,
+    silent_ranks,
+    write_heartbeat,
+)
+from titan_loop.training.callback import Callback, Phase, TrainingState
 
 logger = logging.getLogger(__name__)
 
 
-class Pulse:
-    """The thread; it begins at the first beat.
+class Pulse(Callback):
+    """Writes from a thread, which begins with the first step.
 
     Args:
         run: The run directory.
@@ -30,20 +38,25 @@ class Pulse:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def beat(self, step: int) -> None:
-        """Say that a training step begins."""
-        self._step = step
-        self.enter("reading data")
+    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
+        """Note a sign of progress."""
+        self.enter(trainer.step, phase)
+
+    def enter(self, step: int, phase: Phase) -> None:
+        """Write from now on that this part of this step has begun now."""
+        self._step, self._phase, self._progress = step, phase, time.time()
         if self._thread is None:
             self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
             self._thread.start()
 
-    def enter(self, phase: str) -> None:
-        """Say that a part of the step begins."""
-        self._phase, self._progress = phase, time.time()
+    def on_hang(self) -> None:
+        """Print on rank 0 which ranks the others wait for; may wait for the disk."""
+        if self._rank == 0:
+            for line in silent_ranks(read_heartbeats(self._run), hung=True):
+                print(f"titan-loop: {line}", file=sys.stderr, flush=True)
 
-    def end(self) -> None:
-        """Stop, and take the file away: a run that ended is not a rank that fell silent."""
+    def close(self) -> None:
+        """Stop, and delete the file: a run that ended is not a rank that fell silent."""
         if self._thread is not None:
             self._ended.set()
             self._thread.join(self._seconds)

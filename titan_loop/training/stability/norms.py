@@ -12,19 +12,83 @@ A record has, besides `step` and `tokens`,
 Numbers that are not finite, or of visits that never happened, are null.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
+from titan_loop.ranks import warn_together
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.storage.kept_records import append_or_keep
+from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.stability.states import (
+    OUTSIDE,
+    StateNorms,
+    gradient_norm,
+    root_mean_square,
+)
 from titan_loop.training.stability.weights import WeightNorms
+from titan_loop.training.verdict import StepVerdict
+
+logger = logging.getLogger(__name__)
 
 GROWTH = 10.0
-"""How much larger a layer's state may be in the last recurrent step than in the first before that
-is warned of. With a norm after every step the ratio is near 1; without one it grows with R."""
+"""A layer's state that is so many times larger in the last recurrent step than in the first is
+warned of. With a norm after every step the ratio is near 1; without one it grows with R."""
+
+
+class NormsLog(Callback):
+    """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
+
+    Args:
+        interval: Training steps from one measurement to the next.
+        states: Collects the norms of states, at these steps at least.
+        window_elements: Elements of one window's state, L x D.
+        run: The run directory.
+    """
+
+    def __init__(
+        self, interval: int, states: StateNorms, window_elements: int, run: RunDirectory
+    ) -> None:
+        self._interval, self._states, self._run = interval, states, run
+        self._window_elements = window_elements
+        self._weights: WeightNorms | None = None
+        self._warned = False
+
+    def on_gradients(self, trainer: TrainingState) -> None:
+        """Measure weights and gradients."""
+        if trainer.step % self._interval == 0:
+            self._weights = WeightNorms(trainer.model)
+
+    def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
+        """Measure what the update changed."""
+        if self._weights is not None:
+            self._weights.finish()
+
+    def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
+        """Write the record of a measured step, which waits for the device."""
+        if self._weights is None:
+            return
+        record = norms_record(
+            step=trainer.step,
+            tokens=trainer.tokens,
+            recurrent_steps=trainer.plan.recurrent_steps,
+            sums=self._states.sums,
+            elements=trainer.plan.windows * self._window_elements,
+            of=self._weights,
+        )
+        self._weights = None
+        warning = growth_warning(record["state_rms"])
+        if dist.get_rank() == 0:
+            append_or_keep(self._run.norms_jsonl, record)
+            logger.info("%s", norms_line(record))
+        if warning is not None and not self._warned:
+            warn_together(logger, "step %d: %s", trainer.step, warning)
+        self._warned = warning is not None
 
 
 def norms_record(
@@ -36,15 +100,15 @@ def norms_record(
         step: The training step.
         tokens: Global tokens consumed after it.
         recurrent_steps: R of the step; later rows are left out.
-        sums: From `StateNorms.reduce`.
+        sums: `StateNorms.sums`.
         elements: Elements of one state of the global batch.
-        of: The norms of the weights.
+        of: Finished norms of the weights.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()
     named = {
         name: dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
-        for name, norms in of._asdict().items()
+        for name, norms in (("gradient", of.gradient), ("weight", of.weight), ("update", of.update))
     }
     return {
         "step": step,

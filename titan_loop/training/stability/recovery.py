@@ -17,9 +17,13 @@ One record a decision:
 
 import logging
 import math
+from collections import deque
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.remote import RemoteCheckpoints
@@ -29,9 +33,12 @@ from titan_loop.errors import UserError
 from titan_loop.ranks import warn_together
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.kept_records import append_or_keep
+from titan_loop.training.callback import Callback, Phase, TrainingState
 from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.stability.spikes import where_it_began
-from titan_loop.training.stability.verdict import JudgedStep, SkippedSteps
+from titan_loop.training.stability.spikes import Evidence, SpikeJudge, where_it_began
+from titan_loop.training.stability.states import StateNorms
+from titan_loop.training.step_plan import regime
+from titan_loop.training.verdict import StepVerdict, TrainedStep
 
 logger = logging.getLogger(__name__)
 
@@ -62,45 +69,66 @@ class SpikesError(Exception):
         self.spikes = spikes
 
 
-class Recovery(SkippedSteps):
-    """Skipped steps, spikes and non-finite ones alike.
+class SpikeSkipping(Callback):
+    """Has the updates of spikes and of non-finite steps left out, and counts them.
 
     Args:
         config: How many of them, within how many steps, end this start.
+        judge: Compares steps.
+        states: Collects the norms of states of every step.
         looped: Numbers of the layers inside the loop.
         run: The run directory.
-        writes: Whether this rank writes the record.
 
     Attributes:
         skipped: Skipped steps that still count.
-        held_back: Whether the newest step that was read was skipped. Its weights may be the reason,
-            so they are not saved.
     """
 
     def __init__(
-        self, config: StabilityConfig, *, looped: range, run: RunDirectory, writes: bool
+        self,
+        config: StabilityConfig,
+        judge: SpikeJudge,
+        states: StateNorms,
+        looped: range,
+        run: RunDirectory,
     ) -> None:
-        super().__init__(config.skips)
         self.skipped: list[SkippedStep] = []
-        self.held_back = False
-        self._config, self._looped, self._run, self._writes = config, looped, run, writes
+        self._config, self._judge, self._states = config, judge, states
+        self._looped, self._run = looped, run
+        self._newest_was_skipped = False
+        self._evidence: deque[Evidence] = deque()  # of steps whose verdict is not read yet
 
-    def _accept(self) -> None:
-        super()._accept()
-        self.held_back = False
+    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
+        """Let the judge know what kind of step begins."""
+        if phase == "reading data":
+            level, recurrence = trainer.dataloader.level, trainer.config.recurrence
+            self._judge.begin(regime(recurrence, trainer.plan, level=level))
 
-    def _count(self, judged: JudgedStep) -> None:
-        self.held_back = True
-        self.total += 1
-        window, windows = self._config.window, judged.windows
-        recent = [skipped for skipped in self.skipped if skipped.step > judged.step - window]
-        self.skipped = [*recent, SkippedStep(judged.step, windows.start, windows.stop)]
-        found = self._evidence(judged)
+    def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return whether the step is no spike."""
+        mesh = trainer.parallel_dims.get_optional_mesh("loss")
+        share = (1 if mesh is None else mesh.size()) / dist.get_world_size()
+        self._evidence.append(self._judge.look(loss, grad_norm, self._states.sums, share=share))
+        return self._evidence[-1].calm()
+
+    def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
+        """Let the judge remember the step if all ranks accepted it."""
+        self._judge.take(self._evidence[-1], verdict.skip == 0)
+
+    def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
+        """Record a skipped step; raise `SpikesError` if there were too many."""
+        evidence = self._evidence.popleft()
+        self._newest_was_skipped = not updated
+        if updated:
+            return
+        window, windows = self._config.window, trained.windows
+        recent = [skipped for skipped in self.skipped if skipped.step > trained.step - window]
+        self.skipped = [*recent, SkippedStep(trained.step, windows.start, windows.stop)]
+        found = self._findings(evidence)
         warn_together(
             logger,
             "step %d (windows %d to %d) is a spike: loss %.4g, at most %.4g; gradient norm %.4g, "
             "at most %.4g; update skipped (%d of %d within %d steps)%s",
-            judged.step,
+            trained.step,
             windows.start,
             windows.stop - 1,
             *(found[name] for name in ("loss", "loss_bound", "grad_norm", "grad_norm_bound")),
@@ -109,22 +137,28 @@ class Recovery(SkippedSteps):
             window,
             f"; it began in the {found['began']}" if found["began"] else "",
         )
-        if self._writes:
+        if dist.get_rank() == 0:
             _record(self._run, "skip", self.skipped[-1:], **found)
         if len(self.skipped) >= self._config.skips:
             raise SpikesError(self.skipped)
 
+    def may_save(self) -> bool:
+        """Return False after a skipped step, whose weights may be the reason."""
+        return not self._newest_was_skipped
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the skipped steps that count, as JSON."""
-        return {"skipped": [skipped._asdict() for skipped in self.skipped]}
+        """Return the judge's window and the skipped steps that count."""
+        skipped = [skipped._asdict() for skipped in self.skipped]
+        return {"stability": {"history": self._judge.state_dict(), "ladder": {"skipped": skipped}}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from such a state."""
-        self.skipped = [SkippedStep(**skipped) for skipped in state["skipped"]]
+        """Continue to decide alike."""
+        if "stability" in state:
+            self._judge.load_state_dict(state["stability"]["history"])
+            skipped = state["stability"]["ladder"]["skipped"]
+            self.skipped = [SkippedStep(**step) for step in skipped]
 
-    def _evidence(self, judged: JudgedStep) -> dict[str, Any]:
-        evidence = judged.verdict.evidence
-        assert evidence is not None
+    def _findings(self, evidence: Evidence) -> dict[str, Any]:
         (loss, log_norm), (bound, log_bound) = evidence.values.tolist(), evidence.bounds.tolist()
         began = where_it_began(evidence.places, self._looped)
         return {

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from titan_loop.training.stability.outliers import RollingMedian
 from titan_loop.training.stability.states import OUTSIDE, gradient_norm, root_mean_square
-from titan_loop.training.stability.verdict import Evidence, StepVerdict, agree_on_step
 
 LOSS_FLOOR_NATS = 0.02
 """Smallest spread of the loss: at a threshold of 8, a rise by 0.16 nats is no spike."""
@@ -33,6 +32,26 @@ STANDS_OUT = 6.0
 
 _BASELINE_STEPS = 16
 _LEAST_STEPS = 4
+
+
+class Evidence(NamedTuple):
+    """What a step is judged by; stays on the device until somebody reads it.
+
+    Attributes:
+        values: Loss of the global batch, log gradient norm.
+        bounds: The largest values that are no spike.
+        states: (2, R + 1, N) norms of states and gradients.
+        places: (2, 2, R + 1, N) their scores and ratios, see `Baseline.compare`.
+    """
+
+    values: Tensor
+    bounds: Tensor
+    states: Tensor
+    places: Tensor
+
+    def calm(self) -> Tensor:
+        """Return whether the step is no spike, a scalar bool."""
+        return (self.values <= self.bounds).all()  # NaN is not
 
 
 class SpikeJudge:
@@ -64,42 +83,30 @@ class SpikeJudge:
             self._baseline.restart()
         self._regime = regime
 
-    def agree(
-        self,
-        loss: Tensor,
-        grad_norm: Tensor,
-        sums: Tensor,
-        *,
-        share: float,
-        stop: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> StepVerdict:
-        """Return what all ranks do with a step; collective, and no wait for the device.
+    def look(self, loss: Tensor, grad_norm: Tensor, sums: Tensor, *, share: float) -> Evidence:
+        """Compare a step with those before it; collective, and no wait for the device.
 
         Args:
             loss: This rank's share of the loss.
             grad_norm: Gradient norm before clipping, of all ranks.
-            sums: From `StateNorms.reduce`.
-            share: What part of this rank's loss counts: one over the ranks that hold the same.
-            stop: Whether this rank was asked to stop.
-            group: The ranks that must agree; None for all of them.
+            sums: `StateNorms.sums` of the step.
+            share: Factor of this rank's loss: one over the ranks that hold the same.
         """
         total = loss.detach().double().reshape(()) * share
         if dist.is_initialized():
-            dist.all_reduce(total, group=group)
+            dist.all_reduce(total)
         # The norm of gradients that are offloaded to the host is there.
         norm = grad_norm.detach().to(total.device, non_blocking=True)
         values = torch.stack([total, norm.double().reshape(()).log()])
-        bounds = self._recent.bounds()
-        calm = (values <= bounds).all()  # NaN is not
-        verdict = agree_on_step(loss, grad_norm, stop=stop, calm=calm, group=group)
         states = torch.stack([root_mean_square(sums), gradient_norm(sums, 1)])
-        accept = verdict.skip == 0
         visited = torch.stack([sums[1] > 0, sums[3] > 0])
-        verdict.evidence = Evidence(values, bounds, self._baseline.compare(states, visited))
-        self._baseline.take(states, accept)
-        self._recent.take(values, accept)
-        return verdict
+        places = self._baseline.compare(states, visited)
+        return Evidence(values, self._recent.bounds(), states, places)
+
+    def take(self, evidence: Evidence, accept: Tensor) -> None:
+        """Remember a step if it is accepted, a scalar bool on the device."""
+        self._baseline.take(evidence.states, accept)
+        self._recent.take(evidence.values, accept)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what continues to judge alike, as JSON; waits for the device."""

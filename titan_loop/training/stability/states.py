@@ -3,74 +3,81 @@
     forward   h after layer l in step r ─► Σ h², number of elements ┐
     backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
 
-Nothing is read by the host: sums wait on the device until `reduce` adds those of all ranks. Ranks
+Nothing is read by the host: sums wait on the device until all ranks' are added up. Ranks
 that hold the same part of a state count it as often in the sum as in the number of elements, so
 the mean square is right under every layout.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import local_part
+from titan_loop.training.callback import Callback, Phase, TrainingState
 
 OUTSIDE = 0
 """Row of the layers that stand outside the loop; recurrent step r has row r."""
 
 
-class StateNorms:
-    """Collects the norms of one training step, over all its micro-batches.
+class StateNorms(Callback):
+    """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
     Args:
-        layers: Number of unique layers N, those outside the loop included.
+        layers: Number of unique layers N, with those outside the loop.
         recurrent_steps: Largest R; later steps of a batch that runs more are left out.
-        device: Where the model computes.
+        device: Device of the model.
+        interval: Training steps from one measurement to the next.
+
+    Attributes:
+        sums: Σ h², elements of h, Σ g², elements of g over all ranks, (4, R + 1, N), from the
+            end of the backward pass of a measured step on; visits that never happened are 0.
     """
 
-    def __init__(self, *, layers: int, recurrent_steps: int, device: torch.device) -> None:
-        # Σ h², elements of h, Σ g², elements of g.
-        self._sums = torch.zeros(4, recurrent_steps + 1, layers, device=device)
+    def __init__(
+        self, *, layers: int, recurrent_steps: int, device: torch.device, interval: int = 1
+    ) -> None:
+        self._own = torch.zeros(4, recurrent_steps + 1, layers, device=device)
+        self._interval, self._watching = interval, False
+        self.sums = self._own
 
-    def start(self) -> None:
+    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
         """Forget the last training step."""
-        self._sums.zero_()
+        if phase == "reading data":
+            self._watching = trainer.step % self._interval == 0
+            if self._watching:
+                self._own.zero_()
 
-    @contextmanager
-    def watch(self, model: LoopDecoder) -> Iterator[None]:
-        """Collect from the forward pass inside, and from its backward pass whenever that comes."""
-        model.observe = self._note
-        try:
-            yield
-        finally:
-            model.observe = None  # a recomputation in the backward pass is not a second visit
+    def before_forward(self, trainer: TrainingState) -> None:
+        """Collect from here on; gradients are collected whenever the backward pass comes."""
+        if self._watching:
+            trainer.model.observe = self._note
 
-    def reduce(self) -> Tensor:
-        """Return the sums of all ranks, (4, R + 1, N); collective, without a wait for the device.
+    def after_forward(self, trainer: TrainingState) -> None:
+        """Collect no more: a recomputation in the backward pass is not a second visit."""
+        trainer.model.observe = None
 
-        The order is Σ h², elements, Σ g², elements; visits that never happened are 0.
-        """
-        sums = self._sums.clone()
-        if dist.is_initialized():
-            dist.all_reduce(sums)
-        return sums
+    def on_gradients(self, trainer: TrainingState) -> None:
+        """Add up all ranks' sums, without a wait for the device."""
+        if self._watching:
+            self.sums = self._own.clone()
+            if dist.is_initialized():
+                dist.all_reduce(self.sums)
 
     def _note(self, hidden_BLD: Tensor, step: int | Tensor | None, layer: int) -> None:
         row = OUTSIDE if step is None else step
         assert isinstance(row, int), "training runs all rows of a batch in one step"
-        if row >= self._sums.shape[1]:
+        if row >= self._own.shape[1]:
             return
-        _add(self._sums[:2, row, layer], hidden_BLD.detach())
+        _add(self._own[:2, row, layer], hidden_BLD.detach())
         if hidden_BLD.requires_grad:
             hidden_BLD.register_hook(self._gradient_hook(row, layer))
 
     def _gradient_hook(self, row: int, layer: int) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            _add(self._sums[2:, row, layer], _whole(gradient.detach()))
+            _add(self._own[2:, row, layer], _whole(gradient.detach()))
 
         return hook
 
@@ -79,7 +86,7 @@ def root_mean_square(sums: Tensor) -> Tensor:
     """Return the root mean square of states, (R + 1, N), NaN where there was no visit.
 
     Args:
-        sums: From `StateNorms.reduce`.
+        sums: `StateNorms.sums`.
     """
     return (sums[0] / sums[1]).sqrt()
 
@@ -88,7 +95,7 @@ def gradient_norm(sums: Tensor, elements: int) -> Tensor:
     """Return the norm of the loss's gradient with respect to each state of the global batch.
 
     Args:
-        sums: From `StateNorms.reduce`.
+        sums: `StateNorms.sums`.
         elements: Elements of one state: windows of the global batch x L x D.
 
     Returns:

@@ -5,14 +5,21 @@ slow. Two things are a rank's own: how long it waits for its data, and how long 
 fixed matrix products, which are timed here.
 """
 
+import logging
 import socket
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from titan_loop.ranks import warn_together
+from titan_loop.training.callback import Callback, Phase, TrainingState
+
+logger = logging.getLogger(__name__)
 
 _SIZE = {"cpu": 192, "cuda": 4096}
 _ROUNDS = 4
@@ -34,12 +41,12 @@ class RankTimes(NamedTuple):
     products: float
 
 
-class StepTimes:
-    """Measures this rank and gathers all; collective.
+class Stragglers(Callback):
+    """Measures this rank, gathers all, and names a straggler.
 
     Args:
-        factor: How many times the median a rank's own time is for it to be a straggler, above 1.
-        device: Where the model computes.
+        factor: Ratio of a rank's own time to the median from which it is a straggler, above 1.
+        device: Device of the model.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
@@ -49,16 +56,27 @@ class StepTimes:
         self._matrix = torch.full((size, size), 1 / size, dtype=dtype, device=device)
         self._began, self._steps = time.perf_counter(), 0
         self._hosts: list[str] = []
+        self._named: list[str] = []
 
-    def begin(self) -> None:
-        """Count a training step."""
-        self._steps += 1
+    def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
+        """Count training steps."""
+        self._steps += phase == "reading data"
+
+    def record(self, trainer: TrainingState) -> Mapping[str, Any]:
+        """Return `ranks/…`, and warn of a straggler once."""
+        record = self.gather(sum(trainer.metrics_processor.data_loading_times))
+        found = record.get("straggler", "")
+        named = found.split(" ")[:2]  # rank N
+        if found and named != self._named:
+            warn_together(logger, "straggler: %s", found)
+        self._named = named
+        return record
 
     def gather(self, data_seconds: float) -> dict[str, Any]:
-        """Return what a record says of all ranks, and measure anew from here on; collective.
+        """Return all ranks' times since the last record; collective.
 
         Args:
-            data_seconds: Time that this rank waited for data since the last record.
+            data_seconds: Seconds that this rank waited for data since then.
         """
         steps, self._steps = max(1, self._steps), 0
         elapsed = time.perf_counter() - self._began

@@ -2,16 +2,19 @@
 
 import logging
 from collections import OrderedDict
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torchtitan.components.optimizer import default_adamw
 
-from titan_loop.errors import NonFiniteError, UserError
-from titan_loop.training.stability.verdict import (
-    SkippedSteps,
+from titan_loop.errors import NonFiniteError
+from titan_loop.training.stability.non_finite import NonFiniteSteps
+from titan_loop.training.verdict import (
     StepVerdict,
+    TrainedStep,
+    UnreadSteps,
     agree_on_step,
     agree_to_stop,
     first_non_finite_parameter,
@@ -32,15 +35,26 @@ def test_verdict(loss: float, grad_norm: float, stop: bool):
     assert agree_to_stop(stop) is stop
 
 
-def add(steps: SkippedSteps, step: int, *, finite: bool, stop: bool = False) -> None:
+def counting(most: int, skipped: list[int]) -> UnreadSteps:
+    """Return a queue whose steps are counted, and noted in `skipped`."""
+    counter = NonFiniteSteps(most)
+
+    def tell(trained: TrainedStep, updated: bool) -> None:
+        skipped.extend([] if updated else [trained.step])
+        counter.on_verdict(cast(Any, None), trained, updated=updated)
+
+    return UnreadSteps(tell)
+
+
+def add(steps: UnreadSteps, step: int, *, finite: bool, stop: bool = False) -> None:
     flags = torch.tensor([finite, not stop, 0], dtype=torch.int32)
-    windows = range(8 * step, 8 * step + 8)
-    loss = torch.tensor(NAN)
-    steps.add(StepVerdict(flags), step=step, windows=windows, loss=loss, grad_norm=loss)
+    windows, loss = range(8 * step, 8 * step + 8), torch.tensor(NAN)
+    steps.add(TrainedStep(step, windows, loss, {}, loss, StepVerdict(flags)))
 
 
 def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixture):
-    steps = SkippedSteps(3)
+    skipped: list[int] = []
+    steps = counting(3, skipped)
     with caplog.at_level(logging.WARNING):
         for step in range(5):
             add(steps, step, finite=step == 2)
@@ -48,7 +62,7 @@ def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixt
     assert "step 1 (windows 8 to 15)" in caplog.text
     assert "2 of 3" in caplog.text
     assert "step 4" not in caplog.text
-    assert (steps.in_a_row, steps.total) == (1, 3)
+    assert skipped == [0, 1, 3]
     add(steps, 5, finite=False)
     assert not steps.read(newest=False)
     with pytest.raises(NonFiniteError, match=r"step 5 \(windows 40 to 47\): 3 steps in a row"):
@@ -56,19 +70,15 @@ def test_skips_in_a_row_end_the_run_one_step_later(caplog: pytest.LogCaptureFixt
 
 
 def test_a_stop_is_heard_one_step_later_and_leaves_nothing_unread():
-    steps = SkippedSteps(2)
+    skipped: list[int] = []
+    steps = counting(2, skipped)
     add(steps, 1, finite=True, stop=True)
     assert not steps.read(newest=False)
     add(steps, 2, finite=False)
     assert steps.read(newest=False)
-    assert steps.total == 1
+    assert skipped == [2]
     add(steps, 3, finite=True, stop=True)
     assert steps.read(newest=True)
-
-
-def test_max_skipped_steps_below_one_is_refused():
-    with pytest.raises(UserError, match="max_skipped_steps=0"):
-        SkippedSteps(0)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])

@@ -1,16 +1,14 @@
 """Never step on a non-finite gradient, never save a non-finite weight.
 
     loss, gradient norm ─► agree_on_step ─► verdict ─┬─► update, or none, decided on the device
-                                                     └─► read a step later: counted; too many
-                                                         skipped in a row: stop (exit 3)
+                                                     └─► read a step later: `Callback.on_verdict`
 
 All ranks take the same decision, so no rank waits for a collective the others left. The host reads
 the verdict on a step when the next step's kernels are queued, so the device never waits for it.
 """
 
-import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,26 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from titan_loop.errors import NonFiniteError, UserError
 from titan_loop.models.initialisation import local_part
-from titan_loop.ranks import warn_together
 from titan_loop.storage.transient import retries
-
-logger = logging.getLogger(__name__)
-
-
-class Evidence(NamedTuple):
-    """What a step was judged by; stays on the device until somebody asks.
-
-    Attributes:
-        values: Loss of the global batch, log gradient norm.
-        bounds: What each may be at most.
-        places: (2, 2, R + 1, N) scores and ratios of norms, see `spikes.Baseline.compare`.
-    """
-
-    values: Tensor
-    bounds: Tensor
-    places: Tensor
 
 
 class StepVerdict:
@@ -45,16 +25,13 @@ class StepVerdict:
 
     Args:
         flags: (3,) or (4,) int32, the same on all ranks: 1 if the step was finite, 1 if training
-            goes on, less the largest number of reads that a rank had to repeat, 1 if the step was
-            no spike.
+            goes on, less the largest number of reads that a rank had to repeat, 1 if all callbacks
+            agreed to the update.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
         io_retries: Reads that the rank with the most had to repeat; known once this was read.
-        evidence: What it is based on, where spikes are looked for.
     """
-
-    evidence: Evidence | None = None
 
     def __init__(self, flags: Tensor) -> None:
         self.skip = (1 - (flags[0] if len(flags) == 3 else flags[0] * flags[3])).float()
@@ -77,6 +54,57 @@ class StepVerdict:
         return bool(finite) and all(calm), not goes_on
 
 
+class TrainedStep(NamedTuple):
+    """Results of a training step, on the device.
+
+    Attributes:
+        step: Number of the step.
+        windows: Global windows that it read.
+        loss: This rank's share.
+        metrics: This rank's share of the objective's metrics.
+        grad_norm: Gradient norm before clipping, of all ranks.
+        verdict: Common decision of all ranks.
+    """
+
+    step: int
+    windows: range
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    grad_norm: Tensor
+    verdict: StepVerdict
+
+
+class UnreadSteps:
+    """Training steps whose verdict the host has not read yet.
+
+    Args:
+        tell: Called with every step whose verdict is read, in order, and whether it updated the
+            weights.
+    """
+
+    def __init__(self, tell: Callable[[TrainedStep, bool], None]) -> None:
+        self._tell = tell
+        self._steps: deque[TrainedStep] = deque()
+
+    def add(self, trained: TrainedStep) -> None:
+        """Note a step just done."""
+        self._steps.append(trained)
+
+    def read(self, *, newest: bool) -> bool:
+        """Read the verdicts on all steps but the newest, and on that one, too, if asked to.
+
+        Returns:
+            Whether any rank was asked to stop; then every verdict was read.
+        """
+        stop = False
+        while len(self._steps) > (0 if newest or stop else 1):
+            trained = self._steps.popleft()
+            updated, asked = trained.verdict.read()
+            stop = stop or asked
+            self._tell(trained, updated)
+        return stop
+
+
 def agree_on_step(
     loss: Tensor,
     grad_norm: Tensor,
@@ -91,12 +119,12 @@ def agree_on_step(
         loss: This rank's loss of the step, any shape.
         grad_norm: The gradient norm before clipping, any shape.
         stop: Whether this rank was asked to stop.
-        calm: Whether this rank sees no spike, a scalar bool; None if nobody looks for one.
+        calm: Whether this rank agrees to the update, a scalar bool; None has no opinion.
         group: The ranks that must agree; None for all of them.
 
     Returns:
-        Finite if loss and gradient norm are finite on every rank, calm if every rank is, stop if
-        any rank was asked to.
+        An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
+        rank was asked to.
     """
     finite = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     goes_on = torch.full_like(finite, not stop)
@@ -135,95 +163,6 @@ def agree_to_stop(
     """
     goes_on = torch.tensor([not stop], dtype=torch.int32, device=device)
     return not bool(_all_reduce_minimum(goes_on, group))
-
-
-class JudgedStep(NamedTuple):
-    """A step whose verdict is to be read; see `SkippedSteps.add`."""
-
-    verdict: StepVerdict
-    step: int
-    windows: range
-    loss: Tensor
-    grad_norm: Tensor
-
-
-class SkippedSteps:
-    """Reads verdicts, counts skipped updates and ends the run when too many follow one another.
-
-    Args:
-        max_skipped_steps: Skipped steps in a row that end the run, ≥ 1.
-
-    Attributes:
-        in_a_row: Skipped steps since the last update, of those read.
-        total: Skipped steps of this process, of those read.
-    """
-
-    def __init__(self, max_skipped_steps: int) -> None:
-        if max_skipped_steps < 1:
-            raise UserError(f"max_skipped_steps={max_skipped_steps} is below 1; use at least 1")
-        self.max_skipped_steps = max_skipped_steps
-        self.in_a_row = 0
-        self.total = 0
-        self._unread: deque[JudgedStep] = deque()
-
-    def add(
-        self, verdict: StepVerdict, *, step: int, windows: range, loss: Tensor, grad_norm: Tensor
-    ) -> None:
-        """Note a step whose verdict is to be read.
-
-        Args:
-            verdict: The step's verdict, from `agree_on_step`.
-            step: Number of the training step.
-            windows: The global window numbers the step read, to find the data again.
-            loss: This rank's loss, for the log; read only if the step is skipped.
-            grad_norm: The gradient norm, read like the loss.
-        """
-        self._unread.append(JudgedStep(verdict, step, windows, loss, grad_norm))
-
-    def read(self, *, newest: bool) -> bool:
-        """Read the verdicts on all steps but the newest, and on that one, too, if asked to.
-
-        Returns:
-            Whether any rank was asked to stop; then every verdict was read.
-
-        Raises:
-            NonFiniteError: At the `max_skipped_steps`-th skipped step in a row.
-        """
-        stop = False
-        while len(self._unread) > (0 if newest or stop else 1):
-            judged = self._unread.popleft()
-            updated, asked = judged.verdict.read()
-            stop = stop or asked
-            if updated:
-                self._accept()
-            else:
-                self._count(judged)
-        return stop
-
-    def _accept(self) -> None:
-        self.in_a_row = 0
-
-    def _count(self, judged: JudgedStep) -> None:
-        self.in_a_row += 1
-        self.total += 1
-        windows = judged.windows
-        where = f"step {judged.step} (windows {windows.start} to {windows.stop - 1})"
-        warn_together(
-            logger,
-            "%s: loss %g or gradient norm %g is not finite on some rank; update skipped (%d of %d "
-            "in a row)",
-            where,
-            float(judged.loss),
-            float(judged.grad_norm),
-            self.in_a_row,
-            self.max_skipped_steps,
-        )
-        if self.in_a_row >= self.max_skipped_steps:
-            raise NonFiniteError(
-                f"stopped at {where}: {self.in_a_row} steps in a row had a non-finite loss or "
-                "gradient; restart from the last checkpoint with a lower learning rate or fewer "
-                "recurrent steps"
-            )
 
 
 def first_non_finite_parameter(
