@@ -30,6 +30,7 @@ class FolderWatch:
 
     def __init__(self, lock: FolderLock | None) -> None:
         self.lost = False
+        self._error: UserError | None = None
         self._lock, self._ended = lock, threading.Event()
 
     def start(self) -> None:
@@ -50,13 +51,18 @@ class FolderWatch:
         Raises:
             UserError: There is nowhere to save: the folder is gone, or another training's.
         """
+        if self._error is not None:
+            return self._error  # followed already
         lost = from_rank_zero(all_ranks(), lambda: self._lock and self._lock.lost())
         if lost is None:
             return None
         if lost.folder is None:
             raise UserError(f"{lost.problem}; stopped, nothing was saved since the last checkpoint")
         checkpointer.path = lost.folder / CHECKPOINTS
-        return UserError(f"{lost.problem}; saved in {lost.folder} and stopped: start again there")
+        self._error = UserError(
+            f"{lost.problem}; saved in {lost.folder} and stopped: start again there"
+        )
+        return self._error
 
     def _look_on(self) -> None:
         assert self._lock is not None

@@ -39,7 +39,7 @@ from titan_loop.ranks import all_ranks, meeting, on_rank_zero, require_equal, wa
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.built_in import built_in_callbacks
-from titan_loop.training.callback import Callback, Phase
+from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.gradients import forward_backward
 from titan_loop.training.learning_rate import TokenLearningRate
@@ -72,8 +72,7 @@ class LoopTrainer(Trainer):
             loop, is the only field that changes: it follows the plan to the end.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
         plan: The newest training step's; before the first, the plan of the next.
-        callbacks: In the order in which they are called: the config's switches (`built_in`), the
-            recipe's, then whatever is appended.
+        callbacks: The config's switches (`built_in`), the recipe's, then all that is appended.
         window_share: The part of every window this rank computes; None for all of it.
         startup: Measures this start up to its first step; `run_training` brings its own.
     """
@@ -96,10 +95,7 @@ class LoopTrainer(Trainer):
         self.tokens = 0
         self.plan = self._plan(step=1)
         self._plan_to_the_end()
-        self.callbacks: list[Callback] = [
-            *built_in_callbacks(run, self.device),
-            *self.config.callbacks,
-        ]
+        self.callbacks = [*built_in_callbacks(run, self.device), *self.config.callbacks]
         self.window_share = share_of_rank(
             self.parallel_dims, self.config.training.seq_len, self.device
         )
@@ -107,7 +103,7 @@ class LoopTrainer(Trainer):
         self.startup = StartupClock()
         self._folder_watch = FolderWatch(self.run_lock)
         self._unread = UnreadSteps(self._tell)
-        self._warning: str | None = None
+        self._warned = False
         self._ends_with: Exception | None = None
 
     @property
@@ -130,8 +126,7 @@ class LoopTrainer(Trainer):
     @property
     def held_back(self) -> bool:
         """Whether the step just done must not be saved; the last step of a start always is."""
-        may_save = all(callback.may_save() for callback in self.callbacks)
-        return not may_save and not self.at_last_step
+        return not self.at_last_step and not all(each.may_save() for each in self.callbacks)
 
     @property
     def asked_to_stop(self) -> bool:
@@ -149,8 +144,7 @@ class LoopTrainer(Trainer):
 
     def _plan_to_the_end(self) -> None:
         """Set `training.steps`, which upstream's loop obeys, from where the run stands now."""
-        steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
-        self.config.training.steps = steps
+        self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
         """Train to the end, from the newest checkpoint if there is one.
@@ -265,8 +259,7 @@ class LoopTrainer(Trainer):
     def _finish_step(self, trained: TrainedStep) -> None:
         """Log the step if that is due, and call the callbacks."""
         self._enter("log")
-        due = self.metrics_processor.should_log(self.step)
-        record = self._log(trained) if due else {}
+        record = self._log(trained) if self.metrics_processor.should_log(self.step) else {}
         self.startup.finish(self.metrics_processor.run_directory)
         if self._is_saved(self.step) and torch.distributed.get_rank() == 0:
             self.dataloader.log_progress(self.step)
@@ -280,12 +273,9 @@ class LoopTrainer(Trainer):
 
     def _log(self, trained: TrainedStep) -> Mapping[str, Any]:
         """Write the step's record and return it; waits for the device, and is collective."""
-        plan = self.plan
-        loss_mesh = self.parallel_dims.get_optional_mesh("loss")
+        plan, loss_mesh = self.plan, self.parallel_dims.get_optional_mesh("loss")
         mean_loss, objective = global_means(trained.loss, trained.metrics, loss_mesh)
-        added: dict[str, Any] = {}
-        for callback in self.callbacks:
-            added |= callback.record(self)
+        added = [callback.record(self) for callback in self.callbacks]
         record = self.metrics_processor.log_step(
             StepRecord(
                 plan=plan,
@@ -301,13 +291,13 @@ class LoopTrainer(Trainer):
                 objective=objective,
                 summary=self.loss_fn.summary(objective),
                 io_retries=trained.verdict.io_retries,
-                added=added,
+                added=dict(item for entries in added for item in entries.items()),
             )
         )
         warning = self.loss_fn.warning(objective)
-        if warning is not None and self._warning is None:  # again only after it has cleared
+        if warning is not None and not self._warned:  # again only after it has cleared
             warn_together(logger, "step %d: %s", self.step, warning)
-        self._warning = warning
+        self._warned = warning is not None
         return record
 
     def _stop(self, where: str) -> None:
@@ -357,8 +347,8 @@ class LoopTrainer(Trainer):
     def close(self, *, together: bool = False) -> None:
         """Wait for a save that is being written, and let another job have the run directory.
 
-        Everything is closed even if closing some of it fails, unlike in upstream's `close`, whose
-        parts these are; the lock comes last.
+        Everything is closed even if closing some of it fails, unlike in upstream's `close`; the
+        lock comes last.
 
         Args:
             together: Whether all ranks close now. They then leave at the same time: a launcher may
