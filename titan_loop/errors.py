@@ -38,6 +38,11 @@ class Refusal:
     problem: str
     fix: str = ""
 
+    @classmethod
+    def of(cls, field: str, value: object, problem: str, fix: str = "") -> "Refusal":
+        """Return the refusal of a value; `problem` is a sentence that lacks its subject, the value."""
+        return cls(field, f"{field}={value} {problem}", fix)
+
     def __str__(self) -> str:
         return f"{self.problem}; {self.fix}" if self.fix else self.problem
 

@@ -128,13 +128,15 @@ def test_rates_count_global_tokens_and_not_paused_time(
     with processor.paused():
         clock.now += 50
     with caplog.at_level(logging.INFO):
-        written = processor.log_step(replace(RECORD, step=9, tokens=14_000))
+        written = processor.log_step(
+            replace(RECORD, plan=replace(RECORD.plan, step=9), tokens=14_000)
+        )
     assert written["tokens_per_second"] == pytest.approx(1000)
     assert written["mfu"] == pytest.approx(4e9 / 4 / 1e10)
     assert "ETA 3m11s" in caplog.text  # 191 steps at one second each
     clock.now += 2
     processor.count_flops(1e9)
-    written = processor.log_step(replace(RECORD, step=10, tokens=15_000))
+    written = processor.log_step(replace(RECORD, plan=replace(RECORD.plan, step=10), tokens=15_000))
     assert (written["tokens_per_second"], written["mfu"]) == (500, 1e9 / 2 / 1e10)
 
 
@@ -145,7 +147,7 @@ def test_console_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
         processor.log_step(
             replace(
                 RECORD,
-                step=100,
+                plan=replace(RECORD.plan, step=100),
                 tokens=1_968_000,
                 grad_norm=float("nan"),
                 summary=["CE 5.400→5.200"],
@@ -282,7 +284,7 @@ def test_a_failing_tracker_does_not_stop_the_run(tmp_path: Path, caplog: pytest.
     processor = build(tmp_path)
     processor.logger = Failing()
     processor.log_step(RECORD)
-    processor.log_step(replace(RECORD, step=2))
+    processor.log_step(replace(RECORD, plan=replace(RECORD.plan, step=2)))
     assert caplog.text.count("disk full") == 1
     assert len(RunDirectory(tmp_path).read_metrics()) == 2
 

@@ -16,7 +16,7 @@ def doctor(*, run_directory: Path = Path("runs")) -> int:
     Args:
         run_directory: Folder that runs will be written to.
     """
-    from titan_loop.training.machine import check_machine
+    from titan_loop.cli.machine import check_machine
 
     findings = list(check_machine(run_directory, os.environ))
     for line in columns([(finding.section, finding.text) for finding in findings], left=(0, 1)):

@@ -28,11 +28,7 @@ class BatchConfig:
     so that it divides by ranks × local batch; None: the smallest batch if it moves, else 1."""
 
     def multiple(self, seq_len: int) -> int:
-        """Return the number of windows, at least 1, that every batch is a multiple of.
-
-        Args:
-            seq_len: Trained tokens per window.
-        """
+        """Return the number of windows, at least 1, that every batch is a multiple of."""
         if self.multiple_of_windows is not None:
             return self.multiple_of_windows
         if _is_staircase(self.global_batch_tokens):
@@ -40,39 +36,25 @@ class BatchConfig:
         return max(int(self.global_batch_tokens.smallest) // seq_len, 1)
 
     def refusals(self, seq_len: int) -> Iterator[Refusal]:
-        """Yield why a schedule's values could only be used after rounding.
-
-        Args:
-            seq_len: Trained tokens per window, ≥ 1.
-        """
+        """Yield why a schedule's values could only be used after rounding."""
         given, schedule = self.multiple_of_windows, self.global_batch_tokens
         field, shown = "batch.global_batch_tokens", f"batch.global_batch_tokens={str(schedule)!r}"
         if given is not None and given < 1:
-            yield Refusal(
-                "batch.multiple_of_windows",
-                f"batch.multiple_of_windows={given} is below 1",
-                "use ranks × local batch size",
-            )
+            fix = "use ranks × local batch size"
+            yield Refusal.of("batch.multiple_of_windows", given, "is below 1", fix)
             return
         if schedule.smallest < seq_len:
-            yield Refusal(
-                field,
-                f"{shown} holds less than one window of seq_len={seq_len}",
-                f"use at least {seq_len} tokens",
-            )
+            problem = f"{shown} holds less than one window of seq_len={seq_len}"
+            yield Refusal(field, problem, f"use at least {seq_len} tokens")
             return
         values = sorted({knot.value for knot in schedule.knots})
         unit = (given or 1) * seq_len
         for value in values:
             if value % unit:
-                what = f"training.seq_len={seq_len}"
-                if given is not None:
-                    what = f"batch.multiple_of_windows={given} × {what}"
-                yield Refusal(
-                    field,
-                    f"{shown} has the value {value:.15g}, not a multiple of {what}",
-                    f"use {_nearest_multiples(value, unit)}",
-                )
+                factor = "" if given is None else f"batch.multiple_of_windows={given} × "
+                problem = f"{shown} has the value {value:.15g}, not a multiple of "
+                problem += f"{factor}training.seq_len={seq_len}"
+                yield Refusal(field, problem, f"use {_nearest_multiples(value, unit)}")
                 return
         multiple = self.multiple(seq_len)
         if any(value % (multiple * seq_len) for value in values):
@@ -88,14 +70,8 @@ class BatchConfig:
 def global_batch_windows(config: BatchConfig, tokens: int, seq_len: int) -> int:
     """Return the windows in the global batch that starts after `tokens` global tokens.
 
-    Args:
-        config: The batch schedule.
-        tokens: Global tokens consumed before the step.
-        seq_len: Trained tokens per window.
-
-    Returns:
-        A positive multiple of `config.multiple(seq_len)`; exactly the schedule's value wherever
-        that does not move.
+    It is a positive multiple of `config.multiple(seq_len)`, and exactly the schedule's value
+    wherever that does not move.
     """
     return _round_down(config.global_batch_tokens(tokens), seq_len, config.multiple(seq_len))
 
@@ -104,12 +80,7 @@ def batch_sizes(config: BatchConfig, seq_len: int, total_tokens: int) -> set[int
     """Return the windows of every global batch that may occur before `total_tokens`.
 
     Between two ends of a stretch that moves these are all multiples, although a steep one may jump
-    over some: which ones are met depends on where the steps fall.
-
-    Args:
-        config: The batch schedule.
-        seq_len: Trained tokens per window.
-        total_tokens: Global tokens of the run, ≥ 1.
+    over some, depending on where the steps fall.
     """
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     starts = [0, *(knot.tokens for knot in schedule.knots if 0 < knot.tokens < total_tokens)]
@@ -132,9 +103,9 @@ def plan_steps(
     Args:
         config: The batch schedule.
         total_tokens: Global tokens of the run.
-        seq_len: Trained tokens per window.
+        seq_len: L, the trained tokens of a window.
         tokens: Global tokens consumed already.
-        steps: Training steps done already; they are part of the result.
+        steps: Training steps done already, which the result includes.
     """
     return _walk(config, total_tokens, seq_len, tokens, steps)[1]
 
@@ -147,7 +118,6 @@ def planned_tokens(config: BatchConfig, total_tokens: int, seq_len: int) -> int:
 def _walk(
     config: BatchConfig, total_tokens: int, seq_len: int, tokens: int, steps: int
 ) -> tuple[int, int]:
-    """Return tokens and steps at the end."""
     schedule, multiple = config.global_batch_tokens, config.multiple(seq_len)
     while tokens < total_tokens:
         batch_tokens = _round_down(schedule(tokens), seq_len, multiple) * seq_len
@@ -161,17 +131,14 @@ def _walk(
 
 
 def _is_staircase(schedule: Schedule) -> bool:
-    """Return whether the value only ever jumps."""
     # The last knot's interpolation is "constant": nothing follows it.
     return all(knot.interpolation == "constant" for knot in schedule.knots)
 
 
 def _round_down(batch_tokens: float, seq_len: int, multiple: int) -> int:
-    """Return the windows in `batch_tokens`, rounded down to a multiple."""
     return int(batch_tokens) // (seq_len * multiple) * multiple
 
 
 def _nearest_multiples(value: float, unit: int) -> str:
-    """Return the positive multiples of `unit` around `value`, as text."""
     below = int(value) // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"

@@ -1,7 +1,7 @@
 """`LoopTrainer.Config`: every field of a run, with its default and its help.
 
-Nothing is checked here and nothing changes after a run was resolved: `preflight` says what is wrong
-with a config, `resolved_run` derives what training needs from it.
+Nothing is checked here: `preflight` refuses configs, and `resolved_run` derives the fields that
+training needs. After that nothing changes.
 """
 
 import json
@@ -80,7 +80,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the representation of functions 
 
 
 class PreparedTokens(BaseTokenizer):
-    """Stands where torchtitan expects a tokenizer; training reads prepared token ids only."""
+    """Takes the place of torchtitan's tokenizer; training reads prepared token ids only."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -103,8 +103,7 @@ def _default_training() -> TrainingConfig:
         steps=0,
         # bf16 products on a CPU without AMX are about 20 times slower than fp32.
         mixed_precision_param="bfloat16" if on_cuda else "float32",
-        # Needs a constant R and more: see `replay_refusals` in `titan_loop/training/preflight.py`.
-        disable_cuda_graphs=True,
+        disable_cuda_graphs=True,  # preflight says why
     )
 
 
@@ -204,7 +203,7 @@ class RunConfig(Trainer.Config):
     hf_assets_path: Annotated[str, tyro.conf.Suppress] = ""
 
     def open_data(self) -> GlobalBatchLoader:
-        """Open the data as one rank would: cards and sizes only, so it finds faults early."""
+        """Open the data as one rank would, to find faults early: it reads cards and sizes only."""
         return self.dataloader.build(
             dp_world_size=1,
             dp_rank=0,
@@ -295,7 +294,7 @@ class RunConfig(Trainer.Config):
 
 
 def _class_name(config: Configurable.Config | None) -> str | None:
-    """Return the name of the class that a config builds."""
+    # A config builds its owner.
     return None if config is None else (config._owner or type(config)).__name__
 
 

@@ -31,7 +31,7 @@ class HeldOutConfig:
     """Windows per source, always the same ones."""
 
     def remarks(self, training_sources: Sequence[str], seq_len: int) -> Iterator[str]:
-        """Yield the sources whose held-out text cannot be scored; arguments as for `scored`."""
+        """Yield the sources whose held-out text cannot be scored."""
         for path in {**dict.fromkeys(training_sources), **dict.fromkeys(self.sources)}:
             if reason := why_not_scored(path, seq_len):
                 yield (
@@ -40,12 +40,7 @@ class HeldOutConfig:
                 )
 
     def scored(self, training_sources: Sequence[str], seq_len: int) -> list[str]:
-        """Return the sources whose held-out text fills a window.
-
-        Args:
-            training_sources: Prepared sources of the mixture, the default for `sources`.
-            seq_len: L, the number of tokens predicted in a window.
-        """
+        """Return the sources, by default those of training, whose held-out text fills a window."""
         sources = self.sources or training_sources
         return [path for path in sources if not why_not_scored(path, seq_len)]
 
@@ -54,7 +49,7 @@ class HeldOutConfig:
         yield from _refusals("held_out", self, windows=self.windows)
 
     def best_refusals(self, training_sources: Sequence[str], seq_len: int) -> Iterator[Refusal]:
-        """Yield why no best checkpoint can be found; arguments as for `scored`."""
+        """Yield why no best checkpoint can be found."""
         if self.interval == 0:
             yield Refusal("best", "best=True, but held_out.interval=0", "set it to some steps")
         elif not self.scored(training_sources, seq_len):
@@ -63,13 +58,7 @@ class HeldOutConfig:
     def data_refusals(
         self, training_sources: Sequence[str], vocab_size: int, seq_len: int
     ) -> Iterator[Refusal]:
-        """Yield what is missing in the data to measure held-out loss.
-
-        Args:
-            training_sources: Prepared sources of the mixture, the default for `sources`.
-            vocab_size: Vocabulary size of the model.
-            seq_len: L, the number of tokens predicted in a window.
-        """
+        """Yield why held-out loss cannot be measured on the data."""
         if not self.interval and (self.interval == 0 or not self.sources):
             return
         sources, interval = self.sources or training_sources, f"held_out.interval={self.interval}"
@@ -87,11 +76,8 @@ class HeldOutConfig:
             yield Refusal("held_out.sources", str(error))
             return
         if largest >= vocab_size:
-            yield Refusal(
-                "held_out.sources",
-                f"held_out.sources={list(sources)}: the largest token {largest} does not fit "
-                f"model.vocab_size={vocab_size}",
-            )
+            problem = f"the largest token {largest} does not fit model.vocab_size={vocab_size}"
+            yield Refusal("held_out.sources", f"held_out.sources={[*sources]}: {problem}")
         reasons = [why_not_scored(path, seq_len) for path in sources]
         if all(reasons):
             yield Refusal(
@@ -123,7 +109,7 @@ class SuiteConfig:
 
     @property
     def enabled(self) -> bool:
-        """Whether the suite is asked."""
+        """Whether the suite is asked while training."""
         return self.interval > 0
 
     def refusals(self) -> Iterator[Refusal]:
@@ -133,11 +119,9 @@ class SuiteConfig:
 
 def _refusals(name: str, asked: HeldOutConfig | SuiteConfig, **counts: int) -> Iterator[Refusal]:
     if (asked.interval or 0) < 0:
-        field = f"{name}.interval"
-        yield Refusal(field, f"{field}={asked.interval} is negative", "0 turns it off")
+        yield Refusal.of(f"{name}.interval", asked.interval, "is negative", "0 turns it off")
     for count, value in counts.items():
         if value < 1:
-            yield Refusal(f"{name}.{count}", f"{name}.{count}={value} must be at least 1")
+            yield Refusal.of(f"{name}.{count}", value, "must be at least 1")
     if asked.interval != 0 and (not asked.depths or min(asked.depths) < 1):
-        field = f"{name}.depths"
-        yield Refusal(field, f"{field}={asked.depths} must name depths of at least 1")
+        yield Refusal.of(f"{name}.depths", asked.depths, "must name depths of at least 1")

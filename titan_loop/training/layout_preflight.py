@@ -19,10 +19,7 @@ def layout_refusals(
 ) -> Iterator[Refusal]:
     """Yield degrees of parallelism that do not fit the model, the window or the ranks.
 
-    Args:
-        config: Without `value_refusals`.
-        model: The architecture, from `chosen_model`.
-        world_size: Number of ranks that will train.
+    `config` has no `value_refusals`, and `model` is its architecture.
     """
     attention = model.layers[0].attention
     yield from caught(
@@ -55,9 +52,7 @@ def layout_refusals(
 def batch_refusals(config: RunConfig, world_size: int) -> Iterator[Refusal]:
     """Yield a batch that some point of the schedule cannot split over the ranks.
 
-    Args:
-        config: Without `value_refusals` and `layout_refusals`.
-        world_size: Number of ranks that will train.
+    `config` has no `value_refusals` and `layout_refusals`.
     """
     parallel, training = config.parallelism, config.training
     degree, tp = parallel.context_parallel_degree, parallel.tensor_parallel_degree

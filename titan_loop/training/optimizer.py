@@ -48,7 +48,7 @@ class AdamWConfig:
     """Added to the denominator."""
 
     def settings(self, group: ParameterGroup) -> "GroupSettings":
-        """Return the settings of a group."""
+        """Return the settings of one of the model's groups."""
         return GroupSettings(
             pattern="",
             optimizer_name="AdamW",
@@ -101,10 +101,10 @@ class MuonConfig:
     """Muon's learning rate over the scheduled one."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the iteration computes in; auto is bfloat16 on CUDA and float32 on CPU."""
+    """Precision of the iteration; auto is bfloat16 on CUDA and float32 on CPU."""
 
     def settings(self, group: ParameterGroup) -> "GroupSettings":
-        """Return the settings of a group."""
+        """Return the settings of one of the model's groups."""
         return GroupSettings(
             pattern="",
             optimizer_name="Muon",
@@ -195,16 +195,13 @@ class LoopOptimizers(OptimizersContainer):
         def setting_refusals(
             self, *, trainable: Trainable, training: TrainingConfig, parallelism: ParallelismConfig
         ) -> Iterator[Refusal]:
-            """Yield what Muon cannot be combined with."""
+            """Yield settings that Muon cannot be combined with."""
             if self.name != "muon":
                 return
             offload, backend = training.enable_cpu_offload, parallelism.spmd_backend
             if trainable == "exit_gate":
-                yield Refusal(
-                    "optimizer.name",
-                    f"optimizer.name=muon has no matrix to update with trainable={trainable}",
-                    "use adamw",
-                )
+                problem = f"has no matrix to update with trainable={trainable}"
+                yield Refusal.of("optimizer.name", "muon", problem, "use adamw")
             if offload:
                 yield Refusal(
                     "training.enable_cpu_offload",
@@ -213,11 +210,11 @@ class LoopOptimizers(OptimizersContainer):
                     "leave it False, or use adamw",
                 )
             if backend != "partial_dtensor":
-                yield Refusal(
-                    "parallelism.spmd_backend",
-                    f"optimizer.name=muon does not support parallelism.spmd_backend={backend} yet",
-                    "use partial_dtensor, or adamw",
+                problem = (
+                    f"optimizer.name=muon does not support parallelism.spmd_backend={backend} yet"
                 )
+                fix = "use partial_dtensor, or adamw"
+                yield Refusal("parallelism.spmd_backend", problem, fix)
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         found: list[tuple[GroupSettings, list[str]]] = []
@@ -326,5 +323,4 @@ class LoopOptimizers(OptimizersContainer):
 
 
 def _refusal(section: str, config: Any, name: str, problem: str, fix: str = "") -> Refusal:
-    field = f"{section}.{name}"
-    return Refusal(field, f"{field}={getattr(config, name)} {problem}", fix)
+    return Refusal.of(f"{section}.{name}", getattr(config, name), problem, fix)

@@ -4,13 +4,13 @@
     setting_refusals(config)                   settings that contradict each other, on any machine
     device_refusals(config)                    settings that need a GPU where there is none
     data_refusals(config)                      opens the prepared data
-    model_refusals(config, model)              columns and outputs that nobody gives, too many steps
+    model_refusals(config, model)              missing columns and outputs, too many steps
     layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
     batch_refusals(config, ranks)              ┘ global batches against the ranks
 
 `refusals(config, world_size)` is all of them, in the order in which each may rely on those before
-it: `resolve` raises the first. `titan-loop plan` prints those that hold for a cluster that is not
-there. `remarks(config)` says what is legal and has no effect.
+it: `resolve` raises the first, and `titan-loop plan` prints those that need no machine.
+`remarks(config)` names legal settings that have no effect.
 """
 
 import math
@@ -51,10 +51,7 @@ def refusals(
 ) -> Iterator[Refusal]:
     """Yield why `world_size` ranks on this machine cannot train `config`.
 
-    Args:
-        config: What the user asked for; not changed.
-        world_size: Number of ranks that will train.
-        saved: From `saved_architecture`; None looks for it.
+    `saved` is from `saved_architecture`; None looks for it.
     """
     saved = saved_architecture(config) if saved is None else saved
     wrong_values = list(value_refusals(config))
@@ -88,7 +85,7 @@ def value_refusals(config: RunConfig) -> Iterator[Refusal]:
     """
 
     def refuse(field: str, problem: str, fix: str = "") -> Refusal:
-        return Refusal(field, f"{field}={_get(config, field)} {problem}", fix)
+        return Refusal.of(field, _get(config, field), problem, fix)
 
     for name in _AT_LEAST_ONE:
         if _get(config, name) < 1:
@@ -123,9 +120,9 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     """Yield settings that contradict each other, with any data and any number of ranks.
 
     Args:
-        config: Without `value_refusals`.
-        starts_trained: Whether the run starts from weights that were trained before; None for
-            what `checkpoint.carry.parent` and the run directory say.
+        config: A run without `value_refusals`.
+        starts_trained: Whether the run starts from weights that were trained before; None looks
+            at `checkpoint.carry.parent` and the run directory.
     """
     yield from config.loss.refusals(
         trainable=config.trainable,
@@ -171,12 +168,9 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
     yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
-    if config.training.global_batch_size != -1:
-        yield Refusal(
-            "training.global_batch_size",
-            f"training.global_batch_size={config.training.global_batch_size} is not used",
-            "set --batch.global-batch-tokens",
-        )
+    if (upstreams := config.training.global_batch_size) != -1:
+        fix = "set --batch.global-batch-tokens"
+        yield Refusal.of("training.global_batch_size", upstreams, "is not used", fix)
     if not config.training.disable_cuda_graphs:
         yield Refusal(
             "training.disable_cuda_graphs",
@@ -196,7 +190,7 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
             "profiler.enable_memory_snapshot=True records CUDA allocations, and there is no CUDA",
             "leave it False",
         )
-    if _offloads_states(config):
+    if isinstance(config.activation_checkpoint, FullOffloadAC.Config):
         yield Refusal(
             "activation_checkpoint",
             "activation-checkpoint:full-offload moves states from a GPU to the host, and there is "
@@ -206,11 +200,7 @@ def device_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def data_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield why the data cannot be opened, does not fit the model, or does not last.
-
-    Args:
-        config: Without `value_refusals`.
-    """
+    """Yield why the data cannot be opened, does not fit the model, or is too short."""
     try:
         vocabulary, loader = config.dataloader.vocabulary(), config.open_data()
     except UserError as error:
@@ -219,9 +209,10 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
     largest = vocabulary.largest_token
     rows = config.model.vocab_size or vocabulary.size
     if largest >= rows:
-        yield Refusal(
+        yield Refusal.of(
             "model.vocab_size",
-            f"model.vocab_size={rows} is too small: the data's largest token is {largest}",
+            rows,
+            f"is too small: the data's largest token is {largest}",
             f"use {largest + 1} or more, or leave it unset",
         )
     for name, needed in vocabulary.options.items():
@@ -229,11 +220,8 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
         if given is not None and any(
             own < least for own, least in zip(given, needed, strict=False)
         ):
-            yield Refusal(
-                f"model.{name}",
-                f"model.{name}={given} is too small: the data needs {needed}",
-                "leave it unset",
-            )
+            problem = f"is too small: the data needs {needed}"
+            yield Refusal.of(f"model.{name}", given, problem, "leave it unset")
     yield from caught("total_tokens", lambda: loader.require_windows(config.windows_needed()))
     texts = config.dataloader.source_paths(), config.training.seq_len
     yield from config.held_out.data_refusals(texts[0], rows, texts[1])
@@ -242,7 +230,7 @@ def data_refusals(config: RunConfig) -> Iterator[Refusal]:
 
 
 def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Refusal]:
-    """Yield what loss, model and data want of each other and do not get."""
+    """Yield needs of loss, model and data that the others do not meet."""
     declared = config.dataloader.columns()
     for reader, wanted in (("loss", config.loss.columns), ("model", model.columns)):
         there = {column.name for column in declared if column.reader in (reader, "both")}
@@ -271,20 +259,12 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
         asked["suite.depths"] = config.suite.depths
     for name, steps in asked.items():
         if max(steps, default=1) > model.most_steps:
-            yield Refusal(
-                name,
-                f"{name}={max(steps)}: model.family={model.family} has at most {model.most_steps} "
-                "recurrent step",
-                f"use {model.most_steps}",
-            )
+            problem = f"model.family={model.family} has at most {model.most_steps} recurrent step"
+            yield Refusal(name, f"{name}={max(steps)}: {problem}", f"use {model.most_steps}")
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """Yield settings that are legal and do less than they seem to.
-
-    Args:
-        config: Without `refusals`.
-    """
+    """Yield settings of a run without refusals that do less than they seem to."""
     yield from config.held_out.remarks(config.dataloader.source_paths(), config.training.seq_len)
     comm = config.comm
     shortest = min(comm.init_timeout_seconds, comm.train_timeout_seconds)
@@ -319,10 +299,6 @@ def _untrained_embedding(config: RunConfig) -> str:
 def _starts_trained(config: RunConfig) -> bool:
     checkpoints = RunDirectory(config.dump_folder).checkpoints
     return bool(config.checkpoint.carry.parent or committed_steps(checkpoints))
-
-
-def _offloads_states(config: RunConfig) -> bool:
-    return isinstance(config.activation_checkpoint, FullOffloadAC.Config)
 
 
 def _get(config: Any, path: str) -> Any:

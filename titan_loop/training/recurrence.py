@@ -34,7 +34,7 @@ class RecurrenceConfig:
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
-    loaders that know. `steps` then is the depth to use the model at, and what `plan` reckons."""
+    loaders that know. `steps` then is the depth to use the model at, and the depth of `plan`."""
 
     max_steps: int | None = None
     """Largest R of any step; None for no limit."""
@@ -64,44 +64,34 @@ class RecurrenceConfig:
 
     def refusals(self) -> Iterator[Refusal]:
         """Yield step counts below 1 and limits that exclude each other."""
-        shown = f"recurrence.steps={str(self.steps)!r}"
+        of = Refusal.of
         if self.steps.smallest < 1:
-            yield Refusal(
-                "recurrence.steps", f"{shown} falls below 1", "use at least 1 recurrent step"
-            )
+            fix = "use at least 1 recurrent step"
+            yield of("recurrence.steps", repr(str(self.steps)), "falls below 1", fix)
         if self.from_data and (self.poisson or self.max_steps is None):
-            yield Refusal(
+            yield of(
                 "recurrence.from_data",
-                "recurrence.from_data=True needs recurrence.max_steps, which memory is provided "
-                "for, and no recurrence.poisson",
+                self.from_data,
+                "needs recurrence.max_steps, which memory is provided for, and no "
+                "recurrence.poisson",
                 "set max_steps to the deepest example's, and poisson to False",
             )
         if self.min_steps < 1:
-            yield Refusal(
-                "recurrence.min_steps",
-                f"recurrence.min_steps={self.min_steps} is below 1",
-                "use at least 1",
-            )
-        if self.backward_steps is not None and self.backward_steps < 1:
-            yield Refusal(
-                "recurrence.backward_steps",
-                f"recurrence.backward_steps={self.backward_steps} is below 1",
-                "use at least 1, or None for all",
-            )
-        growth = self.backward_growth
-        if growth is not None and (growth.smallest < 1 or self.backward_steps is not None):
-            yield Refusal(
+            yield of("recurrence.min_steps", self.min_steps, "is below 1", "use at least 1")
+        reached, growth = self.backward_steps, self.backward_growth
+        if reached is not None and reached < 1:
+            fix = "use at least 1, or None for all"
+            yield of("recurrence.backward_steps", reached, "is below 1", fix)
+        if growth is not None and (growth.smallest < 1 or reached is not None):
+            yield of(
                 "recurrence.backward_growth",
-                f"recurrence.backward_growth={str(growth)!r} falls below 1, or stands beside "
-                f"recurrence.backward_steps={self.backward_steps}",
+                repr(str(growth)),
+                f"falls below 1, or stands beside recurrence.backward_steps={reached}",
                 "use at least 1, and one of the two",
             )
         if self.max_steps is not None and self.max_steps < self.min_steps:
-            yield Refusal(
-                "recurrence.max_steps",
-                f"recurrence.max_steps={self.max_steps} is below min_steps={self.min_steps}",
-                "raise max_steps or set it to None",
-            )
+            problem = f"is below min_steps={self.min_steps}"
+            yield of("recurrence.max_steps", self.max_steps, problem, "raise it or set it to None")
 
 
 def fewest_recurrent_steps(config: RecurrenceConfig) -> int:
@@ -120,17 +110,10 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
 
 
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float]]:
-    """Return how often R comes with so many steps that the backward pass reaches, over a run.
+    """Return (R, steps with a backward pass) → number of samples over a run of `total_tokens`.
 
     A random R counts with the mean of its distribution, unclipped. The schedule is sampled at 4,096
     equal distances: exact for a constant, within 1/4,096 of the range for one jump.
-
-    Args:
-        config: The schedule and its limits.
-        total_tokens: Tokens of the run.
-
-    Returns:
-        (R, steps with a backward pass) → number of samples.
     """
     depths: Counter[tuple[float, float]] = Counter()
     for sample in range(_SAMPLES):
@@ -143,17 +126,14 @@ def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[fl
 def recurrent_steps_at(
     config: RecurrenceConfig, *, tokens: int, step: int, seed: int, deepest: int | None = None
 ) -> int:
-    """Return R for one training step, the same on every rank.
+    """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
     Args:
         config: The schedule and its limits.
         tokens: Global tokens consumed before this step.
-        step: The training step, which keys the random draw.
-        seed: The run's seed, ≥ 0.
+        step: The training step, which with the seed, ≥ 0, keys the random draw.
+        seed: The run's.
         deepest: Steps that the deepest example of the global batch needs; None if not known.
-
-    Returns:
-        min_steps ≤ R ≤ max_steps.
     """
     if config.from_data and deepest is not None:
         return _clip(deepest, config)

@@ -37,20 +37,19 @@ class WeightAverageConfig:
     def refusals(self) -> Iterator[Refusal]:
         """Yield values out of range."""
         if not 0 <= self.decay < 1:
-            problem = f"ema.decay={self.decay} must be at least 0 and below 1"
-            yield Refusal("ema.decay", problem, "0.999 is usual, 0 keeps no average")
+            fix = "0.999 is usual, 0 keeps no average"
+            yield Refusal.of("ema.decay", self.decay, "must be at least 0 and below 1", fix)
         if self.interval < 1:
-            yield Refusal("ema.interval", f"ema.interval={self.interval} must be at least 1")
+            yield Refusal.of("ema.interval", self.interval, "must be at least 1")
         if self.start_tokens < 0:
-            problem = f"ema.start_tokens={self.start_tokens} is negative"
-            yield Refusal("ema.start_tokens", problem, "use 0 or more")
+            yield Refusal.of("ema.start_tokens", self.start_tokens, "is negative", "use 0 or more")
 
 
 class WeightAverage:
     """The average of a model's weights.
 
     Args:
-        config: With a decay above 0.
+        config: Has a decay above 0.
         weights: Name → parameter, whole or sharded; read at every update.
 
     Attributes:
@@ -68,12 +67,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, *, step: int, tokens: int) -> None:
-        """Take in the weights after a step.
-
-        Args:
-            step: Training steps done.
-            tokens: Global tokens consumed.
-        """
+        """Take in the weights after a step, with the global tokens consumed until then."""
         if step % self._config.interval or tokens <= self._config.start_tokens:
             return
         if self.updates == 0:
@@ -103,6 +97,5 @@ class WeightAverage:
         torch._foreach_copy_(*self._local())  # pyright: ignore[reportPrivateImportUsage]
 
     def _local(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return this rank's parts of averages and weights."""
         averages = [local_part(average) for average in self._average.values()]
         return averages, [local_part(weight).float() for weight in self._weights.values()]

@@ -1,4 +1,4 @@
-"""The options of a run's stability, `--stability.…`, and what is wrong with their values."""
+"""The options of a run's stability, `--stability.…`, and their refusals."""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from titan_loop.errors import Refusal
 
 @dataclass(kw_only=True, slots=True)
 class StabilityConfig:
-    """What a run measures and does about spikes; see `titan_loop/training/stability/README.md`."""
+    """Spikes, norms, stragglers and heartbeats; see `titan_loop/training/stability/README.md`."""
 
     skip_spikes: bool = False
     """Leave out the update of a step whose loss or gradient norm is far above those of recent steps
@@ -46,11 +46,6 @@ class StabilityConfig:
     watchdog and `titan-loop status` name silent ranks, such as 30; 0 writes none."""
 
     @property
-    def watches_states(self) -> bool:
-        """Whether some training step needs the norms of states."""
-        return self.skip_spikes or self.norms_interval > 0
-
-    @property
     def most_jumped_steps(self) -> int:
         """Training steps whose windows may be jumped over."""
         return self.skips * self.rewinds if self.skip_spikes else 0
@@ -83,7 +78,7 @@ class StabilityConfig:
             yield self._refusal("norms_interval", "is negative", "0 measures nothing")
 
     def setting_refusals(self, *, checkpoint: LoopCheckpointManager.Config) -> Iterator[Refusal]:
-        """Yield what a run cannot do that this asks for."""
+        """Yield reasons why a run cannot rewind."""
         if not self.skip_spikes:
             return
         saves = checkpoint.enable and not checkpoint.load_only
@@ -96,13 +91,13 @@ class StabilityConfig:
                 "set checkpoint.enable=True (and load_only=False), or stability.rewinds=0",
             )
         elif self.rewinds and 0 < kept < needed and not checkpoint.keep_every:
-            yield Refusal(
+            yield Refusal.of(
                 "checkpoint.keep_latest_k",
-                f"checkpoint.keep_latest_k={kept} of checkpoints {interval} steps apart may leave "
-                f"none from before the first of the spikes within stability.window={self.window}",
+                kept,
+                f"of checkpoints {interval} steps apart may leave none from before the first of "
+                f"the spikes within stability.window={self.window}",
                 f"keep at least {needed}, or all (0)",
             )
 
     def _refusal(self, name: str, problem: str, fix: str) -> Refusal:
-        field = f"stability.{name}"
-        return Refusal(field, f"{field}={getattr(self, name)} {problem}", fix)
+        return Refusal.of(f"stability.{name}", getattr(self, name), problem, fix)

@@ -46,12 +46,7 @@ class Finding:
 
 
 def check_machine(run_directory: Path, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the findings of all checks.
-
-    Args:
-        run_directory: Folder that runs will be written to.
-        environment: Variables, which a launcher may have set.
-    """
+    """Yield the findings of all checks, with a launcher's variables in `environment`."""
     yield from check_versions()
     yield from check_start()
     yield from check_devices()
@@ -91,7 +86,7 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_start() -> Iterator[Finding]:
-    """Import what training imports; whatever a process imported before costs nothing again."""
+    """Time the imports of training; modules that the process has already imported cost nothing."""
     before = _start_meters()
     importlib.import_module("titan_loop.training.trainer")
     wall, processor, disk_bytes = (
@@ -101,7 +96,7 @@ def check_start() -> Iterator[Finding]:
 
 
 def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
-    """Return which of disk and processor a start waits for.
+    """Say whether a start waits for the disk or for the processor.
 
     Args:
         wall: Seconds of the imports.
@@ -116,7 +111,7 @@ def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
     if wall > _SLOW_START_SECONDS:
         fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"
         if processor > from_disk:
-            fix = "the processor is slow or shared: stop what runs beside, or ask for more cores"
+            fix = "the processor is slow or shared: stop other programs, or ask for more cores"
     return Finding("start", text, fix)
 
 
