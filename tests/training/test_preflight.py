@@ -64,6 +64,11 @@ CASES: dict[str, tuple[Change, int, str]] = {
         2,
         r"training\.seq_len=31 must be divisible by .*tensor_parallel_degree=2",
     ),
+    "a callback without its base": (
+        _set("callbacks", (object(),)),
+        1,
+        "callbacks: object does not inherit from Callback; add titan_loop",
+    ),
     "world does not factor": (
         _set("parallelism.data_parallel_shard_degree", 3),
         4,

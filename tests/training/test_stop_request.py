@@ -263,12 +263,10 @@ INTERRUPTED = """
 import os, signal, sys
 from titan_loop.cli.main import main
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.stop_request import StopListener
+from titan_loop.training.callback import Callback
 
-class At:
+class At(Callback):
     def __init__(self, step, times): self.step, self.times = step, times
-    def on_train_start(self, trainer): pass
-    def on_train_end(self, trainer): pass
     def on_step_end(self, trainer, metrics):
         if trainer.step == self.step:
             for _ in range(self.times):

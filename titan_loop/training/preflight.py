@@ -25,6 +25,7 @@ from titan_loop.errors import Refusal, UserError, caught
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
@@ -165,6 +166,11 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
         trainable=config.trainable, training=config.training, parallelism=config.parallelism
     )
     yield from caught("checkpoint", config.checkpoint.check)
+    for callback in config.callbacks:
+        if not isinstance(callback, Callback):
+            problem = f"{type(callback).__qualname__} does not inherit from Callback"
+            fix = "add titan_loop.training.callback.Callback as its base"
+            yield Refusal("callbacks", f"callbacks: {problem}", fix)
     yield from config.held_out.refusals()
     yield from config.suite.refusals()
     yield from config.stability.setting_refusals(checkpoint=config.checkpoint)
