@@ -40,7 +40,7 @@ class Refusal:
 
     @classmethod
     def of(cls, field: str, value: object, problem: str, fix: str = "") -> "Refusal":
-        """Return the refusal of a value; `problem` is a sentence that lacks its subject, the value."""
+        """Return the refusal of a value; `problem` continues a sentence that begins with it."""
         return cls(field, f"{field}={value} {problem}", fix)
 
     def __str__(self) -> str:
