@@ -34,7 +34,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
-from titan_loop.data.tasks.task import Example, Knowledge, Task
+from titan_loop.data.tasks.task import Example, Knowledge, Task, require_sizes
 from titan_loop.errors import UserError
 
 Graded = Literal["names", "values", "both"]
@@ -117,9 +117,7 @@ class Capo(Task):
     """Chooses names and attributes."""
 
     def __post_init__(self) -> None:
-        for name in ("people", *(pool for pool in _POOLS if pool in self.__dict__)):
-            if getattr(self, name) < 1:
-                raise UserError(f"Capo {name} {getattr(self, name)} must be at least 1")
+        require_sizes(self, people=1, **{pool: 1 for pool in _POOLS if pool in self.__dict__})
         names = math.prod(self._sizes[:_NAME_PARTS])
         if self.people > names:
             raise UserError(

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 
@@ -68,8 +68,7 @@ class Depo(Task):
             raise UserError(
                 f"Depo hops {self.hops} must be at least 1 and below its {self.nodes} nodes"
             )
-        if self.queries < 1:
-            raise UserError(f"Depo queries {self.queries} must be at least 1")
+        require_sizes(self, queries=1)
 
     @property
     def vocab_size(self) -> int:

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from titan_loop.data.keyed import KeyedPermutation, keyed_integer
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 _WORDS = ("The", "Who", "is", "the", "of", "?", "Answer", ":")
@@ -68,9 +68,7 @@ class LayeredQA(Task):
     """Chooses who is whose, and which questions are trained."""
 
     def __post_init__(self) -> None:
-        for name in ("people", "relations", "trained_questions"):
-            if getattr(self, name) < 1:
-                raise UserError(f"LayeredQA {name} {getattr(self, name)} must be at least 1")
+        require_sizes(self, people=1, relations=1, trained_questions=1)
         if not 2 <= self.hops < self.layers:
             raise UserError(
                 f"LayeredQA hops {self.hops} must be at least 2 and below its {self.layers} layers"

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.tasks.task import Example, Task
-from titan_loop.errors import UserError
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 
 OPERATORS = ("+", "-", "*")
 _BOS, _ANSWER = 0, 1
@@ -54,10 +53,7 @@ class Mano(Task):
     """Examples have 1..max_operations operations, equally often."""
 
     def __post_init__(self) -> None:
-        if self.modulus < 2:
-            raise UserError(f"Mano modulus {self.modulus} must be at least 2")
-        if self.max_operations < 1:
-            raise UserError(f"Mano max_operations {self.max_operations} must be at least 1")
+        require_sizes(self, modulus=2, max_operations=1)
 
     @property
     def vocab_size(self) -> int:

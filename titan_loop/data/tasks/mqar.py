@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 
@@ -58,9 +58,7 @@ class MQAR(Task):
             raise UserError(
                 f"MQAR pairs {self.pairs} must be at least 2 and at most its {self.keys} keys"
             )
-        for name, least in (("values", 2), ("queries", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"MQAR {name} {getattr(self, name)} must be at least {least}")
+        require_sizes(self, values=2, queries=1)
 
     @property
     def vocab_size(self) -> int:

@@ -21,7 +21,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 _FEWEST_ASKED = 8
@@ -75,12 +75,7 @@ class PermutationHops(Task):
     """Chooses the permutations and the trained questions."""
 
     def __post_init__(self) -> None:
-        least = {"entities": 2, "relations": 1, "trained_questions": 1, "fact_weight": 1}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise UserError(
-                    f"PermutationHops {name} {getattr(self, name)} must be at least {smallest}"
-                )
+        require_sizes(self, entities=2, relations=1, trained_questions=1, fact_weight=1)
         if not 2 <= self.hops <= self.asked_hops:
             raise UserError(
                 f"PermutationHops hops {self.hops} must be at least 2 and at most its asked_hops "

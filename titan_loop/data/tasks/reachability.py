@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 from titan_loop.data.keyed import keyed_integer
-from titan_loop.data.tasks.task import Example, Task
+from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
 Edge = tuple[int, int]
@@ -68,17 +68,13 @@ class Reachability(Task):
     """Chooses the hidden edges."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 3:
-            raise UserError(f"Reachability nodes {self.nodes} must be at least 3")
+        require_sizes(self, nodes=3, hidden_edges=0, shown_edges=0)
         if not 1 <= self.distance < self.nodes:
             raise UserError(
                 f"Reachability distance {self.distance} must be at least 1 and below its "
                 f"{self.nodes} nodes"
             )
         pairs = self.nodes * (self.nodes - 1)
-        for name in ("hidden_edges", "shown_edges"):
-            if getattr(self, name) < 0:
-                raise UserError(f"Reachability {name} {getattr(self, name)} must be at least 0")
         if not 1 <= self.hidden_edges + self.shown_edges <= pairs:
             raise UserError(
                 f"Reachability hidden_edges {self.hidden_edges} and shown_edges "

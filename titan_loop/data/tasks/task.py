@@ -243,6 +243,14 @@ class Task(ABC):
         }
 
 
+def require_sizes(task: Task, **least: int) -> None:
+    """Raise `UserError` for the first parameter of a task that is below its least value."""
+    for name, smallest in least.items():
+        value = getattr(task, name)
+        if value < smallest:
+            raise UserError(f"{type(task).__name__} {name} {value} must be at least {smallest}")
+
+
 @cache
 def _draw_questions(task: Task, count: int, stratum: str) -> None:
     task.held_out_questions(count, task.strata[stratum])  # an error is not cached
