@@ -271,9 +271,6 @@ class SavedRun:
 
         An import wrote it down; otherwise the cards of the sources tell. Without either it is the
         default, without conversations.
-
-        Args:
-            tokenizer: The run's, see `tokenizer`.
         """
         recorded = self._config.get("text")
         if recorded is not None:
@@ -337,7 +334,6 @@ class SavedRun:
         return self.path / TOKENIZER_NAME
 
     def _cards(self) -> dict[Path, SourceCard]:
-        """Return the cards of the sources that are still there."""
         there = (source for source in self.sources if (source / CARD_NAME).is_file())
         return {source: SourceCard.read(source) for source in there}
 
