@@ -119,22 +119,18 @@ class LoopCheckpointManager(BaseCheckpointManager):
                 "initial_load_path": "checkpoint.carry.parent names what to start from",
                 "initial_load_in_hf": "titan-loop convert import makes a checkpoint of it",
                 "exclude_from_loading": "a checkpoint is loaded as a whole",
+                "last_save_model_only": "every checkpoint is full, so that it can be resumed",
+                "last_save_in_hf": "titan-loop convert export writes such folders",
             }
             for name, reason in unsupported.items():
-                if getattr(self, name):
+                if value := getattr(self, name):
                     raise UserError(
-                        f"checkpoint.{name}={getattr(self, name)} is not supported: {reason}; "
-                        "leave it unset"
+                        f"checkpoint.{name}={value} is not supported: {reason}; leave it unset"
                     )
             if self.folder != CHECKPOINTS:
                 raise UserError(
-                    f"checkpoint.folder={self.folder} is not supported: checkpoints are always in "
+                    f"checkpoint.folder={self.folder} is not supported: it is always "
                     f"{CHECKPOINTS!r}; leave it unset"
-                )
-            if self.last_save_model_only or self.last_save_in_hf:
-                raise UserError(
-                    "checkpoint.last_save_model_only=True would leave a last checkpoint that "
-                    "cannot be resumed; every checkpoint is full, leave it False"
                 )
             for name, smallest in (("keep_every", 0), ("save_attempts", 1), ("retry_seconds", 0)):
                 if (value := getattr(self, name)) < smallest:
