@@ -1,0 +1,90 @@
+"""The Nanbeige folder's own code in transformers: logits, caches, attention functions."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.families.nanbeige.conftest import VOCABULARY
+from tests.families.nanbeige.test_formats import convert
+
+CLOSE = 1e-5
+TOKENS = torch.arange(40)[None] * 7 % VOCABULARY
+
+
+@pytest.fixture(scope="module", params=["readout", "every_step"])
+def exported(request, make_run, tmp_path_factory, ascii_tokenizer):
+    """Return a model and the folder that it was exported to."""
+    made = make_run(norm_placement=request.param, recurrent_steps=3, rope_theta=500.0)
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    flags = ("--to", "nanbeige", "--tokenizer", ascii_tokenizer)
+    convert("export", made.run, "--output", folder, *flags)
+    return made.model, folder
+
+
+def load(transformers, folder, **settings):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, **settings
+    ).eval()
+
+
+def ours(model, tokens=TOKENS, **settings):
+    with torch.no_grad():
+        return model.readout(model(tokens, **settings).hidden_RBLD[-1])
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "mine"])
+def test_every_attention_function_is_called_once_a_visit(transformers, exported, attention):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model, folder = exported
+    calls: Counter = Counter()
+    if attention == "mine":
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def mine(module, *arguments, **settings):
+            calls[module.layer_idx] += 1
+            return sdpa(module, *arguments, **settings)
+
+        ALL_ATTENTION_FUNCTIONS.register("mine", mine)
+    theirs = load(transformers, folder, attn_implementation=attention)
+    with torch.no_grad():
+        logits = theirs(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(logits, ours(model), atol=CLOSE, rtol=0)
+    if attention == "mine":
+        assert calls == dict.fromkeys(range(6), 1)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_greedy_tokens_through_a_cache(transformers, exported, cache):
+    model, folder = exported
+    theirs = load(transformers, folder)
+    settings = {} if cache is None else {"cache_implementation": cache}
+    found = theirs.generate(
+        TOKENS[:, :6], max_new_tokens=24, do_sample=False, eos_token_id=None, **settings
+    )
+    ids = TOKENS[:, :6]
+    for _ in range(24):
+        ids = torch.cat([ids, ours(model, ids)[:, -1:].argmax(-1)], dim=1)
+    assert found.tolist() == ids.tolist()
+
+
+def test_a_left_padded_row_is_the_row_alone(transformers, exported):
+    model, folder = exported
+    theirs = load(transformers, folder)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), TOKENS[:, :10]], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * 10])
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = theirs(padded, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(logits[:, 4:], ours(model, TOKENS[:, :10]), atol=CLOSE, rtol=0)
+
+
+def test_another_number_of_loops(transformers, exported):
+    model, folder = exported
+    for loops in (1, 2, 4):
+        with torch.no_grad():
+            logits = load(transformers, folder, num_loops=loops)(TOKENS).logits
+        want = ours(model, recurrent_steps=loops)
+        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)

@@ -1,0 +1,24 @@
+"""Configuration of looped Llama blocks (Nanbeige) for transformers; written by titan_loop."""
+
+from transformers import LlamaConfig
+
+
+class NanbeigeConfig(LlamaConfig):
+    """Llama's fields, and the loop.
+
+    Args:
+        num_loops: How often the whole stack is applied, R.
+        skip_loop_final_norm: Whether the final norm stands at the readout alone; otherwise it
+            also stands between two loops.
+        **kwargs: As of `LlamaConfig`.
+    """
+
+    model_type = "nanbeige"
+
+    def __init__(self, num_loops: int = 1, skip_loop_final_norm: bool = False, **kwargs):
+        self.num_loops = num_loops
+        self.skip_loop_final_norm = skip_loop_final_norm
+        super().__init__(**kwargs)
+
+
+__all__ = ["NanbeigeConfig"]

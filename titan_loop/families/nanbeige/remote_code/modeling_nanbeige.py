@@ -1,0 +1,225 @@
+"""Looped Llama blocks (Nanbeige) for transformers 4.57 and 5.x; written by titan_loop.
+
+    h_r = n(layer_N(... layer_1(h_{r-1}) ...)),   r = 1 ... R = `config.num_loops`
+    n = final norm, or the identity where `skip_loop_final_norm` is set and r < R
+
+Blocks, norms and rotations are transformers' own. Every visit of a layer has a module without
+parameters, whose `layer_idx` addresses the cache: whichever attention function is registered, and
+an engine that puts its own in place, sees R·N layers that share N layers' weights.
+"""
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_nanbeige import NanbeigeConfig
+
+_MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+
+
+class NanbeigeVisit(nn.Module):
+    """Attention of one visit: a slot in the cache and a call of the attention function."""
+
+    def __init__(self, config: NanbeigeConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = 0.0
+        self.is_causal = True
+
+    def forward(
+        self, queries, keys, values, attention_mask, past_key_values, cache_position, **kwargs
+    ) -> Tensor:
+        """Return (B, L, N, H) of (B, N, L, H) queries and (B, N_kv, L, H) keys and values."""
+        if past_key_values is not None:
+            place = {"cache_position": cache_position}  # read by static caches before version 5
+            keys, values = past_key_values.update(keys, values, self.layer_idx, place)
+        name = self.config._attn_implementation
+        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        out, _ = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return out
+
+
+class NanbeigeAttention(nn.Module):
+    """The projections, which all visits of a layer share."""
+
+    def __init__(self, config: NanbeigeConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, visit: NanbeigeVisit, rotations, **kwargs) -> Tensor:
+        """Attend in `visit`; (B, L, D) in and out."""
+        heads = (*hidden.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (
+            project(hidden).view(heads).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rotations)
+        out = visit(queries, keys, values, **kwargs)
+        return self.o_proj(out.reshape(*hidden.shape[:-1], -1))
+
+
+class NanbeigeDecoderLayer(nn.Module):
+    """x + attention(n1(x)), then x + mlp(n2(x))."""
+
+    def __init__(self, config: NanbeigeConfig):
+        super().__init__()
+        self.self_attn = NanbeigeAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, visit: NanbeigeVisit, **kwargs) -> Tensor:
+        """Apply the layer in `visit`; (B, L, D) in and out."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), visit, **kwargs)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class NanbeigePreTrainedModel(PreTrainedModel):
+    """What both classes tell transformers."""
+
+    config_class = NanbeigeConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["NanbeigeDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+
+class NanbeigeModel(NanbeigePreTrainedModel):
+    """Embedding, the stack applied `config.num_loops` times, and the final norm."""
+
+    def __init__(self, config: NanbeigeConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(NanbeigeDecoderLayer(config) for _ in layers)
+        visits = range(config.num_loops * config.num_hidden_layers)
+        self.visits = nn.ModuleList(NanbeigeVisit(config, index) for index in visits)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        cache_position=None,
+        **kwargs,
+    ):
+        """Return the normed state after the last loop; arguments as of `LlamaModel.forward`."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        seen = 0
+        if past_key_values is not None:
+            self._grow(past_key_values)
+            seen = past_key_values.get_seq_length()
+        if cache_position is None:
+            cache_position = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)
+        asked = {
+            "config": self.config,
+            "input_embeds": hidden,
+            "inputs_embeds": hidden,
+            "attention_mask": attention_mask,
+            "cache_position": cache_position,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        mask = create_causal_mask(
+            **{name: value for name, value in asked.items() if name in _MASK_ARGUMENTS}
+        )
+        # Not before the mask, which would look for several documents in given positions.
+        position_ids = cache_position.unsqueeze(0) if position_ids is None else position_ids
+        rotations = self.rotary_emb(hidden, position_ids)
+        for index, visit in enumerate(self.visits):
+            layer = index % len(self.layers)
+            if index and layer == 0 and not self.config.skip_loop_final_norm:
+                hidden = self.norm(hidden)
+            hidden = self.layers[layer](
+                hidden,
+                visit,
+                rotations=rotations,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                cache_position=cache_position,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
+        )
+
+    def _grow(self, cache) -> None:
+        """Give a cache that was made for the layers one slot a visit."""
+        layers = cache.layers
+        if getattr(cache, "layer_class_to_replicate", None) is None and layers:
+            layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), len(self.visits)))
+
+
+class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
+    """`NanbeigeModel` with a language-model head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_rep"}  # noqa: RUF012
+
+    def __init__(self, config: NanbeigeConfig):
+        super().__init__(config)
+        self.model = NanbeigeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):
+        """Return logits and, with labels, the mean next-token loss; as `LlamaForCausalLM`."""
+        output = self.model(input_ids=input_ids, **kwargs)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values
+        )
+
+
+__all__ = ["NanbeigeForCausalLM", "NanbeigeModel", "NanbeigePreTrainedModel"]
