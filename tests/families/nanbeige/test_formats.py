@@ -129,7 +129,7 @@ def test_the_list_says_why_not(make_run, capsys):
             "--dtype=q8_0: format llama-unrolled has float32",
         ),
         ("gguff", {}, (), "--to=gguff is unknown; nearest: gguf"),
-        ("gguf", {"vocab_size": 290}, (), "has 300 tokens"),
+        ("gguf", {"vocab_size": 290}, (), "has 300 token ids"),
     ],
 )
 def test_models_that_a_format_cannot_hold_are_one_line(
