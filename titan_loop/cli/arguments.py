@@ -195,7 +195,8 @@ def _joined(page: str) -> str:
             parts.append("")
         elif len(line) - len(line.lstrip()) < 10:  # further in stand the texts of flags
             parts[-1:] = [" ".join([*parts[-1:], text]).strip()]
-    return "; ".join(part.rstrip(".:") for part in parts if part)
+    text = "; ".join(part.rstrip(".:") for part in parts if part)
+    return re.sub(r"^Error parsing (\S+): (?=\1\.)", "", text)  # the message names the field itself
 
 
 def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
