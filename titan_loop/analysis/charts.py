@@ -1,10 +1,8 @@
-"""Charts of `metrics.jsonl` that families add to `titan-loop plot` and `report`."""
+"""A chart of `metrics.jsonl` in `titan-loop plot` and `report`; families add their own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from titan_loop.plugins import find, names
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -22,10 +20,3 @@ class Chart(NamedTuple):
     text: str
     needs: Callable[[set[str]], bool]
     draw: Callable[[Records, Path], Path]
-
-
-def family_charts(records: Records) -> dict[str, Chart]:
-    """Return the registered charts that have something to draw, by name."""
-    keys = {key for record in records for key in record}
-    charts = {name: find("charts", name) for name in names("charts")}
-    return {name: chart for name, chart in charts.items() if chart.needs(keys)}

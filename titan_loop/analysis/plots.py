@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from titan_loop.analysis.charts import family_charts
+from titan_loop.analysis.charts import Chart, Records
 from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.drawing import (
     depth_colors,
@@ -28,6 +28,7 @@ from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.errors import UserError
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.evaluation.evals_log import HeldOutRecord, held_out_while_training
+from titan_loop.plugins import find, names
 from titan_loop.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -48,11 +49,7 @@ def plot_run(run_directory: RunDirectory) -> list[Path]:
             f"{str(run_directory.metrics_jsonl)!r} has no records; train the run before plotting it"
         )
     folder = run_directory.plots
-    paths = [plot_step_losses(records, folder / "loss_per_step.png")]
-    if steps_with(records, "exit/pmf_"):
-        paths.append(plot_exit_pmf(records, folder / "exit_pmf.png"))
-    for name, chart in family_charts(records).items():
-        paths.append(chart.draw(records, folder / f"{name}.png"))
+    paths = [chart.draw(records, folder / f"{name}.png") for name, chart in charts(records).items()]
     if held_out := held_out_while_training(run_directory):
         paths.append(plot_held_out(held_out, folder / "held_out.png"))
     if any(run_directory.evaluations.glob("depth-step-*.json")):
@@ -231,3 +228,40 @@ def plot_throughput(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         plain(axes)
     token_axis(wait_axes, tokens)
     return save_figure(figure, path)
+
+
+_CHARTS = {
+    "loss_per_step": Chart(
+        "Loss per recurrent step",
+        "Training cross entropy read out after each step; light is shallow, dark is deep. A step "
+        "that is worth its compute lies below the one before it.",
+        lambda keys: any(key.startswith("ce/step_") for key in keys),
+        plot_step_losses,
+    ),
+    "exit_pmf": Chart(
+        "Where tokens exit",
+        "The exit gate's mean distribution over steps, and the mean exit step.",
+        lambda keys: any(key.startswith("exit/pmf_") for key in keys),
+        plot_exit_pmf,
+    ),
+    "exit_entropy": Chart(
+        "Entropy of the exit distribution",
+        "Near the dashed line the gate does not decide at all; at 0 it has collapsed to one step.",
+        lambda keys: "exit/entropy_nats" in keys,
+        plot_entropy,
+    ),
+    "throughput": Chart(
+        "Throughput",
+        "Tokens per second between two records, and the share of the time that training waited "
+        "for data.",
+        lambda keys: "tokens_per_second" in keys,
+        plot_throughput,
+    ),
+}
+
+
+def charts(records: Records) -> dict[str, Chart]:
+    """Return the charts of training metrics that have something to draw; families' come last."""
+    keys = {key for record in records for key in record}
+    found = {**_CHARTS, **{name: find("charts", name) for name in names("charts")}}
+    return {name: chart for name, chart in found.items() if chart.needs(keys)}

@@ -10,19 +10,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan_loop.analysis.charts import family_charts
 from titan_loop.analysis.depth_plots import plot_depths, plot_task_depths
 from titan_loop.analysis.frontier import frontier_points, write_frontier
 from titan_loop.analysis.norm_plots import plot_norms
 from titan_loop.analysis.page import Section, page
-from titan_loop.analysis.plots import (
-    plot_entropy,
-    plot_exit_pmf,
-    plot_held_out,
-    plot_mixture,
-    plot_step_losses,
-    plot_throughput,
-)
+from titan_loop.analysis.plots import charts, plot_held_out, plot_mixture
 from titan_loop.analysis.recipe_plot import StageCurve, plot_recipe
 from titan_loop.analysis.report_tables import depth_rows, task_rows
 from titan_loop.errors import UserError
@@ -86,63 +78,38 @@ def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> 
 
 def _training(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> list[Section]:
     plots = run_directory.plots
-    keys = {key for record in records for key in record}
-    mixture = SavedRun(run_directory.path).mixture
-    held_out = held_out_while_training(run_directory)
-    norms = run_directory.read_norms()
-    candidates = [
-        (
-            any(key.startswith("ce/step_") for key in keys),
-            "Loss per recurrent step",
-            "Training cross entropy read out after each step; light is shallow, dark is deep. A "
-            "step that is worth its compute lies below the one before it.",
-            lambda: plot_step_losses(records, plots / "loss_per_step.png"),
-        ),
-        (
-            any(key.startswith("exit/pmf_") for key in keys),
-            "Where tokens exit",
-            "The exit gate's mean distribution over steps, and the mean exit step.",
-            lambda: plot_exit_pmf(records, plots / "exit_pmf.png"),
-        ),
-        (
-            "exit/entropy_nats" in keys,
-            "Entropy of the exit distribution",
-            "Near the dashed line the gate does not decide at all; at 0 it has collapsed to one "
-            "step.",
-            lambda: plot_entropy(records, plots / "exit_entropy.png"),
-        ),
-        (
-            bool(held_out),
-            "Held-out text while training",
-            "Bits per byte of every source, on the same windows each time.",
-            lambda: plot_held_out(held_out, plots / "held_out.png"),
-        ),
-        (
-            any(key.startswith("data/") and key.endswith("/tokens") for key in keys),
-            "Realised mixture",
-            "Share of each source in the tokens read so far; dashed: what was asked for.",
-            lambda: plot_mixture(records, mixture, plots / "mixture.png"),
-        ),
-        (
-            "tokens_per_second" in keys,
-            "Throughput",
-            "Tokens per second between two records, and the share of the time that training "
-            "waited for data.",
-            lambda: plot_throughput(records, plots / "throughput.png"),
-        ),
-        (
-            bool(norms),
-            "Norms by layer and recurrent step",
-            "States and gradients that grow towards one corner show where a spike would begin; the "
-            "curves have the gradient of every layer's weights, and its update relative to them.",
-            lambda: plot_norms(norms, plots / "norms.png"),
-        ),
-    ]
-    sections = [Section(title, text, draw()) for there, title, text, draw in candidates if there]
-    return sections + [
+    sections = [
         Section(chart.title, chart.text, chart.draw(records, plots / f"{name}.png"))
-        for name, chart in family_charts(records).items()
+        for name, chart in charts(records).items()
     ]
+    if held_out := held_out_while_training(run_directory):
+        sections.append(
+            Section(
+                "Held-out text while training",
+                "Bits per byte of every source, on the same windows each time.",
+                plot_held_out(held_out, plots / "held_out.png"),
+            )
+        )
+    if any(key.startswith("data/") and key.endswith("/tokens") for r in records for key in r):
+        mixture = SavedRun(run_directory.path).mixture
+        sections.append(
+            Section(
+                "Realised mixture",
+                "Share of each source in the tokens read so far; dashed: its weight.",
+                plot_mixture(records, mixture, plots / "mixture.png"),
+            )
+        )
+    if norms := run_directory.read_norms():
+        sections.append(
+            Section(
+                "Norms by layer and recurrent step",
+                "States and gradients that grow towards one corner show where a spike would begin; "
+                "the curves have the gradient of every layer's weights, and its update relative to "
+                "them.",
+                plot_norms(norms, plots / "norms.png"),
+            )
+        )
+    return sections
 
 
 def _decisions(run_directory: RunDirectory) -> list[Section]:
