@@ -1,4 +1,4 @@
-"""Activation checkpointing by recurrent step, and by layer with what is kept on the host.
+"""Activation checkpointing by recurrent step, and by layer with inputs kept on the host.
 
 | policy | kept for the backward pass | recomputed |
 |---|---|---|
@@ -8,9 +8,9 @@
 | `recurrent-step` | the state after every recurrent step: R states | N layers at a time |
 | `recurrent-step` with `layers=full` | R states | N inputs of layers, then a layer at a time |
 
-The first two are torchtitan's. By step pays where R·N states are too many: `layers=full` keeps
-R + N of them instead, for one more forward pass of the stack than `full`. `full-offload` keeps none
-of them on the GPU, for a copy of each state to the host and back.
+The first two are torchtitan's. Checkpointing by step pays where R·N states are too many:
+`layers=full` keeps R + N of them, for one more forward pass of the stack than `full`.
+`full-offload` keeps none on the GPU, for a copy of each state to the host and back.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ class RecurrentStepAC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        """What happens to the layers of the step that is being recomputed."""
+        """Checkpointing of layers within a step that is recomputed."""
 
         layers: Literal["none", "full"] = "none"
         """full keeps only each layer's input while the step is recomputed, and recomputes the layer
@@ -75,11 +75,10 @@ def _recompute(part: Part, *, random: bool) -> Part:
 
 
 class FullOffloadAC(FullAC):
-    """Recompute a layer at a time, from inputs that wait in the host's memory.
+    """Recompute a layer at a time, from inputs kept in the host's memory.
 
-    The copies are asynchronous, to and from pinned memory, but in the stream that computes, so each
-    delays it. Nothing but the states is moved: weights, rotations and masks stay. Never run on a
-    GPU by this project yet.
+    The copies are asynchronous, to and from pinned memory, but in the compute stream, so each
+    delays it. Only states are moved: weights, rotations and masks stay. Never run on a GPU here.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,8 +92,8 @@ class FullOffloadAC(FullAC):
 class _OffloadedLayer(OffloadWrapper):
     """A checkpointed layer whose input is saved on the host.
 
-    A compiled graph saves tensors of its own choice, weights among them, so what is compiled is the
-    layer inside the checkpoint.
+    A compiled graph chooses which tensors it saves, weights among them, so the layer inside of the
+    checkpoint is compiled, not the checkpoint.
     """
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -111,13 +110,13 @@ def check_recomputation(
     """Refuse a policy where it cannot work.
 
     Args:
-        config: The policy.
-        parallelism: Degrees asked for.
+        config: Policy; None for none.
+        parallelism: Degrees of parallelism.
         draws: Whether the layers draw random numbers.
 
     Raises:
         UserError: States to be offloaded are split by tensor parallelism, or random numbers would
-            be others when they are drawn again.
+            differ when they are drawn again.
     """
     if draws and config is not None and not config.preserve_rng_state:
         raise UserError(

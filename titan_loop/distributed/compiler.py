@@ -1,7 +1,7 @@
-"""A check that `torch.compile` can run, and a folder that keeps its work for later starts.
+"""Checks that `torch.compile` can run, and keeps its results for later starts.
 
-Inductor calls a C++ compiler, on CUDA Triton a C compiler. Compiled graphs and kernels are found
-again by their content, so one folder serves the ranks of a node and all stages of a recipe.
+Inductor calls a C++ compiler, Triton on CUDA a C compiler. Compiled graphs and kernels are keyed by
+their content, so one folder serves the ranks of a node and all stages of a recipe.
 """
 
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Return what `torch.compile` looks for and does not find here, or None.
+    """Return the compiler that `torch.compile` lacks, as the end of a message; None if it is here.
 
-    Looks where inductor (`config.cpp.cxx`) and Triton (`triton.runtime.build`) look: a compiler
-    named in the environment is the only one they try.
+    Inductor (`config.cpp.cxx`) and Triton (`triton.runtime.build`) try no other compiler than the
+    one named in the environment, if there is one.
 
     Args:
         device_type: "cpu" or "cuda".
@@ -33,14 +33,14 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def keep_compiled_code(folder: Path) -> None:
-    """Let a later start find what this one compiles, instead of compiling it again.
+    """Let a later start reuse compiled code.
 
-    torch's own default is below the machine's temporary folder, which a reboot empties. That is
-    where a run on several nodes keeps it: hundreds of ranks that write thousands of small files
-    would be slow on a shared disk. TORCHINDUCTOR_CACHE_DIR, if set, decides.
+    torch keeps it in the machine's temporary folder, which a reboot empties. A run on several nodes
+    leaves it there: hundreds of ranks that write thousands of small files would be slow on a shared
+    disk. TORCHINDUCTOR_CACHE_DIR, if set, decides.
 
     Args:
-        folder: Made by torch when it compiles something; for a run on one node.
+        folder: Folder for a run on one node; torch makes it.
     """
     ranks = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if next(ranks) == next(ranks):
@@ -48,7 +48,7 @@ def keep_compiled_code(folder: Path) -> None:
 
 
 def forget_compiled_stage() -> None:
-    """Let the next stage compile as in a process of its own; the folder of compiled code is kept.
+    """Let the next stage compile as if in a new process; the folder of compiled code stays.
 
     Dynamo counts the recompilations of a layer's code over the whole process and fails at the
     eighth (`recompile_limit`); stages that differ in window, width or trained weights reach it.

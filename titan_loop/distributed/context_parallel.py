@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share a window, each computes its queries against all keys.
+"""Context parallelism: ranks share a window; each computes its queries against all keys.
 
     window   0 1 2 3 4 5 6 7      2·n chunks for n ranks
     rank 0   0             7      a chunk from the front and one from the back, so that causal
@@ -7,10 +7,10 @@
 
 Everything but attention works on a token at a time and needs no change. Before attention the
 rotated keys and values of all ranks are gathered; the backward pass reduces their gradients back to
-the ranks they came from. Gathered keys stand in the order of the ranks, and the mask is built from
-the positions of the whole window, so that it knows which document and place each of them has. The
-kernel below stays as it is. SDPA is tested against one process on gloo; of Flex, CUDA's kernel,
-only the mask is, on CPU: it was never run on a GPU by this project yet.
+the ranks they came from. Gathered keys are in the order of the ranks, and the mask is built from
+the positions of the whole window, which tell the document and place of each key. The kernel itself
+does not change. SDPA is tested against one process on gloo; Flex, CUDA's kernel, never ran on a GPU
+here, and only its mask is tested.
 
 Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
 """
@@ -35,12 +35,7 @@ from titan_loop.models.decoder import LoopDecoder
 def check_context_parallelism(
     parallelism: ParallelismConfig, *, seq_len: int, attention: str
 ) -> None:
-    """Refuse what context parallelism cannot do; nothing to check at degree 1.
-
-    Args:
-        parallelism: Degrees asked for.
-        seq_len: Tokens of a whole window.
-        attention: `model.attention`.
+    """Refuse settings that context parallelism does not support; degree 1 supports all.
 
     Raises:
         UserError: The window does not divide, or the kernel or SPMD backend does not support it.
@@ -76,13 +71,13 @@ def check_context_parallelism(
 def window_share(
     seq_len: int, *, degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> WindowShare:
-    """Return which tokens of a window `rank` computes, and in which order all keys arrive.
+    """Return the indices of the queries of `rank`, and of all keys in the order of arrival.
 
     Args:
         seq_len: L, a multiple of 2 × `degree`.
-        degree: Ranks that share a window.
-        rank: This one, from 0.
-        device: Where the indices live.
+        degree: Number of ranks that share a window.
+        rank: Rank among them, from 0.
+        device: Device of the indices.
     """
     chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     shares = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(degree)]
@@ -112,7 +107,7 @@ class SharedWindowAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The kernel; its placements are the wrapper's, since heads are split before the gather."""
+        """The kernel; the wrapper has its placements, since heads are split before the gather."""
 
         kernel: Module.Config
 
@@ -133,11 +128,11 @@ class SharedWindowAttention(Module):
 def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None:
     """Let every layer's attention kernel see the keys and values of all ranks of `group`.
 
-    To be called before tensor parallelism places the kernels, so that each sees one rank's heads.
+    Call it before tensor parallelism places the kernels, so that each sees one rank's heads.
 
     Args:
         model: Changed in place; kernels have no parameters and are built anew.
-        group: The ranks that share a window.
+        group: Ranks that share a window.
     """
     for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
         attention = layer.get_submodule("attention")

@@ -1,4 +1,4 @@
-"""Memory and peaks of the GPUs a plan can be made for, from the vendors' data sheets."""
+"""Memory and peak FLOP/s of the GPUs that `plan` knows, from the vendors' data sheets."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Device:
     """One GPU.
 
     Attributes:
-        memory_bytes: As its driver reports it, a little less than the name says.
+        memory_bytes: Memory that the driver reports, a little less than the name says.
         peak_flops: Dense bf16 FLOP/s, without sparsity.
         fp32_peak_flops: FLOP/s in fp32; torch uses TF32 only where told to.
     """

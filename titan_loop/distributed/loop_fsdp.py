@@ -104,12 +104,12 @@ def shard_units(
     Args:
         model: Changed in place.
         mesh: Data-parallel mesh; two-dimensional for HSDP.
-        mesh_dims: Which of its axes shard and replicate; None if all of them do.
-        mixed_precision: For all units but those that compute in fp32.
-        offload: Where sharded parameters live.
+        mesh_dims: Axes that shard and that replicate; None for all.
+        mixed_precision: Policy of the units that do not compute in fp32.
+        offload: Device of the sharded parameters.
         reshard_after_forward: torchtitan's `parallelism.fsdp_reshard_after_forward`.
-        hold_layers: Keep the units that are visited R times gathered until `reshard_units`.
-        fp32_visit_sum: Sum the contributions of the visits in fp32.
+        hold_layers: Keep units that are visited R times gathered until `reshard_units`.
+        fp32_visit_sum: Sum the visits' gradients in fp32.
     """
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
@@ -155,9 +155,6 @@ def reshard_units(model: nn.Module) -> None:
     Call it after the last backward pass of a training step and before reading gradients: under
     `per_step` the layers' `.grad` is None until this call. It does nothing for units that are
     sharded already, or for a model without FSDP.
-
-    Args:
-        model: All of its units are resharded.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -165,12 +162,12 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _hold_visited_units(model: LoopDecoder, units: Sequence[Unit]) -> None:
-    """Keep what all R steps use through the backward pass, too, and gather it one unit ahead."""
+    """Keep revisited units gathered through the backward pass, too, and gather one unit ahead."""
     for unit in units:
         if unit.is_revisited:
             _fsdp(unit).set_reshard_after_backward(False, recurse=False)
     held = [_fsdp(unit) for unit in units if unit.place == "step"]
-    # Only the first visit has anything to gather; at all others these prefetches do nothing.
+    # Only the first visit gathers; at all others these prefetches do nothing.
     _as_fsdp(model).set_modules_to_forward_prefetch([_as_fsdp(model.tok_embeddings), held[0]])
     for unit, following in pairwise(held):
         unit.set_modules_to_forward_prefetch([following])
@@ -200,13 +197,12 @@ def _sum_visits_in_fp32(model: LoopDecoder, units: Sequence[Unit], *, hold_layer
 
 
 def _reshard_without_backward(module: nn.Module, inputs: Any, output: Any) -> None:
-    """Free what a pass without gradients gathered: no backward pass will do it."""
+    """Free weights that a pass without gradients gathered, since no backward pass will."""
     if not torch.is_grad_enabled():
         reshard_units(module)
 
 
 def _fsdp(unit: Unit) -> FSDPModule:
-    """Return what FSDP's settings of a unit are made on."""
     return _as_fsdp(unit.modules[0])
 
 

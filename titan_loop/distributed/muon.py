@@ -18,8 +18,8 @@ as many elements as a rank holds of all matrices, twice: less than gathering any
 Owners are packed so that their products cost about the same. Replicas of HSDP each do all of this
 with the same numbers.
 
-In bfloat16 the iteration, and only it, differs by up to 1 % between two layouts of ranks, since a
-rounding of the gradient flips bits; in float32 all layouts agree as well as AdamW's do.
+In bfloat16 the iteration alone differs by up to 1 % between two layouts of ranks, since rounded
+gradients flip bits; in float32 all layouts agree as well as they do with AdamW.
 
 Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv
 2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.
@@ -47,7 +47,7 @@ class Muon(torch.optim.Muon):
 
     Args:
         params: Parameter groups, with the settings of `torch.optim.Muon`.
-        dtype: What the iteration and the exchanges compute in.
+        dtype: Dtype of the iteration and the exchanges.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
@@ -135,14 +135,14 @@ class _Region(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Which ranks hold a matrix together, and the part of each of a row."""
+    """Ranks that hold a matrix together, and the part of each rank of a row."""
 
     table: RankTable
     regions: list[_Region]
 
 
 def layout(matrix: Tensor) -> Layout:
-    """Return where a matrix is: it follows from mesh and placements, without communication."""
+    """Return the ranks and parts of a matrix, from mesh and placements alone."""
     if not isinstance(matrix, DTensor):
         return Layout(((0,),), [_Region(0, 0, *matrix.shape)])
     mesh, placements = matrix.device_mesh, matrix.placements
@@ -161,11 +161,11 @@ def layout(matrix: Tensor) -> Layout:
 
 
 class MatrixOwners:
-    """Which rank owns which matrix, and how parts come to it and back.
+    """The owner of every matrix, and the exchanges of parts with it.
 
     Args:
-        held: Parameters and the parts that the ranks of a row of `table` hold of them; the same
-            order on every rank.
+        held: Parameters, and their parts on the ranks of a row of `table`; the same order on
+            every rank.
         table: From `layout`.
     """
 
@@ -192,7 +192,7 @@ class MatrixOwners:
         function: Callable[[Tensor, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Apply a function of whole matrices to what is there in parts; collective.
+        """Apply a function of whole matrices to matrices in parts; collective.
 
         Args:
             write: Called with each matrix that has a gradient and this rank's part, to be filled.
@@ -232,7 +232,7 @@ class MatrixOwners:
     def _buffer(
         self, pieces: list[tuple[int, int]], dtype: torch.dtype
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return a flat buffer for the parts that ranks hold of matrices, and a view of each."""
+        """Return a flat buffer for parts, each a rank and a matrix, and a view of each."""
         regions = [self._regions[rank][index] for rank, index in pieces]
         sizes = [region.size for region in regions]
         flat = torch.empty(sum(sizes), dtype=dtype, device=self._matrices[0].device)
@@ -255,13 +255,13 @@ class MatrixOwners:
 
 
 _groups: dict[RankTable, tuple[Any, Any]] = {}
-"""Of earlier stages: the group of all ranks at that time, and that of this rank's row."""
+"""Groups of earlier stages: table → the group of all ranks at that time, and of this row."""
 
 
 def _group_of(matrix: Tensor, table: RankTable) -> Any:
     """Return the group of this rank's row: the mesh's where one of its dimensions cuts the matrix.
 
-    torchtitan sets the timeout of a mesh's groups; another group starts with that of all ranks.
+    torchtitan sets the timeout of a mesh's groups; any other group gets the world group's.
     """
     assert isinstance(matrix, DTensor)
     cut = [axis for axis, place in enumerate(matrix.placements) if not place.is_replicate()]

@@ -3,9 +3,9 @@
 Every unique layer stands once in `model.layers`, so each of these sees a weight once, although it
 is visited R times. The decoder lists its FSDP units: for Ouro the embedding, each layer, norm and
 exit gate in fp32, and the head. Upstream groups norm and head; here the norm runs after every
-recurrent step and the head only in the loss. What is gathered when is decided in `loop_fsdp.py`.
-When only the gate trains, the rest is frozen before FSDP sees it, so that nothing of it is ever
-reduced.
+recurrent step and the head only in the loss. `loop_fsdp.py` decides when each unit is gathered.
+When only the gate trains, the rest is frozen before FSDP sees it, so FSDP never reduces its
+gradients.
 """
 
 import os
@@ -46,19 +46,11 @@ def check_parallelism(
     seq_len: int,
     attention: str = "auto",
 ) -> None:
-    """Refuse what cannot work, before any process group exists.
-
-    Args:
-        parallelism: Degrees asked for.
-        world_size: Ranks there are.
-        n_heads: Query heads of the model.
-        n_kv_heads: Key-value heads of the model.
-        seq_len: Window length.
-        attention: `model.attention`.
+    """Refuse a layout that cannot work, before any process group exists.
 
     Raises:
-        UserError: A degree is not supported yet, does not divide what it splits, or the degrees do
-            not multiply to the world size.
+        UserError: A degree is not supported, does not divide heads or window, or the degrees do not
+            multiply to the world size.
     """
     for name in ("pipeline", "expert"):
         degree = getattr(parallelism, f"{name}_parallel_degree")
@@ -129,12 +121,12 @@ def parallelize_loop_decoder(
         model: Changed in place.
         parallel_dims: Meshes.
         training: Dtypes and offloading.
-        parallelism: SPMD backend and FSDP policy.
-        compile_config: Whether each layer is compiled.
+        parallelism: SPMD backend, and when FSDP reshards.
+        compile_config: Compilation of each layer.
         ac_config: Activation checkpointing policy; None for none.
-        dump_folder: Where a policy may write debugging output.
-        fsdp: What FSDP keeps gathered between visits; None takes the defaults. Under a policy that
-            holds layers, call `reshard_units` after the last backward pass of every step.
+        dump_folder: Folder for a policy's debugging output.
+        fsdp: FSDP policy between visits; None takes the defaults. Under a policy that holds layers,
+            call `reshard_units` after the last backward pass of every step.
         trainable: "exit_gate" freezes everything else, which then keeps no activations to
             checkpoint.
 
@@ -168,7 +160,7 @@ def parallelize_loop_decoder(
         warn_together(logger, "fsdp.fp32_visit_sum has no effect: layers compute in fp32 as it is")
     alone = parallel_dims.world_size == 1 and param_dtype == TORCH_DTYPE_MAP[training.dtype]
     if alone and not training.enable_cpu_offload:
-        return model  # nothing to shard or to cast: spare the copies FSDP makes even at size 1
+        return model  # nothing to shard or cast, and FSDP copies even at size 1
     if fsdp.policy == "auto":
         fsdp, reason = fsdp.decided(
             sizes,
@@ -182,7 +174,7 @@ def parallelize_loop_decoder(
 
 
 def _check_placements(model: LoopDecoder) -> None:
-    """Refuse parameters whose placement no sub-module declares: they would stay plain tensors."""
+    """Refuse parameters without a declared placement, which would stay plain tensors."""
     undeclared = [
         f"{path}.{name}".removeprefix(".")
         for path, module in model.named_modules()
@@ -239,7 +231,7 @@ def _apply_fsdp(
 
 
 def _smallest_device_bytes() -> int:
-    """Return the memory of the smallest device, equal on all ranks, whose gathers have to match."""
+    """Return the memory of the smallest device: all ranks must decide alike."""
     device = titan_utils.get_local_device()
     available = titan_utils.device_module.get_device_properties(device).total_memory
     if compat.device_type() == "cpu":

@@ -1,7 +1,7 @@
 """The streamed readout under tensor parallelism: every rank holds a slice of the vocabulary.
 
-The slices are those of Shard(0): equal numbers of rows rounded up, the last ones shorter. Softmax
-needs two all-reduces a chunk: the largest logit, then the sums and the label's logit together.
+The slices are Shard(0): equal numbers of rows rounded up, the last ones shorter. Softmax needs two
+all-reduces a chunk: the largest logit, then the sums and the label's logit together.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ class SlicedVocabulary(Vocabulary):
 
     Args:
         rows: Number of rows of the whole head.
-        group: Ranks that share them.
+        group: Ranks that share the rows.
 
     Raises:
         UserError: A rank would be left without a row.
@@ -49,12 +49,12 @@ class SlicedVocabulary(Vocabulary):
         """Return this rank's rows, and states whose gradient is a partial sum.
 
         Each rank's gradient covers its slice of the vocabulary. Nothing is reduced here: a DTensor
-        says Partial and `spmd_types` defines the gradient of a tensor typed R as P, so with both
-        backends the redistribution that made the state replicated adds the slices up.
+        says Partial and `spmd_types` defines the gradient of a tensor typed R as P, so under both
+        backends the redistribution that replicated the state also sums the gradients.
         """
         hidden_RBLD = tuple(hidden_RBLD)
         if isinstance(head_weight_VD, DTensor):
-            # A weight still sharded over data-parallel ranks means that FSDP's hooks were bypassed.
+            # A weight that is still sharded over data-parallel ranks has bypassed FSDP's hooks.
             assert head_weight_VD.placements == (Shard(0),), f"got {head_weight_VD.placements}"
             head_weight_VD = head_weight_VD.to_local()
             hidden_RBLD = tuple(map(_local_hidden, hidden_RBLD))
@@ -72,7 +72,7 @@ class SlicedVocabulary(Vocabulary):
         return stacked.unbind()
 
     def gather_kept(self, id_CK: Tensor, value_CK: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-        """Return ids and values of all slices, in one collective; ids fit any float of 24 bits."""
+        """Return ids and values of all slices, in one collective; 24 bits of a float hold an id."""
         missing = min(kept, self._rows_per_rank) - id_CK.shape[-1]
         pair_C2K = torch.stack(
             (

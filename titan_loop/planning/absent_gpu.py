@@ -1,9 +1,9 @@
-"""Ranks and a GPU that are not there, for one process that goes through the motions of a rank.
+"""Stands in for a cluster's ranks and GPUs, so that one CPU process can act as rank 0.
 
     process group   torch's fake one: of any size, every collective returns at once
     tensors         FakeTensorMode: shapes and dtypes without values
-    device          tensors say "cpu", configs are those of CUDA (`compat.assuming`), and what
-                    CUDA would run instead of the CPU's kernels is put in their place below
+    device          tensors say "cpu", configs have CUDA's defaults (`compat.assuming`), and
+                    CUDA's kernels replace the CPU's below
 
 A CPU build of torch cannot run autograd on fake CUDA tensors, hence the third line.
 """
@@ -38,17 +38,17 @@ from titan_loop.training.verdict import StepVerdict
 def absent_gpu(
     cluster: Cluster, build_mask: Callable[..., Any] = torch_flex.create_block_mask
 ) -> Iterator[None]:
-    """Let this process be rank 0 of a cluster, until the end of the block.
+    """Make this process rank 0 of a cluster until the end of the block.
 
     Args:
-        cluster: Its size and the memory of its GPUs.
+        cluster: Number of ranks, and the memory of a GPU.
         build_mask: Called instead of the compiled `create_block_mask`.
 
     Raises:
-        UserError: This process has ranks already.
+        UserError: This process belongs to a process group already.
     """
     if dist.is_initialized():
-        raise UserError("--rehearse needs a process of its own: start it without torchrun")
+        raise UserError("a rehearsal needs a process of its own: start it without torchrun")
     gpu = _Gpu(cluster.gpu.memory_bytes)
     composite, new_group, layout = F.rms_norm, dist.new_group, muon.layout
 
@@ -60,7 +60,7 @@ def absent_gpu(
         return _fused_rms_norm(input, weight)[0]
 
     def layout_of_meshes(matrix: Tensor) -> muon.Layout:
-        with unset_fake_temporarily():  # meshes are tensors whose values count
+        with unset_fake_temporarily():  # it reads the values of meshes
             return layout(matrix)
 
     replacements: list[tuple[Any, str, Any]] = [
@@ -68,10 +68,10 @@ def absent_gpu(
         (dist, "new_group", lambda *args, **options: new_group(*args, **options | _FAKE)),
         (F, "rms_norm", rms_norm),
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
-        (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it looks at values
+        (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (muon, "layout", layout_of_meshes),
-        (StepVerdict, "read", lambda verdict: (True, False)),  # finite, and nobody asks to stop
-        # Flex: no check for a GPU, and nothing handed to inductor, whose kernels need one.
+        (StepVerdict, "read", lambda verdict: (True, False)),  # finite, no request to stop
+        # Flex: skip the check for a GPU, and inductor, whose kernels need one.
         (torch_flex, "_validate_device", lambda *tensors: None),
         (titan_attention, "_compiled_create_block_mask", build_mask),
         (titan_attention.FlexAttention, "_compiled_flex_attn", torch_flex.flex_attention),
@@ -79,11 +79,11 @@ def absent_gpu(
     ]
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # of DTensor and FSDP, about fake tensors on a CPU
+        warnings.simplefilter("ignore")  # DTensor and FSDP warn of fake tensors on a CPU
         stack.enter_context(compat.assuming("cuda"))
         for owner, name, replacement in replacements:
             stack.enter_context(_replaced(owner, name, replacement))
-        # As torchtitan does where it makes the process group.
+        # As torchtitan does when it makes the process group.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
         stack.callback(dist.destroy_process_group)
@@ -118,7 +118,7 @@ class _Gpu(compat.CpuDevice):
         return SimpleNamespace(name="GPU", total_memory=self._memory_bytes)
 
 
-# On a CPU, `F.rms_norm` is several operations that keep other tensors than CUDA's one kernel does.
+# On a CPU, `F.rms_norm` is several operations, which save more tensors than CUDA's one kernel.
 
 
 @torch.library.custom_op("titan_loop::fused_rms_norm", mutates_args=())

@@ -1,4 +1,4 @@
-"""The worth of a stage's recurrent steps, by a scaling law that was fitted to smaller runs.
+"""Predicts the worth of a stage's recurrent steps from a scaling law fitted to smaller runs.
 
     stage as planned            R visits of the looped parameters
     the same parameters         at R = 1
@@ -25,11 +25,11 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class FittedWorth:
-    """The joint law of a study, and the points it was fitted to.
+    """The joint law of a study, and the range of its points.
 
     Attributes:
         fit: The law with its coefficients.
-        range: Smallest and largest fitted value of parameters, tokens and recurrent_steps.
+        range: Smallest and largest value of parameters, tokens and recurrent_steps.
     """
 
     fit: Fit
@@ -58,17 +58,14 @@ def read_fit(path: Path) -> FittedWorth:
 def worth_lines(worth: FittedWorth, needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     """Return predicted nats and GPU-days of every stage with loops, without, and unrolled.
 
-    Args:
-        worth: The fitted law.
-        needs: Needs of each stage.
-        cluster: What they were planned for.
+    The gate alone changes no prediction, so stages that train only the gate have no row.
     """
     phi = worth.fit.values["phi"]
     rows = [["stage", "model", "parameters", "R", "nats per token", "GPU-days"]]
     outside: set[str] = set()
     for need in needs:
         if need.config.trainable != "all":
-            continue  # the gate alone changes no prediction
+            continue
         total = sum(unit.parameters() for unit in need.units)
         looped = sum(unit.parameters() for unit in need.units if unit.unit.is_looped)
         steps, flops, once = need.mean_recurrent_steps, need.flops_per_token, need.flops_at_one

@@ -1,4 +1,4 @@
-"""Windows of made-up tokens, for rehearsing a stage whose data are not on this machine."""
+"""Windows of zeros, to rehearse a stage whose data are not on this machine."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,11 +13,11 @@ from titan_loop.data.load.windows import Window
 
 
 class MadeUpWindows(GlobalBatchLoader):
-    """Has the batches of another loader, by their shapes."""
+    """A loader of zeros in the shapes of another loader's batches."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GlobalBatchLoader.Config):
-        """Whose batches, and how many different tokens there are in them."""
+        """The other loader, and the size of the vocabulary."""
 
         instead_of: GlobalBatchLoader.Config
         vocab_size: int = 0

@@ -4,7 +4,7 @@
     ─► a short step, which compiles and makes moments ─► a step that is measured
     ─► a short held-out pass ─► a checkpoint's plan ─► compiled code is forgotten: the next stage
 
-What breaks here would break in the queue. What it measures is kept by `measured_step.py`.
+A failure here would be a failure in the queue. `measured_step.py` keeps the results.
 """
 
 import gc
@@ -56,7 +56,7 @@ class Rehearsed:
     """The rehearsal of one stage.
 
     Attributes:
-        needs: The stage.
+        needs: Needs of the stage.
         measured: The measured step; None if the stage was not assembled.
         fault: The reason in one line; empty if it was assembled.
         like: "as STAGE" if that was rehearsed in its place, `KEPT` for the result of an earlier
@@ -74,7 +74,7 @@ class Rehearsed:
 def rehearse(
     planned: Sequence[StageNeeds], cluster: Cluster, *, anew: bool = False
 ) -> Iterator[Rehearsed]:
-    """Go through the planned stages; one after the other in this process, as training would.
+    """Assemble the planned stages one after the other in this process, as training would.
 
     A stage that differs from an earlier one, or from one of an earlier command, in nothing that a
     rehearsal sees has its result.
@@ -87,9 +87,6 @@ def rehearse(
 
     Yields:
         Every stage's rehearsal, in order.
-
-    Raises:
-        UserError: This process is a rank of a launcher.
     """
     done: dict[str, Rehearsed] = {}
     for needs in planned:
@@ -130,7 +127,7 @@ def _rehearsed(needs: StageNeeds, cluster: Cluster) -> Rehearsed:
     try:
         with tempfile.TemporaryDirectory() as folder:
             measured = _rehearse(needs, cluster, folder)
-    except Exception as error:  # whatever breaks is what was looked for
+    except Exception as error:  # a failure of any kind is a result
         fault = _one_line(error)
     seconds = time.process_time() - began
     return Rehearsed(needs=needs, measured=measured, fault=fault, cpu_seconds=seconds)
@@ -146,7 +143,7 @@ def _rehearse(needs: StageNeeds, cluster: Cluster, folder: str) -> MeasuredStep:
     meter = StepMeter(fake_mode)
 
     def build_mask(*args: Any, **options: Any) -> Any:
-        with meter.paused():  # the compiled function holds no mask of all queries and keys
+        with meter.paused():  # the compiled function never holds the whole mask
             return create_block_mask(*args, **options)
 
     with absent_gpu(cluster, build_mask), ExitStack() as faking:
@@ -156,7 +153,7 @@ def _rehearse(needs: StageNeeds, cluster: Cluster, folder: str) -> MeasuredStep:
         spread = spec.parallelize_fn
 
         def spread_then_fake(model: Any, **options: Any) -> Any:
-            model = spread(model, **options)  # meshes read values, so that comes before
+            model = spread(model, **options)  # it reads values of meshes, so it is not faked
             faking.enter_context(fake_mode)
             faking.enter_context(meter)
             return model
@@ -192,7 +189,8 @@ def _one_step(
     peak_bytes, moved = meter.peak_bytes, meter.moved
     meter.reset()
 
-    depths = sorted({min(_FEW_STEPS, depth) for depth in (*config.held_out.depths, deepest)})
+    few = min(_FEW_STEPS, run.model.most_steps or _FEW_STEPS)
+    depths = sorted({min(few, depth) for depth in (*config.held_out.depths, deepest)})
     columns_ = config.dataloader.columns()
     trainer.model.eval()
     with trainer.train_context():
@@ -202,7 +200,7 @@ def _one_step(
 
     planner = DefaultSavePlanner()
     planner.set_up_planner(trainer.checkpointer.tensors(), is_coordinator=True)
-    with unset_fake_temporarily():  # it computes places in the whole tensors
+    with unset_fake_temporarily():  # the planner computes offsets from values
         writes = [item.tensor_data for item in planner.create_local_plan().items]
     return MeasuredStep(
         micro_batches=micro_batches,
@@ -227,7 +225,7 @@ def _since(before: Mapping[str, Moved], moved: Mapping[str, Moved]) -> dict[str,
 
 
 class _Rehearsing(LoopTrainer):
-    """Locks no folder: nobody else trains in a temporary one."""
+    """Locks no folder, since its run directory is temporary."""
 
     def init_distributed(self) -> ParallelDims:
         self.run_lock = None
@@ -242,7 +240,7 @@ def _without_files(needs: StageNeeds, folder: str) -> LoopTrainer.Config:
     config.dataloader = MadeUpWindows.Config(instead_of=config.dataloader, vocab_size=vocab_size)
     config.checkpoint.carry.parent = config.checkpoint.remote = ""
     config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
-    config.stability = StabilityConfig()  # it reads values
+    config.stability = StabilityConfig()  # its verdicts read values
     config.profiler.enable_profiling = config.profiler.enable_memory_snapshot = False
     config.training.disable_cuda_graphs = True
     config.compile.backend = "aot_eager"

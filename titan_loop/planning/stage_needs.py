@@ -58,7 +58,7 @@ class StageNeeds:
         states: Bytes of weights, gradients and moments on one rank.
         gpu_flops: Peak FLOP/s of one GPU in the precision of the forward pass.
         gpu_days: GPU-days of the whole cluster.
-        data: Whether the stage's data are here and last.
+        data: "enough", "too little" or "not here".
         refusals: Reasons why the stage cannot run, each with a fix.
     """
 
@@ -93,10 +93,10 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     """Compute what every stage of a recipe needs.
 
     Args:
-        recipe: Made under `compat.assuming("cuda")`, so that its defaults are those of a GPU; its
-            data need not be there.
+        recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
+            not be here.
         cluster: The cluster to run on.
-        only: Name of one stage to plan alone.
+        only: Name of the only stage to plan; None for all.
 
     Raises:
         UserError: As `stage_needs`, with the name of the stage.
@@ -117,10 +117,9 @@ def stage_needs(
 
     Args:
         name: Name of the stage.
-        config: Config of its run, not resolved: the data need not be there.
+        config: Config of its run, not resolved: the data need not be here.
         cluster: The cluster to run on.
-        recipe: The recipe of the stage, to ask what it can take over from its parent; None for a
-            run alone.
+        recipe: The recipe of the stage, for checks against its parent; None for a run alone.
 
     Raises:
         UserError: A value, the architecture or a schedule is wrong by itself, on any cluster.
@@ -131,31 +130,21 @@ def stage_needs(
     refusals += _setting_refusals(name, config, model, recipe, has_data=data == "enough")
     unfit = _layout_refusals(config, model, cluster.ranks)
     refusals += unfit
-    if not unfit:  # else the ranks are split in no way that could be judged
+    if not unfit:  # else the ranks' shares are undefined
         refusals += map(str, batch_refusals(config, cluster.ranks))
-    parallel, training, units = config.parallelism, config.training, unit_sizes(model)
-    tensor_parallel, replicas = (
-        parallel.tensor_parallel_degree,
-        parallel.data_parallel_replicate_degree,
-    )
+    training, parallel, gpu = config.training, config.parallelism, cluster.gpu
+    units, states = unit_sizes(model), _states(config, model, cluster.ranks)
+    refusals += _states_refusals(config, states, gpu)
     compute_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     fsdp, _ = config.fsdp.decided(
-        units, parallel, compute_bytes=compute_bytes, device_bytes=cluster.gpu.memory_bytes
+        units, parallel, compute_bytes=compute_bytes, device_bytes=gpu.memory_bytes
     )
-    states = state_bytes(
-        model,
-        shards=max(1, cluster.ranks // (replicas * tensor_parallel)),
-        tensor_parallel=tensor_parallel,
-        trainable=config.trainable,
-        muon=config.optimizer.name == "muon",
-        averaged=config.ema.decay > 0,
-    )
-    refusals += _states_refusals(config, states, cluster.gpu)
     sizes = batch_sizes(config.batch, training.seq_len, config.total_tokens)
     tokens = config.windows_of_the_run() * training.seq_len
     depths = depths_over(config.recurrence, config.total_tokens)
     flops = mean_flops(config, model)
-    gpu = cluster.gpu
+    mean_steps = math.fsum(r * count for (r, _), count in depths.items()) / depths.total()
+    model_parallel = parallel.tensor_parallel_degree * parallel.context_parallel_degree
     gpu_flops = gpu.peak_flops if compute_bytes == 2 else gpu.fp32_peak_flops
     return StageNeeds(
         name=name,
@@ -164,15 +153,12 @@ def stage_needs(
         units=units,
         flops_per_token=flops,
         flops_at_one=model.training_flops(training.seq_len, 1, config.trainable),
-        mean_recurrent_steps=math.fsum(r * count for (r, _), count in depths.items())
-        / depths.total(),
+        mean_recurrent_steps=mean_steps,
         recurrent_steps=most_recurrent_steps(config.recurrence),
         tokens=tokens,
         steps=_steps(config),
         batch_windows=(min(sizes), max(sizes)),
-        data_parallel_ranks=max(
-            1, cluster.ranks // (tensor_parallel * parallel.context_parallel_degree)
-        ),
+        data_parallel_ranks=max(1, cluster.ranks // model_parallel),
         policy=fsdp.policy,
         states=states,
         gpu_flops=gpu_flops,
@@ -216,6 +202,19 @@ _MORE_RECOMPUTATION = {
 """Policy → the flags of one that keeps less."""
 
 
+def _states(config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int) -> StateBytes:
+    tensor_parallel = config.parallelism.tensor_parallel_degree
+    replicas = config.parallelism.data_parallel_replicate_degree
+    return state_bytes(
+        model,
+        shards=max(1, ranks // (replicas * tensor_parallel)),
+        tensor_parallel=tensor_parallel,
+        trainable=config.trainable,
+        muon=config.optimizer.name == "muon",
+        averaged=config.ema.decay > 0,
+    )
+
+
 def _states_refusals(config: LoopTrainer.Config, states: StateBytes, gpu: Device) -> list[str]:
     usable = USABLE_SHARE * gpu.memory_bytes
     if states.total <= usable or config.training.enable_cpu_offload:
@@ -251,7 +250,7 @@ def _setting_refusals(
 
 
 def _data(config: LoopTrainer.Config) -> tuple[str, list[str]]:
-    """Say whether there is enough data, where that can be told."""
+    """Return whether there is enough data, where they are here, and refusals."""
     if not are_prepared(config):
         return "not here", []
     try:
@@ -275,7 +274,7 @@ def _layout_refusals(
         parallel.data_parallel_replicate_degree,
     )
     if found and min(degrees) < 1:
-        raise UserError(found[0])  # there is nothing to compute a table from
+        raise UserError(found[0])  # no table can be computed
     return found
 
 

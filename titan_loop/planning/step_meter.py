@@ -1,8 +1,8 @@
 """Counts what a training step holds and moves, below autograd, FSDP, compiled graphs and DTensor.
 
-torch's own tracker of FSDP's memory hooks into every module, which layers compiled as a full graph
-do not allow, and ends at the second micro-batch. What a step holds is simpler: storages that were
-made and are still referred to, at the size they have now.
+torch's own tracker of FSDP's memory hooks into every module, which fails on layers compiled as a
+full graph, and it stops at the second micro-batch. This meter counts storages instead: all that
+were made and are still referred to, at their present size.
 """
 
 import weakref
@@ -30,8 +30,8 @@ KINDS = {
     "allreduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
 }
-"""Collectives that are counted, by the name of their operator. Functional sums are not, nor those
-outside of the backward pass: they are of scalars, and of softmax under tensor parallelism."""
+"""Collectives that count, by the name of their operator. All-reduces outside the backward pass and
+functional ones do not: they sum scalars, and the softmax of tensor-parallel ranks."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,9 @@ class Moved:
 
     Attributes:
         count: Number of collectives.
-        received_bytes: Bytes in a ring, as in `titan_loop/distributed/communication.py`.
+        received_bytes: Bytes received in a ring of n ranks: (n − 1)/n of the whole for a gather or
+            a reduce-scatter, twice that for an all-reduce; in an all-to-all, the other ranks'
+            parts.
     """
 
     count: int = 0
@@ -48,14 +50,14 @@ class Moved:
 
 
 class StepMeter(TorchDispatchMode):
-    """Measures what runs in its block, with fake tensors of one mode.
+    """Measures the operators of its block that run on fake tensors of one mode.
 
     Args:
-        fake_mode: Tensors made in others, as when a graph is traced, do not count.
+        fake_mode: Tensors of other modes, as of a graph that is traced, do not count.
 
     Attributes:
-        live_bytes: Bytes of all storages there are.
-        peak_bytes: The most there were since `reset`.
+        live_bytes: Bytes of all live storages.
+        peak_bytes: Most live bytes since `reset`.
         moved: Collectives since `reset` by kind.
     """
 
@@ -75,13 +77,13 @@ class StepMeter(TorchDispatchMode):
         self._paused = False
 
     def reset(self) -> None:
-        """Begin to measure: the peak is what there is."""
+        """Start anew: the peak is the present bytes, and no collective has run."""
         self.peak_bytes = self.live_bytes
         self.moved = defaultdict(Moved)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what the block makes."""
+        """Leave out the storages and collectives of the block."""
         self._paused, before = True, self._paused
         try:
             yield
@@ -89,7 +91,7 @@ class StepMeter(TorchDispatchMode):
             self._paused = before
 
     def __enter__(self) -> "StepMeter":
-        """Measure from here on, with what FSDP frees and allocates by itself."""
+        """Measure from here on, including storages that FSDP resizes."""
         self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -101,14 +103,14 @@ class StepMeter(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Measure no longer."""
+        """Stop measuring."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and count what it made or moved."""
+        """Run an operator, and count its new storages and its collective."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # come back with the local tensors
         result = func(*args, **(kwargs or {}))

@@ -1,1 +1,1 @@
-"""Turns the name of a recipe into stages and runs them. The recipes are in `train_configs`."""
+"""Recipes: lists of stages, found by name and run. They are defined in `train_configs`."""

@@ -1,10 +1,10 @@
-"""Every reason why a stage cannot follow its parent, besides those of `training/preflight.py`.
+"""Refusals of a stage beside its parent; those of a run alone are in `training/preflight.py`.
 
     parent_refusals(recipe, stage)       a parent that lacks tokens
     carry_refusals(stage, parent, …)     weights or moments that the stage cannot take over
-    repetition_refusals(stage)           a source that is read more often than anybody said
+    repetition_refusals(stage)           a source that is read many times without a cap
 
-`train` and `slurm submit` raise the first, `plan` prints those that hold without any checkpoint.
+`train` and `slurm submit` raise the first; `plan` prints those that need no checkpoint.
 """
 
 import math
@@ -20,12 +20,12 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.config import RunConfig
 
 MOST_SILENT_EPOCHS = 4
-"""Number of times that a stage may read a source without a cap that allows it. Up to four epochs
-are nearly as good as new tokens (Muennighoff et al. 2023, arXiv 2305.16264, §5)."""
+"""Most epochs of a source without a cap that allows more. Up to four epochs are nearly as good as
+new tokens (Muennighoff et al. 2023, arXiv 2305.16264, §5)."""
 
 
 def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
-    """Yield why a stage cannot start yet; a stage that has a checkpoint can always continue."""
+    """Yield why a stage cannot start yet; a stage with a checkpoint can always continue."""
     if stage.parent is None or saved_state(stage.config) is not None:
         return
     parent = recipe.stage(stage.parent).config
@@ -44,10 +44,10 @@ def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
 def carry_refusals(
     stage: Stage, parent: Stage, *, wanted: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> Iterator[Refusal]:
-    """Yield what a stage cannot take over from its parent, whether that is trained yet or not.
+    """Yield weights and moments that a stage cannot take over from its parent, trained or not.
 
     Args:
-        stage: The stage.
+        stage: The child.
         parent: The stage that it starts from.
         wanted: Architecture of the stage, see `titan_loop.checkpoint.model`.
         trained: Architecture of the parent.
@@ -68,7 +68,7 @@ def carry_refusals(
 
 
 def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
-    """Yield a source that a stage would read many times without a cap that allows it."""
+    """Yield a source that a stage would read too often without a cap that allows it."""
     loader = stage.config.open_data()
     if not isinstance(loader, WindowLoader):
         return

@@ -3,7 +3,7 @@
     Recipe("ouro", [1a, 1b (parent 1a), …]) ─► runs/ouro/1a, runs/ouro/1b, …
 
 Every stage has its own run directory below the recipe's folder, so a stage can be repeated, forked
-or launched alone, and its checkpoints name the checkpoint that they descend from.
+or launched alone. Its checkpoints name the checkpoint that they descend from.
 """
 
 import re
@@ -37,7 +37,7 @@ class Recipe:
     name: str
     stages: list[Stage]
     folder: str = ""
-    """Folder for the stages' run directories; empty for `runs/NAME`."""
+    """Folder of the stages' run directories; empty for `runs/NAME`."""
 
     @classmethod
     def of_one_run(cls, name: str, config: LoopTrainer.Config) -> "Recipe":

@@ -1,9 +1,9 @@
-"""The recipe of one run from the `config.json` that it left: `titan-loop train --config`.
+"""Turns the `config.json` of a run into the recipe that trains it again.
 
     config.json ─ names of classes ─► classes ─ fields, checked against their types ─► RunConfig
 
 Names are looked up among the classes that titan_loop has and those that `TITAN_LOOP_PLUGINS`
-imports. Nothing that the file names is imported, and nothing in it is executed.
+imports. Nothing that the file names is imported, nothing in it is executed.
 """
 
 import importlib
@@ -34,16 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 def recorded_recipe(path: Path) -> Recipe:
-    """Return the recipe that trains a run once more, in a folder beside it that ends in "-again".
+    """Return the recipe that trains a run again, in a folder beside it that ends in "-again".
 
-    Sources are those that the run read, wherever they are now; the parent is the very checkpoint
-    that it started from.
+    It reads the same sources, wherever they are now, and starts from the same parent checkpoint.
 
     Args:
         path: `config.json` of a run, or a `config-before-restart-K.json`.
 
     Raises:
-        UserError: The file cannot be read, does not say enough, or has a value that does not fit.
+        UserError: The file cannot be read, lacks a class, or has a value that does not fit.
     """
     run = SavedRun(path.parent, config_json=path)
     before = run.lineage()[:-1]
@@ -67,7 +66,7 @@ def recorded_recipe(path: Path) -> Recipe:
 
 
 def _with_paths_found(run: SavedRun) -> dict[str, Any]:
-    """Return a run's config, with the paths of its data as they are from here."""
+    """Return a run's config with the present paths of its data."""
     held_out = nested(run.config, "held_out")
     record = {**run.config, "dataloader": run.dataloader}
     if isinstance(held_out, dict) and isinstance(held_out.get("sources"), list):
@@ -77,7 +76,7 @@ def _with_paths_found(run: SavedRun) -> dict[str, Any]:
 
 
 class _Reading:
-    """Makes a config of one record."""
+    """Reads one record into a config."""
 
     def __init__(self) -> None:
         self._classes: dict[str, type] = {}
@@ -114,7 +113,7 @@ class _Reading:
         Args:
             kind: The dataclass.
             record: Its fields as JSON values.
-            name: Dotted name of the field that it is the value of; empty for the whole config.
+            name: Dotted name of its field; empty for the whole config.
         """
         if not isinstance(record, dict):
             raise UserError(f"{name}={record!r:.40} must be an object")
@@ -143,7 +142,6 @@ class _Reading:
             raise UserError(f"{name}: {reason}" if name else reason) from error
 
     def _value(self, name: str, hint: Any, field: "Field[Any]", recorded: Any) -> Any:
-        """Return the value of one field."""
         if recorded is None and name in CHOSEN:
             return None
         default = _default(field)
@@ -163,7 +161,7 @@ def _dotted(name: str, key: str) -> str:
 
 
 def _chosen(field: str, name: str) -> type:
-    """Return the config class of the class with a name, ours or of a plug-in."""
+    """Return the Config of a class of ours or of a plug-in, by the class's name."""
     base, package = CHOSEN[field]
     if package is not None:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -181,7 +179,7 @@ def _chosen(field: str, name: str) -> type:
 
 
 def _concrete(base: type) -> Iterator[Any]:
-    """Yield the classes below one that can be built."""
+    """Yield all concrete subclasses."""
     for kind in base.__subclasses__():
         if not inspect.isabstract(kind):
             yield kind
@@ -196,7 +194,7 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _require_default(name: str, field: "Field[Any]", recorded: Any) -> None:
-    """Refuse what only a recipe can set."""
+    """Refuse a value that only a recipe can set."""
     default = _default(field)
     if is_dataclass(default) and not isinstance(default, type):
         default = asdict(default)
@@ -217,7 +215,6 @@ def _schedule(name: str, recorded: Mapping[str, Any]) -> Schedule:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a JSON value is of a type."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _fits(value, arguments[0])

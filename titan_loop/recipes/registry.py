@@ -1,9 +1,9 @@
 """Finds recipes: `NAME` is a public function of that name in a module of `train_configs`.
 
-The function is annotated with what it returns: a `Recipe`, or the `LoopTrainer.Config` of one run.
-`PACKAGE.MODULE:FUNCTION` names any other function, and the path of a run's `config.json` the run
-that it describes (`recorded.py`). Names and summaries are read from the source
-files, because importing a recipe imports torch.
+Its annotation says that it returns a `Recipe`, or the `LoopTrainer.Config` of one run.
+`PACKAGE.MODULE:FUNCTION` names any other function; the path of a `config.json` names the run that
+it describes (`recorded.py`). Names and summaries are parsed from the source files, because
+importing a recipe imports torch.
 """
 
 import ast
@@ -60,7 +60,7 @@ def load_recipe(name: str) -> "Recipe":
     """Return a recipe whose stages fit together.
 
     Args:
-        name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION`, whose function takes no
+        name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION` of a function without
             arguments, or the path of a run's `config.json`.
 
     Raises:
@@ -101,7 +101,6 @@ def recipe_module(name: str) -> ModuleType:
 
 
 def _open(name: str) -> tuple[ModuleType, str]:
-    """Return the module of a recipe, and the name of its function there."""
     module_name, colon, function_name = name.partition(":")
     if not colon:
         known = _find_recipes()

@@ -1,9 +1,9 @@
-"""Runs the stages of a recipe that are not complete, one after another, in one process per rank.
+"""Runs a recipe's incomplete stages, one after another, in one process per rank.
 
 Every mistake in any stage is reported before the first one starts. A complete stage is skipped, an
 interrupted one continues from its newest checkpoint, and a new one starts from its parent's last
-checkpoint, which must hold all the parent's tokens. All stages share the process group; the model,
-meshes and optimiser state of a stage are freed before the next one is built.
+checkpoint, which must hold all of the parent's tokens. All stages share the process group; a
+stage's model and optimizer state are freed before the next one is built.
 """
 
 import gc
@@ -57,15 +57,15 @@ def run_recipe(
     """Train the stages that are not complete; call it on every rank the launcher started.
 
     Args:
-        recipe: The recipe; its configs are placed.
-        folder: Folder for the stages' run directories; empty for the recipe's own.
-        only: Name of the one stage to train. The flags of this start do not apply to the others:
-            their settings are those that their run directories record.
+        recipe: Its configs get their folders.
+        folder: Folder of the stages' run directories; empty for the recipe's own.
+        only: Name of the only stage to train. The flags of this start do not apply to the other
+            stages, whose settings come from their run directories.
         stop_listener: Listens for signals that stop the run; None for no listener.
 
     Raises:
         UserError: One line naming stage, field, value and fix. Nothing has started then, unless a
-            stage ends before its last token: that stage is trained, and its children are not.
+            stage ended before its last token: its children are not trained.
         NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
@@ -85,7 +85,7 @@ def run_recipe(
         check_placed(recipe, world_size, only=only)
         return {s.name: (s.config.total_tokens, s.config.trainable) for s in recipe.stages}
 
-    # Rank 0 reads the cards and checkpoints of all stages; what it found of the others' is shared.
+    # Rank 0 alone reads run directories, so that all ranks agree.
     for name, recorded in decided_by_rank_zero(look).items():
         config = recipe.stage(name).config
         config.total_tokens, config.trainable = recorded
@@ -123,7 +123,7 @@ def check_recipe(
     """Refuse a recipe that cannot be trained; touches neither a process group nor a device.
 
     Args:
-        recipe: The recipe; its configs are placed.
+        recipe: Its configs get their folders.
         world_size: Number of ranks that will train.
         folder: As for `run_recipe`.
         only: As for `run_recipe`.
@@ -140,9 +140,9 @@ def check_recipe(
 
 
 def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
-    """Do `check_recipe`'s work on a recipe that has its folders; return the stages to train.
+    """Check a recipe whose configs have their folders; return the stages to train.
 
-    What is legal and probably not meant is warned of, once.
+    Logs a warning for each setting that is legal and probably not meant.
     """
     stages = recipe.stages if only is None else [recipe.stage(only)]
     for stage in recipe.stages:
@@ -155,7 +155,7 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
     for stage in stages:
         checked[stage.name] = _check(recipe, stage, world_size, checked, newest)
         _warn_of_same_windows(recipe, stage)
-    # A remark about all stages' data or devices is one line.
+    # A remark that all stages share is logged once.
     for remark in dict.fromkeys(text for stage in stages for text in remarks(stage.config)):
         warn_together(logger, "%s", remark)
     return stages
@@ -172,7 +172,7 @@ def is_complete(config: LoopTrainer.Config) -> bool:
 
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:
-    """Give a run that this start does not train the length, weights and optimiser of its own."""
+    """Give a stage that is not trained now the length, trainable and optimizer of its own run."""
     if RunDirectory(config.dump_folder).config_json.exists():
         recorded = SavedRun(config.dump_folder)
         config.total_tokens = recorded.total_tokens
@@ -192,10 +192,10 @@ def _check(
     """Refuse a stage that cannot run, cannot continue, or cannot start from its parent.
 
     Args:
-        recipe: The recipe.
-        stage: The stage.
+        recipe: The stage's recipe.
+        stage: The stage to check.
         world_size: Number of ranks that will train.
-        checked: Stages that were checked before it.
+        checked: Stages that were checked before it, by name.
         newest: Stage → its newest checkpoint, from `newest_of`.
     """
     try:
@@ -226,7 +226,7 @@ def _check(
 
 
 def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
-    """Warn if a stage reads the windows of its parent again, in the same order."""
+    """Warn if a stage reads its parent's windows again in the same order."""
     if stage.parent is None:
         return
     parent = recipe.stage(stage.parent).config

@@ -26,9 +26,9 @@ IMPORTED = "imported"
 def start_from(
     recipe: Recipe, path: Path, *, only: str | None, folder: str, command: Sequence[str]
 ) -> SavedRun:
-    """Let stages start from a model that is there; flags are to be applied afterwards.
+    """Let stages start from an existing model; apply flags afterwards.
 
-    They, and the stages with the same model, get its options: shape, vocabulary, RoPE base.
+    Those stages, and the stages with the same model, get its options: shape, vocabulary, RoPE base.
 
     Args:
         recipe: Its stages are changed.
@@ -36,13 +36,13 @@ def start_from(
             into the recipe's folder once.
         only: The stage to start; None for all without a parent.
         folder: Folder of the recipe; empty for its own.
-        command: Recorded in the imported run.
+        command: Command line, recorded in the imported run.
 
     Returns:
         The run that they start from.
 
     Raises:
-        UserError: There is no such model, or another one was imported there before.
+        UserError: There is no such model, or another one was imported into the folder before.
     """
     if not path.is_dir():
         raise UserError(
@@ -70,7 +70,7 @@ def start_from(
 
 
 def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
-    """Refuse data whose ids stand for other tokens than those of the run to start from."""
+    """Refuse data whose token ids have other meanings than in the run to start from."""
     for stage in [recipe.stage(only)] if only is not None else recipe.stages:
         for source in stage.config.dataloader.source_paths():
             run.tokenizer(Path(source) / TOKENIZER_NAME)
@@ -81,7 +81,7 @@ def _without_parent(recipe: Recipe) -> list[Stage]:
 
 
 def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Path:
-    """Return the run that holds an imported model, written if it is not there."""
+    """Return the run of an imported model; import it if the run does not exist."""
     output = folder / IMPORTED
     if RunDirectory(output).run_json.exists():
         lineage = SavedRun(output).checkpoint().manifest["lineage"]

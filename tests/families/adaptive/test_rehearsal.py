@@ -17,6 +17,5 @@ def test_layers_that_loop_reduce_every_weight_once():
     config = stage()
     config.model = AdaptiveOptions(max_iterations=5, local_slots=5, vocab_size=512)
     config.recurrence.steps, config.loss = Schedule.constant(1), PonderCostLoss.Config()
-    config.held_out.depths = [1]
     config.activation_checkpoint = SelectiveAC.Config()
     assert_every_weight_is_reduced_once(config)
