@@ -1,8 +1,8 @@
 """Looped Llama blocks on the quick start's corpus: a model that inference engines run.
 
-    titan-loop train nanbeige_quickstart
-    titan-loop convert export runs/nanbeige --to gguf --output nanbeige.gguf
-    bash tools/chat.sh nanbeige.gguf
+titan-loop train nanbeige_quickstart
+titan-loop convert export runs/nanbeige --to gguf --output nanbeige.gguf
+bash tools/chat.sh nanbeige.gguf
 """
 
 from titan_loop.families.nanbeige.model import NanbeigeOptions

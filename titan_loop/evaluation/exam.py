@@ -12,6 +12,7 @@ uniform guess less the nats of the answers, for all items that training tells of
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -241,6 +242,14 @@ def _require_room(name: str, positions: int, room: int) -> None:
             "lengthen the window (training.seq_len, eval --max-length) or choose shorter questions "
             "(analyse --strata)"
         )
+
+
+def question_windows(
+    model: LoopDecoder, task: Task, stratum: str, questions: Sequence[Any]
+) -> HeldOutWindows:
+    """Return a window a question, as the exam has them; see `example_windows`."""
+    examples = [task.encode(question) for question in questions]
+    return example_windows(stratum, examples, task.columns, room=model.config.max_seq_len)
 
 
 def example_windows(

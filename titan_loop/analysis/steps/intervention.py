@@ -24,7 +24,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
-from titan_loop.evaluation.exam import example_windows
+from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.storage.json_files import count, number, read_json_object
 from titan_loop.storage.regular_file import DamagedFileError
@@ -69,12 +69,7 @@ def intervention(
     waypoint = waypoint or next(iter(known))
     if waypoint not in known:
         raise UserError(f"waypoint={waypoint}: {stratum} has none{nearest(waypoint, known)}")
-    windows = example_windows(
-        stratum,
-        [task.encode(question) for question in questions],
-        task.columns,
-        room=model.config.max_seq_len,
-    )
+    windows = question_windows(model, task, stratum, questions)
     device = model.tok_embeddings.weight.device
     position = torch.tensor([task.waypoints(q)[waypoint][0] for q in questions], device=device)
     right = torch.zeros(len(strengths), dtype=torch.float64)

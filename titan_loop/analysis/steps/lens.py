@@ -23,7 +23,7 @@ from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps, o
 from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import example_windows
+from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.tables import columns
 
@@ -64,12 +64,7 @@ def logit_lens(
     """
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])
-    windows = example_windows(
-        stratum,
-        [task.encode(q) for q in questions],
-        task.columns,
-        room=model.config.max_seq_len,
-    )
+    windows = question_windows(model, task, stratum, questions)
     names = list(task.waypoints(questions[0]))
     at = torch.tensor([[task.waypoints(q)[name] for name in names] for q in questions])
     margins = []

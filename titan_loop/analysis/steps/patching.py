@@ -23,7 +23,7 @@ from titan_loop.analysis.steps.layer_states import at_layer_visits
 from titan_loop.analysis.steps.lens import logit_margin
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Task
-from titan_loop.evaluation.exam import example_windows
+from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def patching(
     """
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])
-    examples = [task.encode(question) for question in questions]
-    windows = example_windows(stratum, examples, task.columns, room=model.config.max_seq_len).rows(
-        range(count), device
-    )
+    windows = question_windows(model, task, stratum, questions).rows(range(count), device)
     length = windows.input.shape[1]
     answer_B = (windows.labels != IGNORED).int().argmax(dim=1)
     token_B = windows.labels.gather(1, answer_B.unsqueeze(1))[:, 0]

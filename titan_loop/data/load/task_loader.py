@@ -101,8 +101,8 @@ class TaskLoader(GlobalBatchLoader):
 
     def locate(self, window: np.ndarray) -> np.ndarray:
         """Return (0, level, window number) of each global window (see the base class)."""
-        identity = np.zeros((len(window), 3), dtype=np.uint64)
-        identity[:, 1], identity[:, 2] = self._config.task.levels - 1, window
+        identity = super().locate(window)
+        identity[:, 1] = self._config.task.levels - 1
         if self._config.curriculum.enabled:
             identity[:, 1] = [bisect_right(self._promotions, number) for number in window.tolist()]
         return identity
