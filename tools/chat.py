@@ -1,0 +1,68 @@
+"""A conversation with a GGUF file; see tools/chat.sh, whose environment it needs."""
+
+import argparse
+import json
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import xllamacpp
+
+
+def ask(server: Any, path: str, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the server's answer to a POST request."""
+    request = urllib.request.Request(
+        f"{server.listening_address}/{path}",
+        json.dumps(content).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def has_template(model: Path) -> bool:
+    """Say whether a file has a chat template; its keys stand at its start."""
+    with model.open("rb") as file:
+        return b"tokenizer.chat_template" in file.read(1 << 24)
+
+
+def main() -> int:
+    """Read lines and print the model's answers."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of an answer")
+    given = parser.parse_args()
+    if not given.model.is_file():
+        print(
+            f"titan-loop: error: {given.model} is not a file; write one with titan-loop convert "
+            "export RUN --to gguf --output MODEL.gguf",
+            file=sys.stderr,
+        )
+        return 2
+    params = xllamacpp.CommonParams()
+    params.model.path = str(given.model)
+    params.n_parallel = 1
+    params.port = 0
+    params.verbosity = 0
+    server = xllamacpp.Server(params)
+    chats = has_template(given.model)
+    print("Your turn:" if chats else "A text to continue:", file=sys.stderr)
+    turns: list[dict[str, str]] = []
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        sampling = {"n_predict": given.tokens, "max_tokens": given.tokens, "temperature": 0}
+        if chats:
+            turns.append({"role": "user", "content": line.rstrip("\n")})
+            found = ask(server, "v1/chat/completions", {"messages": turns, **sampling})
+            text = found["choices"][0]["message"]["content"]
+            turns.append({"role": "assistant", "content": text})
+        else:
+            text = ask(server, "completion", {"prompt": line.rstrip("\n"), **sampling})["content"]
+        print(text, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
