@@ -7,7 +7,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import titan_loop.compat as compat  # before any torchtitan module
 
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.manifest import read_manifest
@@ -110,7 +110,8 @@ def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
     A recipe checks all stages before it trains the first, and each stage again when it starts:
     they share what was built.
     """
-    key = f"{seq_len} {options!r}"
+    # The device decides which attention "auto" is, and `plan` and `slurm submit` assume another.
+    key = f"{compat.device_type()} {seq_len} {options!r}"
     if key not in _architectures:
         _architectures[key] = decoder_config(options, max_seq_len=seq_len)
     return _architectures[key]
