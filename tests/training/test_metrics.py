@@ -53,7 +53,6 @@ RECORD = StepRecord(
     plan=StepPlan(
         step=1,
         tokens=0,
-        rate_tokens=0,
         windows=16,
         recurrent_steps=2,
         backward_steps=None,

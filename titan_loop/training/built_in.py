@@ -1,4 +1,4 @@
-"""The callbacks that a run's config switches on; what is off touches nothing."""
+"""The callbacks that a run's config switches on; a part that is off touches nothing."""
 
 from pathlib import Path
 

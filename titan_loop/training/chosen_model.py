@@ -32,7 +32,7 @@ class ChosenModel(NamedTuple):
 def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> ChosenModel:
     """Return the model that a config names.
 
-    The vocabulary is that of the data. Options that shape no tensor, such as the RoPE base, are
+    The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, are
     taken from the run's own checkpoint, else from its parent, else from the family's defaults.
 
     Args:

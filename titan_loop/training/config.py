@@ -239,20 +239,19 @@ class RunConfig(Trainer.Config):
             deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
                 asked where R follows from the data.
         """
-        recurrence, rate_tokens = self.recurrence, tokens - rate_start_tokens
+        recurrence = self.recurrence
         windows = global_batch_windows(self.batch, tokens, self.training.seq_len)
         depth = deepest(windows) if recurrence.from_data and deepest is not None else None
         values = {name: schedule(tokens) for name, schedule in self.objective_schedules().items()}
         return StepPlan(
             step=step,
             tokens=tokens,
-            rate_tokens=rate_tokens,
             windows=windows,
             recurrent_steps=recurrent_steps_at(
                 recurrence, tokens=tokens, step=step, seed=seed, deepest=depth
             ),
             backward_steps=recurrence.backward_steps_at(tokens),
-            learning_rate=self.learning_rate(rate_tokens),
+            learning_rate=self.learning_rate(tokens - rate_start_tokens),
             schedules=dict.fromkeys(OBJECTIVE_SCHEDULES, 0.0) | values,
         )
 

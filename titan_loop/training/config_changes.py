@@ -21,7 +21,7 @@ from titan_loop.training.schedule import Knot, Schedule
 OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
 """Settings without which the optimiser's saved state means something else."""
 
-# Where the run lies, what the other fields decide, and consent.
+# Places, derived fields, and consent.
 _NOT_SETTINGS = (
     "dump_folder",
     "checkpoint.load_step",
@@ -50,10 +50,9 @@ class SettingChange(NamedTuple):
 
 
 def setting_changes(config: RunConfig) -> list[SettingChange]:
-    """Return what differs from the last start of a run; nothing if it was never started.
+    """Return the changes since the last start of a resolved run; none if it was never started.
 
-    Args:
-        config: A resolved run's. Fields that the last start did not have are left out.
+    Fields that the last start did not have are left out.
     """
     run = RunDirectory(config.dump_folder)
     if not run.config_json.exists():
@@ -68,11 +67,7 @@ def setting_changes(config: RunConfig) -> list[SettingChange]:
 
 
 def parent_changes(run: ResolvedRun) -> list[SettingChange]:
-    """Return what a run does otherwise than the parent that it takes its weights from.
-
-    Args:
-        run: The run, of which no checkpoint exists yet.
-    """
+    """Return the differences of a new run from the parent that it takes its weights from."""
     carry = run.config.checkpoint.carry
     if not carry.parent:
         return []
@@ -97,7 +92,7 @@ def parent_changes(run: ResolvedRun) -> list[SettingChange]:
 
 
 def change_refusals(config: RunConfig) -> Iterator[Refusal]:
-    """Yield what a start that continues from a checkpoint changes and nobody has accepted."""
+    """Yield changes of a start that continues from a checkpoint, unless they are accepted."""
     found = [c for c in setting_changes(config) if c.field.startswith(OPTIMISER_FIELDS)]
     if found and not config.accept_change:
         yield Refusal(

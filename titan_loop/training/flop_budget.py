@@ -20,12 +20,7 @@ from titan_loop.training.schedule import Schedule
 
 
 def mean_flops(config: RunConfig, model: LoopDecoder.Config) -> Flops:
-    """Return the model FLOPs of a trained token, averaged over the run.
-
-    Args:
-        config: Its schedules and window.
-        model: Its architecture.
-    """
+    """Return the model FLOPs of a trained token, averaged over the run."""
     depths = depths_over(config.recurrence, config.total_tokens)
     seq_len, total = config.training.seq_len, depths.total()
     shares = [
@@ -41,8 +36,7 @@ def mean_flops(config: RunConfig, model: LoopDecoder.Config) -> Flops:
 def within_budget(config: RunConfig) -> RunConfig:
     """Return a config that trains on as many tokens as its `total_flops` pay for.
 
-    Args:
-        config: Unchanged; returned as it is without a budget, or if it is spent already.
+    Without a budget, or with schedules that are stretched already, it is `config` itself.
 
     Raises:
         UserError: The budget is not positive, pays for less than one window, or the model is wrong.
@@ -72,7 +66,6 @@ def within_budget(config: RunConfig) -> RunConfig:
 
 
 def _schedules(config: Any) -> dict[str, Schedule]:
-    """Return the fields of a dataclass that are schedules."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     return {name: value for name, value in values.items() if isinstance(value, Schedule)}
 

@@ -52,7 +52,7 @@ from titan_loop.storage.regular_file import read_regular
 from titan_loop.training.step_plan import StepPlan
 
 _A100_PEAK_FLOPS = 312e12
-"""What upstream's table answers for an A100, and for every device it does not know."""
+"""Upstream's answer for an A100, and for every device that it does not know."""
 
 WANDB_STEP = "train/step"
 """W&B's axis of training steps."""
@@ -158,13 +158,10 @@ class LoopMetricsProcessor(MetricsProcessor):
     def start(
         self, *, step: int, tokens: int, total_steps: int, compute_dtype: str = "bfloat16"
     ) -> None:
-        """Start the clock and say where everything is written.
+        """Start the clock at a step, 0 or a checkpoint's, and log the paths of all files.
 
-        Args:
-            step: Training steps already done (0, or the checkpoint's).
-            tokens: Global tokens already consumed.
-            total_steps: Steps planned for the whole run; the last one is always logged.
-            compute_dtype: Precision of the layers' products, bfloat16 or float32.
+        The last of `total_steps` is always logged. `compute_dtype`, bfloat16 or float32, is the
+        precision of the layers' products.
         """
         if self.device_peak_flops is None:
             device = self.device_memory_monitor.device_name
@@ -198,9 +195,6 @@ class LoopMetricsProcessor(MetricsProcessor):
 
     def log_step(self, record: StepRecord) -> dict[str, Any]:
         """Write one step everywhere and start the next measuring interval.
-
-        Args:
-            record: The step; the same on all ranks.
 
         Returns:
             The record as written to `metrics.jsonl` (rates and memory are this rank's own).
@@ -262,12 +256,7 @@ class LoopMetricsProcessor(MetricsProcessor):
         self.time_last_log = time.perf_counter()
 
     def log_numbers(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Send the numbers among `metrics` to TensorBoard and W&B, where enabled; on any rank.
-
-        Args:
-            metrics: Name → value; values that are not numbers are skipped.
-            step: Training steps done.
-        """
+        """Send the numbers among `metrics` to TensorBoard and W&B, where enabled; on any rank."""
         numbers = {
             key: value
             for key, value in metrics.items()
@@ -294,8 +283,7 @@ class LoopMetricsProcessor(MetricsProcessor):
 class _WandB(WandBLogger):
     """Upstream's, with a step axis of our own.
 
-    W&B drops what is logged at a step below the last one, as after a fallback to an older
-    checkpoint: all of it, until the run is as far as before.
+    W&B drops records of steps below the last one, as after a fallback to an older checkpoint.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -310,9 +298,9 @@ class _WandB(WandBLogger):
 
 @contextmanager
 def _one_wandb_run(run_directory: RunDirectory) -> Iterator[None]:
-    """Let W&B continue the run that earlier starts of this run directory logged to.
+    """Let W&B continue its run of earlier starts, whose id is drawn once (`wandb/run_id`).
 
-    Its id is drawn at the first start and kept in `wandb/run_id`. WANDB_RUN_ID, if set, decides.
+    WANDB_RUN_ID, if set, decides.
     """
     if "WANDB_RUN_ID" in os.environ:
         yield
@@ -336,10 +324,7 @@ def global_means(
 ) -> tuple[float, dict[str, float]]:
     """Return a step's loss and the objective's metrics as means over the global batch; collective.
 
-    Args:
-        loss: This rank's share, a scalar.
-        metrics: This rank's share of each metric, scalars.
-        mesh: Ranks whose shares add up; None for this one alone.
+    Loss and metrics are this rank's shares, scalars; those of the ranks of `mesh` add up.
     """
     totals = torch.stack([loss.float(), *(value.float() for value in metrics.values())])
     if mesh is not None:
@@ -351,13 +336,8 @@ def global_means(
 def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float | None:
     """Return a device's peak in FLOP/s, None if it is not known.
 
-    The bf16 peak is from torchtitan's table, which answers an A100's figure for devices it does not
-    know; that is not passed on. The fp32 peak is that of the plan's GPU of the same name and bf16
-    peak.
-
-    Args:
-        device_name: As its driver reports it.
-        compute_dtype: Precision of the products, bfloat16 or float32.
+    The bf16 peak is from torchtitan's table, but for the A100's figure that it gives unknown
+    devices. The fp32 peak is from the plan's GPU of the same name and bf16 peak.
     """
     peak = titan_utils.get_peak_flops(device_name)
     is_fallback = peak == _A100_PEAK_FLOPS and "A100" not in device_name
@@ -381,15 +361,7 @@ def progress_line(
     remaining_seconds: float,
     color: titan_utils.Color | titan_utils.NoColor,
 ) -> str:
-    """Return the console line of one step.
-
-    Args:
-        metrics: A record of `metrics.jsonl`.
-        summary: What the objective says.
-        total_steps: Steps planned for the whole run.
-        remaining_seconds: Estimated time to the end.
-        color: Terminal colours, or none.
-    """
+    """Return the console line of one step, from its record and the objective's summary."""
     step = metrics["step"]
     parts = [
         f"step {step:>{len(str(total_steps))}}/{total_steps} {step / total_steps:4.0%}",
@@ -428,7 +400,6 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def _with_suffix(value: float) -> str:
-    """Return a count with three digits and K, M, B or T."""
     for suffix in ("", "K", "M", "B"):
         if value < 999.5:
             return (

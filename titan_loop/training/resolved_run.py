@@ -1,4 +1,4 @@
-"""A run that passed every check, with what training derives from its config; it does not change.
+"""A run that passed every check, with the fields that training derives; it does not change.
 
     config ─ refusals ─► none ─► resolve ─► ResolvedRun ─► LoopTrainer
 
@@ -31,10 +31,10 @@ from titan_loop.training.preflight import refusals
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
-    """What is trained, from `resolve`.
+    """A run that can be trained, from `resolve`.
 
     Attributes:
-        config: What was asked for, with the vocabulary of the model, `model_spec`, `optimizer` and
+        config: The user's, with the vocabulary of the model, `model_spec`, `optimizer` and
             `lr_scheduler` filled in. Not to be changed.
         model: Architecture of the model. Not to be changed.
         world_size: Number of ranks.
@@ -46,7 +46,7 @@ class ResolvedRun:
 
     @property
     def architecture(self) -> dict[str, Any]:
-        """What makes its model the same model as another."""
+        """Two models with equal architectures can exchange their weights."""
         return self.model.architecture()
 
     def recipe_sha256(self) -> str:
@@ -70,7 +70,7 @@ class ResolvedRun:
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
     def lineage(self) -> dict[str, Any]:
-        """Return what a checkpoint records of its run: recipe hash, stage, versions."""
+        """Return a checkpoint's record of its run: recipe hash, stage, versions."""
         return {
             "recipe_sha256": self.recipe_sha256(),
             "stage": self.config.stage,
@@ -85,12 +85,11 @@ class ResolvedRun:
 def resolve(
     config: RunConfig, world_size: int, saved: Mapping[str, Any] | None = None
 ) -> ResolvedRun:
-    """Check everything a user can get wrong, and derive what training needs.
+    """Check everything a user can get wrong, and fill in the derived fields.
 
     Touches neither a process group nor a device, and leaves `config` as it is.
 
     Args:
-        config: What the user asked for.
         world_size: Number of ranks that will train.
         saved: From `saved_architecture`; None looks for it.
 
@@ -124,5 +123,5 @@ def resolve(
 
 
 def _copied(config: RunConfig) -> RunConfig:
-    """Copy a config and all it holds but the callbacks, which may hold anything."""
+    # Callbacks may hold anything, and are not copied.
     return replace(deepcopy(replace(config, callbacks=())), callbacks=config.callbacks)

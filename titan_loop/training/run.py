@@ -62,7 +62,7 @@ from titan_loop.training.stop_request import StopListener
 from titan_loop.training.trainer import LoopTrainer
 
 _AGREED = (StoppedError, NonFiniteError, SpikesError)
-"""What all ranks raise together."""
+"""Errors that all ranks raise together."""
 
 
 def run_training(
@@ -80,7 +80,7 @@ def run_training(
     group stays for the next run of a recipe: call `shutdown` after the last.
 
     Args:
-        config: What the user asked for; not changed.
+        config: The user's; not changed.
         command: Recorded in `run.json`; None takes this process' command line.
         stop_listener: Hears who asks the run to stop; None for nobody.
         evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
@@ -165,7 +165,6 @@ def _start(
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    changes, others = found
     startup.mark("checks")
     with _leaving(stop_listener, world_size):
         trainer = LoopTrainer(run)  # claims the run directory: from here on it is ours
@@ -177,23 +176,7 @@ def _start(
     log = kept_log(run_directory.log_txt) if rank == 0 else nullcontext()
     try:
         with _leaving(stop_listener, world_size), log:
-            started_by = sys.argv if command is None else command
-            recorded = run.config.to_dict()
-            from_rank_zero(
-                all_ranks(), lambda: run_directory.create_or_open(started_by, config=recorded)
-            )
-            if rank == 0:
-                for note in size_notes(config.model, run.model.vocab_size):
-                    logger.info("%s", note)
-                for change in others:
-                    logger.warning("other than the parent: %s", change)
-                for change in changes:
-                    logger.warning("changed since the last start: %s", change)
-                if changes:
-                    kept = run_directory.newest_kept_config
-                    logger.warning("the last start's config is kept as %s", kept)
-            if config.checkpoint.remote and config.checkpoint.enable:
-                on_rank_zero(all_ranks(), lambda: trainer.checkpointer.copy_to(_store(config)))
+            on_rank_zero(all_ranks(), lambda: _begin(trainer, config, command, *found))
             startup.mark("build")
             trainer.train()
             if rank == 0:
@@ -207,31 +190,51 @@ def _start(
     return EXIT_OK
 
 
+def _begin(
+    trainer: LoopTrainer,
+    config: RunConfig,
+    command: Sequence[str] | None,
+    changes: Sequence[SettingChange],
+    others: Sequence[SettingChange],
+) -> None:
+    """Record and log a start, and copy what it saves; on rank 0.
+
+    Args:
+        trainer: Has just claimed the run directory.
+        config: As the user gave it.
+        command: As for `run_training`.
+        changes: Changes since the last start.
+        others: Differences from the parent.
+    """
+    run, started_by = RunDirectory(config.dump_folder), sys.argv if command is None else command
+    run.create_or_open(started_by, config=trainer.run.config.to_dict())
+    for note in size_notes(config.model, trainer.run.model.vocab_size):
+        logger.info("%s", note)
+    for change in others:
+        logger.warning("other than the parent: %s", change)
+    for change in changes:
+        logger.warning("changed since the last start: %s", change)
+    if changes:
+        logger.warning("the last start's config is kept as %s", run.newest_kept_config)
+    remote = _remote(config)
+    if remote is not None:
+        trainer.checkpointer.copy_to(remote)
+
+
 def _say_how_it_ended(trainer: LoopTrainer) -> None:
     done, planned = trainer.tokens, trainer.config.total_tokens
     if trainer.at_stage_end:
         logger.info("Trained to the end: %s tokens", f"{done:,}")
     else:
-        logger.info(
-            "Ended at step %d as training.steps says, with %s of %s tokens; without it the run "
-            "goes on",
-            trainer.step,
-            f"{done:,}",
-            f"{planned:,}",
-        )
+        text = "Ended at step %d as training.steps says, with %s of %s tokens; without it the run "
+        logger.info(text + "goes on", trainer.step, f"{done:,}", f"{planned:,}")
 
 
 def _remote(config: RunConfig) -> RemoteCheckpoints | None:
-    return _store(config) if config.checkpoint.remote and config.checkpoint.enable else None
-
-
-def _store(config: RunConfig) -> RemoteCheckpoints:
-    return RemoteCheckpoints(
-        config.checkpoint.remote,
-        stage=config.stage,
-        run=Path(config.dump_folder),
-        adopt=config.checkpoint.adopt_remote,
-    )
+    asked, run = config.checkpoint, Path(config.dump_folder)
+    if not asked.remote or not asked.enable:
+        return None
+    return RemoteCheckpoints(asked.remote, stage=config.stage, run=run, adopt=asked.adopt_remote)
 
 
 def fetch_checkpoints(config: RunConfig) -> bool:
@@ -244,10 +247,8 @@ def fetch_checkpoints(config: RunConfig) -> bool:
         UserError: `checkpoint.remote` cannot be used, or holds another run's checkpoints.
         RunFailedError: None of its checkpoints arrives whole.
     """
-    run, remote = RunDirectory(config.dump_folder), bool(config.checkpoint.remote)
-    if not config.checkpoint.enable or config.checkpoint.load_only:
-        return False
-    if not remote and not read_rewinds(run.path):
+    run, asked = RunDirectory(config.dump_folder), config.checkpoint
+    if not asked.enable or asked.load_only or not (asked.remote or read_rewinds(run.path)):
         return False
     try:
         lock = run.lock()
@@ -264,8 +265,8 @@ def fetch_checkpoints(config: RunConfig) -> bool:
 
 def copy_last_checkpoint(config: RunConfig) -> None:
     """Copy the last checkpoint of a run that is done, if it ended before that was; on rank 0."""
-    if config.checkpoint.remote and config.checkpoint.enable:
-        copies = config.checkpoint.uploader(_store(config))
+    if (remote := _remote(config)) is not None:
+        copies = config.checkpoint.uploader(remote)
         copies.catch_up(RunDirectory(config.dump_folder).checkpoints)
         copies.close()
 
@@ -307,18 +308,18 @@ def _callbacks(
     """Return the callbacks that evaluate while training; refuse to leave any out silently."""
     if evaluations is not None:
         return evaluations(config)
+    builder = "titan_loop.evaluation.while_training.evaluations"
     for name, asked in (("held_out", config.held_out), ("suite", config.suite)):
         if asked.interval:
             raise UserError(
                 f"{name}.interval={asked.interval} has no effect without evaluations: train with "
-                "run_recipe, give run_training evaluations="
-                "titan_loop.evaluation.while_training.evaluations, or set it to 0"
+                f"run_recipe, give run_training evaluations={builder}, or set it to 0"
             )
     loader = config.dataloader
     if isinstance(loader, TaskLoader.Config) and loader.curriculum.enabled:
         raise UserError(
             "dataloader.curriculum.enabled has no exam without evaluations: train with run_recipe, "
-            "or give run_training evaluations=titan_loop.evaluation.while_training.evaluations"
+            f"or give run_training evaluations={builder}"
         )
     return ()
 
@@ -345,7 +346,7 @@ def _require_readable(run_directory: RunDirectory) -> None:
 
 
 def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
-    """Refuse to continue what is not this run; return whether anything is left to train.
+    """Refuse to continue another run; return whether anything is left to train.
 
     Args:
         run: The run that is to be trained.

@@ -1,8 +1,8 @@
 """A value as a function of the global tokens consumed; drives learning rate, R, β and batch size.
 
 A schedule is a list of knots (tokens, value), each with the interpolation used *after* it. Before
-the first knot the first value holds, after the last knot the last. Its one-line text form is what
-the command line reads and what `str` writes:
+the first knot the first value holds, after the last knot the last. The command line reads its
+one-line text form, and `str` writes it:
 
     3e-4                                                   constant
     0:0 linear 2M:3e-4 constant 90M:3e-4 cosine 100M:3e-5  warm-up, plateau, decay
@@ -166,11 +166,10 @@ class Schedule:
     def parse(cls, text: str) -> "Schedule":
         """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
 
-        Args:
-            text: For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
+        For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
 
         Raises:
-            UserError: If the text is not a schedule.
+            UserError: The text is not a schedule.
         """
         words = text.split()
         if len(words) == 1 and ":" not in words[0]:
@@ -230,8 +229,7 @@ def parse_tokens(word: str) -> int:
 def register_tyro_rule(registry: "tyro.constructors.ConstructorRegistry") -> None:
     """Let fields of type `Schedule` be set on the command line by their text form.
 
-    Args:
-        registry: torchtitan's is `torchtitan.config.manager.custom_registry`.
+    torchtitan's registry is `torchtitan.config.manager.custom_registry`.
     """
     import tyro
 
@@ -251,14 +249,13 @@ def register_tyro_rule(registry: "tyro.constructors.ConstructorRegistry") -> Non
 
 
 def _warmup(start: float, warmup_tokens: int) -> tuple[Knot, ...]:
-    """Return the knot that starts a linear warm-up; none when there is no warm-up."""
     if warmup_tokens < 0:
         raise UserError(f"warmup_tokens={warmup_tokens} is negative; use 0 for no warm-up")
     return (Knot(0, float(start), "linear"),) if warmup_tokens > 0 else ()
 
 
 def _parse_number(word: str, text: str) -> int | float:
-    """Return the number in `word`, with its suffix applied; exact for whole numbers."""
+    """Return the number in `word`, a part of `text`; exact for whole numbers."""
     match = _NUMBER.fullmatch(word)
     if match is None or not math.isfinite(float(match[1])):
         raise UserError(f"schedule {text!r} has {word!r} where a number belongs, such as 2e6 or 4M")

@@ -4,7 +4,7 @@
     checks        of every stage's config and data
     build         process group, data, model, optimiser
     checkpoint    found, verified and loaded
-    callbacks     what recipes let run before the first step, such as a held-out loss
+    callbacks     their `on_train_start`, such as reading held-out windows
     first_step    compilation included
 
 Under a launcher each rank counts from its own start. Rank 0's numbers are logged and kept in
@@ -42,7 +42,7 @@ class StartupClock:
 
     @property
     def finished(self) -> bool:
-        """Whether the first step is done; later marks have no effect."""
+        """Whether the first step is done: later marks have no effect."""
         return FIRST_STEP in self.seconds
 
     def mark(self, part: str) -> None:
@@ -53,11 +53,7 @@ class StartupClock:
             self._last = now
 
     def finish(self, run_directory: RunDirectory) -> None:
-        """End the last part, `first_step`; rank 0 logs and records them all. Later calls are void.
-
-        Args:
-            run_directory: The run's; a run that has none yet is not recorded.
-        """
+        """End the last part, `first_step`; rank 0 logs and records all. Later calls are void."""
         if self.finished:
             return
         self.mark(FIRST_STEP)

@@ -16,7 +16,6 @@ class StepPlan:
     Attributes:
         step: Number of the step, from 1.
         tokens: Global tokens consumed before it.
-        rate_tokens: Those of them that the schedule of the learning rate counts.
         windows: Windows in its global batch.
         recurrent_steps: R.
         backward_steps: k, the number of last steps that are trained through; None for all.
@@ -27,7 +26,6 @@ class StepPlan:
 
     step: int
     tokens: int
-    rate_tokens: int
     windows: int
     recurrent_steps: int
     backward_steps: int | None

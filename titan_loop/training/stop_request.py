@@ -7,7 +7,7 @@
 
 Ctrl-C waits for a boundary without a time limit, a second one ends the process at once, and before
 the first step even the first does: there is nothing to save.
-    an error that the other ranks know nothing of ─► `leave`: close what closes in `LEAVE_SECONDS`
+    an error of this rank alone ─► `leave`: `LEAVE_SECONDS` to close files
         ─► stacks, this rank's traceback last, the error's exit code
 
 The kernel's signal handler writes into a pipe that a thread reads, so a rank that waits inside a
@@ -52,7 +52,7 @@ _CLOSE = 0
 
 
 def grace_seconds(environment: Mapping[str, str]) -> float:
-    """Return what `GRACE_VARIABLE` says, or the default.
+    """Return the value of `GRACE_VARIABLE`, or the default.
 
     Raises:
         UserError: It is not a positive number.
@@ -107,7 +107,7 @@ class StopListener:
 
         Args:
             hang_seconds: The longest time between two calls of `progress`; 0 for any.
-            dump: Called before the process is ended, to leave traces of what it waited for.
+            dump: Called before the process is ended, to write traces of its waiting.
         """
         self._dump = dump
         self._trains = True
@@ -185,7 +185,7 @@ class StopListener:
                     self._hear(signal.Signals(number))
 
     def _deadline(self) -> tuple[float | None, str]:
-        """Return until when this process may live as things stand, and why not longer."""
+        """Return the time at which this process must end, as things stand, and the reason."""
         limits: list[tuple[float, str]] = []
         if self._heard is not None and self._heard[0] != signal.SIGINT:
             name, when = self._heard
@@ -223,7 +223,7 @@ class StopListener:
             self._give_up(f"a second signal, {number.name}")
 
     def _leave_it_to_the_thread(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing, the wake-up pipe has told the thread; but Ctrl-C ends what does not train."""
+        """Do nothing, since the thread hears the signal; but Ctrl-C before training ends here."""
         if number == signal.SIGINT and not self._trains:
             raise KeyboardInterrupt
 
@@ -238,7 +238,7 @@ class StopListener:
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         error = None if self._leaving is None else self._leaving[0]
         code = EXIT_STOPPED if error is None else exit_code(error)
-        # The disk may hang, too, and the dump may need a lock that what hangs holds.
+        # The disk may hang, too, and the dump may need a lock that a hanging thread holds.
         for last in (lambda: report_exit(code), self._dump):
             thread = threading.Thread(target=last, daemon=True)
             thread.start()

@@ -42,7 +42,6 @@ from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
 from titan_loop.training.gradients import forward_backward
-from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.lost_folder import FolderWatch
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
@@ -62,7 +61,7 @@ from titan_loop.training.verdict import (
 
 
 class LoopTrainer(Trainer):
-    """Trains a `LoopDecoder`; see the module's docstring for what it adds to torchtitan's trainer.
+    """Trains a `LoopDecoder` through the steps that the module's docstring draws.
 
     Args:
         run: The run, from `resolve`.
@@ -83,7 +82,6 @@ class LoopTrainer(Trainer):
     checkpointer: LoopCheckpointManager
     dataloader: GlobalBatchLoader
     loss_fn: StreamedLoss
-    lr_schedulers: TokenLearningRate
     metrics_processor: LoopMetricsProcessor
     model_config: LoopDecoder.Config
     optimizers: LoopOptimizers
@@ -209,7 +207,7 @@ class LoopTrainer(Trainer):
         self.plan = plan
         self._enter("reading data")
         self.loss_fn.set_schedules(plan.schedules)
-        self.lr_schedulers.set_tokens(plan.rate_tokens)
+        self.optimizers.set_learning_rate(plan.learning_rate)
         self.optimizers.zero_grad()
         began, first_window = time.perf_counter(), self.dataloader.windows_consumed
         batches = self.dataloader.read_step(plan.windows)
@@ -352,7 +350,7 @@ class LoopTrainer(Trainer):
 
         Args:
             together: Whether all ranks close now. They then leave at the same time: a launcher may
-                kill those that take much longer than the first, such as rank 0 in a slow upload.
+                kill ranks that take much longer than the first, such as rank 0 in a slow upload.
         """
         self.checkpointer.ends_together = together
         with contextlib.ExitStack() as closing:

@@ -21,7 +21,7 @@ from titan_loop.storage.transient import retries
 
 
 class StepVerdict:
-    """What all ranks agreed on about one step; on the device until it is read.
+    """Common decision of all ranks about one step; on the device until it is read.
 
     Args:
         flags: (3,) or (4,) int32, the same on all ranks: 1 if the step was finite, 1 if training
@@ -43,9 +43,9 @@ class StepVerdict:
             self._copied.record()
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether the step updates the weights and whether any rank was asked to stop.
+        """Return whether the step updates the weights, and whether any rank was asked to stop.
 
-        Waits until the device has come to the end of the step's backward pass.
+        Waits for the end of the step's backward pass on the device.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -113,14 +113,13 @@ def agree_on_step(
     calm: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> StepVerdict:
-    """Return what all ranks do with a step; collective, and no wait for the device.
+    """Return the common decision of all ranks about a step; collective, and no wait.
 
     Args:
         loss: This rank's loss of the step, any shape.
         grad_norm: The gradient norm before clipping, any shape.
         stop: Whether this rank was asked to stop.
         calm: Whether this rank agrees to the update, a scalar bool; None has no opinion.
-        group: The ranks that must agree; None for all of them.
 
     Returns:
         An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
@@ -154,13 +153,7 @@ def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict)
 def agree_to_stop(
     stop: bool, device: torch.device | None = None, group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Return whether any rank was asked to stop; collective.
-
-    Args:
-        stop: Whether this rank was.
-        device: Where the ranks' collectives run.
-        group: The ranks that must agree; None for all of them.
-    """
+    """Return whether any rank of a group, by default of all, was asked to stop; collective."""
     goes_on = torch.tensor([not stop], dtype=torch.int32, device=device)
     return not bool(_all_reduce_minimum(goes_on, group))
 
@@ -171,14 +164,7 @@ def first_non_finite_parameter(
     """Return the name of the first parameter with a NaN or infinity on any rank; collective.
 
     Every rank holds the same parameters in the same order (a shard of each), so all ranks return
-    the same name. Call it before saving.
-
-    Args:
-        model_parts: The model, as torchtitan's trainer keeps it.
-        group: The ranks that must agree; None for all of them.
-
-    Returns:
-        The parameter's qualified name, or None if all are finite.
+    the same name, or None if all are finite.
     """
     named = [item for part in model_parts for item in part.named_parameters()]
     if not named:

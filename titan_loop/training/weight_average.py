@@ -80,7 +80,7 @@ class WeightAverage:
         self.updates += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the average on any number of ranks; the tensors are not copies."""
+        """Return a state for any number of ranks; its tensors are not copies."""
         if self.updates == 0:
             self._restart()
         return {"updates": self.updates, **self._average}

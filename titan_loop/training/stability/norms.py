@@ -7,7 +7,7 @@ A record has, besides `step` and `tokens`,
     state_gradient    the same for the norm of the loss's gradient with respect to that state
     weight, gradient, update
                       by layer or module: norms of the weights, of their gradient before clipping,
-                      and of what the step changed in them
+                      and of the step's change of them
 
 Numbers that are not finite, or of visits that never happened, are null.
 """
@@ -102,7 +102,7 @@ def norms_record(
         recurrent_steps: R of the step; later rows are left out.
         sums: `StateNorms.sums`.
         elements: Elements of one state of the global batch.
-        of: Finished norms of the weights.
+        of: Norms of the weights, finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()
@@ -134,11 +134,7 @@ def norms_line(record: Mapping[str, Any]) -> str:
 
 
 def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
-    """Return one line if states grow with depth more than `GROWTH`, else None.
-
-    Args:
-        rms: `state_rms` of a record.
-    """
+    """Return one line if a record's `state_rms` grows with depth more than `GROWTH`, else None."""
     first, last = rms[OUTSIDE + 1], rms[-1]
     if len(rms) < 3:
         return None
@@ -154,7 +150,7 @@ def growth_warning(rms: Sequence[Sequence[float]]) -> str | None:
 
 
 def part_name(part: str) -> str:
-    """Return what a part of the model is called in a sentence."""
+    """Return the name of a part of the model in a sentence."""
     return f"layer {part}" if part.isdecimal() else part
 
 

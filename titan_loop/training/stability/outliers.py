@@ -4,7 +4,7 @@
     spread  s = 1.4826 · median |x − m|, the standard deviation if x were normal, at least a floor
     outlier x > m + k·s, or x not finite
 
-Median and spread ignore what the window has of outliers: a mean and its deviation would follow
+Median and spread ignore outliers in the window: a mean and its deviation would follow
 them. Only values that were accepted enter the window, and nothing is judged before it is full.
 """
 
@@ -36,19 +36,14 @@ class RollingMedian:
         self._accepted = torch.zeros((), dtype=torch.int64, device=device)
 
     def bounds(self) -> Tensor:
-        """Return what each number may be at most; infinity until the window is full."""
+        """Return the largest value of each number that is no outlier; infinity at first."""
         median = _median(self._values)
         spread = MAD_TO_DEVIATION * _median((self._values - median).abs())
         bound = median + self._threshold * torch.maximum(spread, self._floors)
         return torch.where(self._accepted >= len(self._values), bound, torch.inf)
 
     def take(self, values: Tensor, accept: Tensor) -> None:
-        """Let values into the window in the place of the oldest, if they are accepted.
-
-        Args:
-            values: One of each number.
-            accept: Scalar bool; the window stays as it is where it is False.
-        """
+        """Replace the oldest values of the window if `accept`, a scalar bool, holds."""
         place = (self._accepted % len(self._values)).reshape(1)
         current = self._values.index_select(0, place)
         taken = torch.where(accept, values.double(), current)
@@ -74,6 +69,6 @@ class RollingMedian:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the median over the first dimension: the mean of the two in the middle."""
+    # torch's own median is the lower of the two in the middle.
     ordered, count = values.sort(dim=0).values, len(values)
     return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2

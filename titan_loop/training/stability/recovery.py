@@ -9,9 +9,9 @@ One record a decision:
     decision         skip, rewind or stop
     step             the training step it was taken about
     rewound          rewinds before it
-    windows          [first, stop) ranges of global windows: of the step, or those jumped over
-    loss, loss_bound, grad_norm, grad_norm_bound      of a skip: what it had, and might have
-    began            of a skip: layer and recurrent step where it began, where one stands out
+    windows          [first, stop) ranges of global windows: of the step, or of the jump
+    loss, loss_bound, grad_norm, grad_norm_bound      of a skip: its values and their bounds
+    began            of a skip: layer and recurrent step where it began, if one stands out
     to_step          of a rewind: the checkpoint
 """
 
@@ -44,13 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedStep(NamedTuple):
-    """A step whose update was left out.
-
-    Attributes:
-        step: Number of the training step.
-        first_window: First of the global windows that it read.
-        stop_window: The window after the last.
-    """
+    """A training step whose update was left out, and its global windows [first, stop)."""
 
     step: int
     first_window: int
@@ -98,7 +92,7 @@ class SpikeSkipping(Callback):
         self._evidence: deque[Evidence] = deque()  # of steps whose verdict is not read yet
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Let the judge know what kind of step begins."""
+        """Tell the judge the plan of the step that begins."""
         if phase == "reading data":
             level, recurrence = trainer.dataloader.level, trainer.config.recurrence
             self._judge.begin(regime(recurrence, trainer.plan, level=level))
@@ -228,11 +222,7 @@ def _last_before(
 ) -> int | None:
     """Return the step of the newest checkpoint from before `first`, here if there is one.
 
-    Args:
-        first: The first spike.
-        checkpoints: Folder of the run's checkpoints.
-        remote: Its copies in an object store.
-        avoid: Steps to go back to only if there is no other.
+    Steps to `avoid` are taken only if there is no other.
     """
     for shunned in ({*avoid}, set[int]()):
 

@@ -2,7 +2,7 @@
 
     loss of all ranks, log gradient norm ─► above `RollingMedian`'s bounds on some rank? ─┐
     flags of all ranks ◄──────────────────────────────────────────────────────────────────┘
-        ─► verdict: the update is left out as that of a non-finite step is
+        ─► verdict: the update is skipped, as after a non-finite step
         ─► accepted values enter the window, and norms of states the baseline
 
 The gradient norm is judged by its logarithm: it varies by factors. The host reads nothing here.
@@ -35,7 +35,7 @@ _LEAST_STEPS = 4
 
 
 class Evidence(NamedTuple):
-    """What a step is judged by; stays on the device until somebody reads it.
+    """The numbers of a step that decide; on the device until somebody reads them.
 
     Attributes:
         values: Loss of the global batch, log gradient norm.
@@ -55,13 +55,13 @@ class Evidence(NamedTuple):
 
 
 class SpikeJudge:
-    """Judges steps, and remembers those that it accepted.
+    """Judges steps, and remembers the accepted ones.
 
     Args:
         window: Accepted steps in the window.
         threshold: Spreads above the median at which a number is an outlier.
         shape: (R + 1, N) of the norms of states.
-        device: Where the model computes.
+        device: Device of the model.
     """
 
     def __init__(
@@ -72,12 +72,7 @@ class SpikeJudge:
         self._regime: list[Any] | None = None
 
     def begin(self, regime: list[Any]) -> None:
-        """Start the window anew where what is trained changes by plan.
-
-        Args:
-            regime: Whatever moves the loss by itself: R, level of the curriculum, weights of the
-                objective. JSON.
-        """
+        """Start the window anew where the loss moves by plan: at another `step_plan.regime`."""
         if self._regime is not None and regime != self._regime:
             self._recent.restart()
             self._baseline.restart()
@@ -109,11 +104,11 @@ class SpikeJudge:
         self._recent.take(evidence.values, accept)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues to judge alike, as JSON; waits for the device."""
+        """Return JSON to continue from; waits for the device."""
         return {"regime": self._regime, **self._recent.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from such a state. The baseline of states, which decides nothing, stays."""
+        """Continue from such a state; the baseline of states, which decides nothing, stays."""
         # Older checkpoints have a second entry, False unless spikes had halved R.
         self._regime = [entry for entry in state["regime"] or () if entry is not False] or None
         self._recent.load_state_dict(state)
@@ -133,15 +128,10 @@ class Baseline:
         self._seen, self._mean, self._distance = torch.zeros(3, 2, *shape, device=device)
 
     def compare(self, norms: Tensor, visited: Tensor) -> Tensor:
-        """Return score (x − m) / d and ratio exp(x − m) of each norm, stacked.
+        """Return score (x − m) / d and ratio exp(x − m) of each norm, stacked: (2, 2, R + 1, N).
 
-        Args:
-            norms: (2, R + 1, N) of states and gradients.
-            visited: Where there was a visit, same shape.
-
-        Returns:
-            (2, 2, R + 1, N); NaN where nothing can be said, infinity where a visited norm is not
-            finite.
+        They are NaN before enough steps, and infinite where a visited norm is not finite. Norms,
+        of states and gradients, and `visited` are (2, R + 1, N).
         """
         distance = norms.log() - self._mean
         score = distance / self._distance.clamp(min=LOG_STATE_FLOOR)
@@ -167,7 +157,7 @@ class Baseline:
 
 
 class Place(NamedTuple):
-    """Where a spike began.
+    """Beginning of a spike.
 
     Attributes:
         kind: "state" or "gradient".
@@ -190,10 +180,10 @@ class Place(NamedTuple):
 def where_it_began(places: Tensor, looped: range) -> Place | None:
     """Return the first visit whose state stands out, else the first gradient; None if none does.
 
-    States are looked at in the order of the forward pass, gradients in that of the backward pass.
+    States are in the order of the forward pass, gradients in the order of the backward pass.
 
     Args:
-        places: From `Baseline.compare`; is read by the host.
+        places: From `Baseline.compare`; the host reads it.
         looped: Numbers of the layers inside the loop.
     """
     (state_score, gradient_score), (state_ratio, gradient_ratio) = places.tolist()

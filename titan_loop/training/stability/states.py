@@ -83,23 +83,15 @@ class StateNorms(Callback):
 
 
 def root_mean_square(sums: Tensor) -> Tensor:
-    """Return the root mean square of states, (R + 1, N), NaN where there was no visit.
-
-    Args:
-        sums: `StateNorms.sums`.
-    """
+    """Return the root mean square of states, (R + 1, N), NaN where there was no visit."""
     return (sums[0] / sums[1]).sqrt()
 
 
 def gradient_norm(sums: Tensor, elements: int) -> Tensor:
     """Return the norm of the loss's gradient with respect to each state of the global batch.
 
-    Args:
-        sums: `StateNorms.sums`.
-        elements: Elements of one state: windows of the global batch x L x D.
-
-    Returns:
-        (R + 1, N), NaN where no gradient arrived.
+    `elements` of a state are windows of the global batch x L x D. The result is (R + 1, N), NaN
+    where no gradient arrived.
     """
     return (sums[2] / sums[3] * elements).sqrt()
 
@@ -112,7 +104,7 @@ def _add(place: Tensor, values: Tensor) -> None:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Return a gradient whose parts on tensor-parallel ranks are still to be added up, added up."""
+    """Add up a gradient's parts on tensor-parallel ranks, if that is still to be done."""
     if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]

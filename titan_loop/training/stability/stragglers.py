@@ -1,8 +1,7 @@
 """Times of every rank, gathered on logging steps, and the rank that slows down the others.
 
-Ranks of one run wait for each other in every layer, so their steps take the same time whoever is
-slow. Two things are a rank's own: how long it waits for its data, and how long its device takes for
-fixed matrix products, which are timed here.
+Ranks wait for each other in every layer, so all steps take the same time, whichever rank is slow.
+Two times are a rank's own: its waits for data, and fixed matrix products, which are timed here.
 """
 
 import logging
@@ -117,11 +116,11 @@ class Stragglers(Callback):
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank whose own time is furthest above the others', and why; None if none is.
+    """Return the rank whose own time is furthest above the others', and the reason; or None.
 
     Args:
-        times: Times of every rank, in the order of ranks.
-        factor: How many times the median it must be at least.
+        times: In the order of ranks.
+        factor: Smallest ratio to the median.
     """
     if len(times) < 2:
         return None
