@@ -100,12 +100,7 @@ def plan_steps(
     Constant stretches are jumped over, so that trillions of tokens take microseconds; ramps are
     walked step by step.
 
-    Args:
-        config: The batch schedule.
-        total_tokens: Global tokens of the run.
-        seq_len: L, the trained tokens of a window.
-        tokens: Global tokens consumed already.
-        steps: Training steps done already, which the result includes.
+    `tokens` global tokens were consumed already in `steps` training steps, which count.
     """
     return _walk(config, total_tokens, seq_len, tokens, steps)[1]
 

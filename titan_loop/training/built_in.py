@@ -41,12 +41,7 @@ class HangTraces(Callback):
 
 
 def built_in_callbacks(run: ResolvedRun, device: torch.device) -> list[Callback]:
-    """Return the callbacks of `max_skipped_steps`, `stability`, `ema` and `comm`.
-
-    Args:
-        run: The run.
-        device: Device of the model.
-    """
+    """Return the callbacks of `max_skipped_steps`, `stability`, `ema` and `comm`."""
     config, asked = run.config, run.config.stability
     directory = RunDirectory(config.dump_folder)
     if dist.get_rank() == 0:

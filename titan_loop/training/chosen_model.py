@@ -35,9 +35,7 @@ def chosen_model(config: RunConfig, saved: Mapping[str, Any] | None = None) -> C
     The vocabulary is the data's. Options that shape no tensor, such as the RoPE base, are
     taken from the run's own checkpoint, else from its parent, else from the family's defaults.
 
-    Args:
-        config: The run.
-        saved: From `saved_architecture`; None looks for it.
+    `saved` is from `saved_architecture`; None looks for it.
 
     Raises:
         UserError: Unknown size, a shape that does not fit together, or data that cannot be opened.
@@ -84,9 +82,7 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
 
     Ranks that each look may see different files: let rank 0 look for all of them.
 
-    Args:
-        config: The run.
-        newest: From `newest_of`; None reads the checkpoint anew.
+    `newest` is from `newest_of`; None reads the checkpoint anew.
 
     Raises:
         RunFailedError: A disk fails, which says nothing about the weights.

@@ -22,7 +22,7 @@ class HeldOutConfig:
     checkpoint.interval if there is held-out text, and otherwise 0."""
 
     sources: list[str] = field(default_factory=list)
-    """Tokenised sources whose held-out split is read; empty for those of the mixture."""
+    """Tokenised sources whose held-out split is read; empty for the mixture's."""
 
     depths: list[int] = field(default_factory=lambda: [1, 2, 4])
     """Recurrent steps to score; may exceed the trained R."""

@@ -197,15 +197,7 @@ def _begin(
     changes: Sequence[SettingChange],
     others: Sequence[SettingChange],
 ) -> None:
-    """Record and log a start, and copy what it saves; on rank 0.
-
-    Args:
-        trainer: Has just claimed the run directory.
-        config: As the user gave it.
-        command: As for `run_training`.
-        changes: Changes since the last start.
-        others: Differences from the parent.
-    """
+    """Record and log a start of the user's `config`, and copy its checkpoints; on rank 0."""
     run, started_by = RunDirectory(config.dump_folder), sys.argv if command is None else command
     run.create_or_open(started_by, config=trainer.run.config.to_dict())
     for note in size_notes(config.model, trainer.run.model.vocab_size):
@@ -348,9 +340,7 @@ def _require_readable(run_directory: RunDirectory) -> None:
 def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     """Refuse to continue another run; return whether anything is left to train.
 
-    Args:
-        run: The run that is to be trained.
-        newest: From `newest_of`; None reads the checkpoint anew.
+    `newest` is from `newest_of`; None reads the checkpoint anew.
 
     Raises:
         UserError: Checkpoints of another architecture, of other data, without moments, or none

@@ -45,12 +45,7 @@ def step_flops(
 def regime(config: RecurrenceConfig, plan: StepPlan, *, level: int) -> list[Any]:
     """Return everything planned that moves the loss of a step, to a digit.
 
-    Spikes are judged within one regime.
-
-    Args:
-        config: How R is chosen.
-        plan: The step.
-        level: Level of the curriculum.
+    Spikes are judged within one regime. `level` is the curriculum's.
     """
     weights = [f"{name} {value:.1g}" for name, value in sorted(plan.schedules.items())]
     depth = typical_recurrent_steps(config, plan.tokens)

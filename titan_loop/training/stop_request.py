@@ -68,13 +68,13 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
 
 
 class StopListener:
-    """Listens for `SIGNALS` inside its context; outside of one it hears nothing.
+    """Listens for `SIGNALS` inside its context, and hears nothing outside of it.
 
     Enter it in the main thread; the handlers there were before come back at the end.
 
     Args:
         grace: Seconds from the first signal to the end of the process.
-        echo: Seconds in which a further signal belongs to the first.
+        echo: Seconds in which a further signal counts as the first.
         leave: Seconds from `leave` to the end of the process.
     """
 

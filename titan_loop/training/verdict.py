@@ -24,9 +24,8 @@ class StepVerdict:
     """Common decision of all ranks about one step; on the device until it is read.
 
     Args:
-        flags: (3,) or (4,) int32, the same on all ranks: 1 if the step was finite, 1 if training
-            goes on, less the largest number of reads that a rank had to repeat, 1 if all callbacks
-            agreed to the update.
+        flags: (3,) int32, the same on all ranks: 1 to update the weights, 1 if training goes on,
+            less the largest number of reads that a rank had to repeat.
 
     Attributes:
         skip: fp32 scalar on the device: 1 if the update must be skipped, else 0.
@@ -34,7 +33,7 @@ class StepVerdict:
     """
 
     def __init__(self, flags: Tensor) -> None:
-        self.skip = (1 - (flags[0] if len(flags) == 3 else flags[0] * flags[3])).float()
+        self.skip = (1 - flags[0]).float()
         self._flags = flags.to("cpu", non_blocking=True)
         self._copied = None
         self.io_retries = 0
@@ -49,9 +48,9 @@ class StepVerdict:
         """
         if self._copied is not None:
             self._copied.synchronize()
-        finite, goes_on, read_again, *calm = self._flags.tolist()
+        updates, goes_on, read_again = self._flags.tolist()
         self.io_retries = -read_again
-        return bool(finite) and all(calm), not goes_on
+        return bool(updates), not goes_on
 
 
 class TrainedStep(NamedTuple):
@@ -111,7 +110,6 @@ def agree_on_step(
     *,
     stop: bool = False,
     calm: Tensor | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> StepVerdict:
     """Return the common decision of all ranks about a step; collective, and no wait.
 
@@ -125,12 +123,13 @@ def agree_on_step(
         An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
         rank was asked to.
     """
-    finite = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
-    goes_on = torch.full_like(finite, not stop)
-    read_again = torch.full_like(finite, -retries(), dtype=torch.int32)
-    judged = [] if calm is None else [calm.to(torch.int32)]
-    flags = torch.stack([finite.to(torch.int32), goes_on.to(torch.int32), read_again, *judged])
-    return StepVerdict(_all_reduce_minimum(flags, group))
+    updates = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
+    if calm is not None:
+        updates = updates & calm
+    goes_on = torch.full_like(updates, not stop)
+    read_again = torch.full_like(updates, -retries(), dtype=torch.int32)
+    flags = torch.stack([updates.to(torch.int32), goes_on.to(torch.int32), read_again])
+    return StepVerdict(_all_reduce_minimum(flags))
 
 
 def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict) -> None:
@@ -150,17 +149,13 @@ def update_unless_skipped(optimizers: OptimizersContainer, verdict: StepVerdict)
         optimizers.step()
 
 
-def agree_to_stop(
-    stop: bool, device: torch.device | None = None, group: dist.ProcessGroup | None = None
-) -> bool:
-    """Return whether any rank of a group, by default of all, was asked to stop; collective."""
+def agree_to_stop(stop: bool, device: torch.device | None = None) -> bool:
+    """Return whether any rank was asked to stop; collective."""
     goes_on = torch.tensor([not stop], dtype=torch.int32, device=device)
-    return not bool(_all_reduce_minimum(goes_on, group))
+    return not bool(_all_reduce_minimum(goes_on))
 
 
-def first_non_finite_parameter(
-    model_parts: Sequence[nn.Module], group: dist.ProcessGroup | None = None
-) -> str | None:
+def first_non_finite_parameter(model_parts: Sequence[nn.Module]) -> str | None:
     """Return the name of the first parameter with a NaN or infinity on any rank; collective.
 
     Every rank holds the same parameters in the same order (a shard of each), so all ranks return
@@ -170,7 +165,7 @@ def first_non_finite_parameter(
     if not named:
         return None
     flags = torch.stack([_is_finite(local_part(parameter.detach())) for _, parameter in named])
-    flags = _all_reduce_minimum(flags.to(torch.int32), group)
+    flags = _all_reduce_minimum(flags.to(torch.int32))
     bad = (flags == 0).nonzero()
     return named[int(bad[0])][0] if len(bad) else None
 
@@ -183,7 +178,7 @@ def _is_finite(values: Tensor) -> Tensor:
     return torch.isfinite(smallest) & torch.isfinite(largest)
 
 
-def _all_reduce_minimum(flags: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _all_reduce_minimum(flags: Tensor) -> Tensor:
     if dist.is_initialized():
-        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(flags, op=dist.ReduceOp.MIN)
     return flags

@@ -23,13 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pulse(Callback):
-    """Writes from a thread, which begins with the first step.
-
-    Args:
-        run: The run directory.
-        rank: This rank.
-        seconds: Time between two writings, above 0.
-    """
+    """Writes every `seconds` from a thread, which begins with the first step."""
 
     def __init__(self, run: Path, *, rank: int, seconds: float) -> None:
         self._run, self._rank, self._seconds = run, rank, seconds

@@ -48,7 +48,7 @@ class NormsLog(Callback):
         interval: Training steps from one measurement to the next.
         states: Collects the norms of states, at these steps at least.
         window_elements: Elements of one window's state, L x D.
-        run: The run directory.
+        run: Directory of `norms.jsonl`.
     """
 
     def __init__(

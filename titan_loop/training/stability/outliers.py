@@ -21,10 +21,10 @@ class RollingMedian:
     """A window over the accepted values of several numbers.
 
     Args:
-        window: Number W of values that the median is of.
+        window: Number W of values in the median.
         threshold: k.
         floors: Smallest spread of each number.
-        device: Where the numbers are.
+        device: The numbers' device.
     """
 
     def __init__(

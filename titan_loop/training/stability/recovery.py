@@ -52,11 +52,7 @@ class SkippedStep(NamedTuple):
 
 
 class SpikesError(Exception):
-    """Too many steps were skipped: the run has to start again from before them.
-
-    Attributes:
-        spikes: The skipped steps, in order.
-    """
+    """Too many steps were skipped: the run has to start again from before these `spikes`."""
 
     def __init__(self, spikes: list[SkippedStep]) -> None:
         super().__init__(f"{len(spikes)} spikes, the last at step {spikes[-1].step}")
@@ -67,11 +63,11 @@ class SpikeSkipping(Callback):
     """Has the updates of spikes and of non-finite steps left out, and counts them.
 
     Args:
-        config: How many of them, within how many steps, end this start.
+        config: Says how many of them, within how many steps, end this start.
         judge: Compares steps.
         states: Collects the norms of states of every step.
         looped: Numbers of the layers inside the loop.
-        run: The run directory.
+        run: Directory of `decisions.jsonl`.
 
     Attributes:
         skipped: Skipped steps that still count.
@@ -172,13 +168,7 @@ def rewind(
 ) -> str:
     """Record that the next start goes on from before the spikes, without their windows; on rank 0.
 
-    Nothing of the run may be saving or copying.
-
-    Args:
-        run: The run directory.
-        remote: Its copies in an object store.
-        spikes: From `SpikesError`.
-        config: The options.
+    Nothing of the run may be saving or copying. `remote` has its copies in an object store.
 
     Returns:
         Why the run cannot go on; empty if it can.

@@ -79,7 +79,7 @@ class SpikeJudge:
         self._regime = regime
 
     def look(self, loss: Tensor, grad_norm: Tensor, sums: Tensor, *, share: float) -> Evidence:
-        """Compare a step with those before it; collective, and no wait for the device.
+        """Compare a step with earlier ones; collective, and no wait for the device.
 
         Args:
             loss: This rank's share of the loss.
@@ -119,9 +119,7 @@ class Baseline:
 
         x = log norm;   m ← m + a·(x − m);   d ← d + a·(|x − m| − d);   a = max(1/16, 1/n)
 
-    Args:
-        shape: (R + 1, N).
-        device: Where the norms are.
+    The norms' shape is (R + 1, N).
     """
 
     def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
