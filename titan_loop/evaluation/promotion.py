@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
-import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
@@ -18,7 +17,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import PROMOTION, append_evaluation
 from titan_loop.evaluation.exam import ACCURACY
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import TaskExam
+from titan_loop.evaluation.training_tasks import TaskExam, ask_tasks
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 
@@ -66,25 +65,15 @@ class Promotion(Callback):
         level = float(loader.level + 1)
         trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
 
-    @torch.no_grad()
     def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
         """Return the report, and the worst stratum with its accuracy; equal on all ranks."""
         strata = self._task.level_strata(level)
         exam = TaskExam(trainer, self._task, self._curriculum.questions, strata)
         steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps
-        trainer.model.eval()
-        results = exam.ask(trainer, [steps])
-        trainer.model.train()
-        report = TaskReport(
-            step=trainer.step,
-            tokens=trainer.tokens,
-            trained_recurrent_steps=trainer.plan.recurrent_steps,
-            manifest_sha256="",
-            tasks=results,
-        )
+        report = ask_tasks(trainer, [exam], [steps])
         accuracies = [
             (reading.metrics[ACCURACY], name)
-            for name, readings in results.items()
+            for name, readings in report.tasks.items()
             for reading in readings.values()
         ]
         accuracy, name = min(accuracies)

@@ -25,7 +25,7 @@ from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.task import Task
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_depths
 from titan_loop.evaluation.offline_tasks import HELD_OUT, OFFLINE_TASKS
-from titan_loop.evaluation.task_report import ReadingResult, Results
+from titan_loop.evaluation.task_report import ReadingResult, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     Forward,
     Sums,
@@ -110,6 +110,25 @@ class TrainingTask(ABC):
     @abstractmethod
     def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
         """Return the task's results at each depth, equal on all ranks; collective."""
+
+
+@torch.no_grad()
+def ask_tasks(
+    trainer: TrainingState, tasks: Sequence[TrainingTask], depths: Sequence[int]
+) -> TaskReport:
+    """Return the results of all tasks at every depth, equal on all ranks; collective."""
+    report = TaskReport(
+        step=trainer.step,
+        tokens=trainer.tokens,
+        trained_recurrent_steps=trainer.plan.recurrent_steps,
+        manifest_sha256="",
+    )
+    trainer.model.eval()
+    for task in tasks:
+        report.tasks.update(task.ask(trainer, depths))
+        trainer.stop_listener.progress()
+    trainer.model.train()
+    return report
 
 
 class HeldOutText(TrainingTask):

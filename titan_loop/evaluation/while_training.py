@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
-import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
@@ -32,6 +31,7 @@ from titan_loop.evaluation.training_tasks import (
     Questions,
     TaskExam,
     TrainingTask,
+    ask_tasks,
     depth_names,
 )
 from titan_loop.runs.run_directory import RunDirectory
@@ -170,22 +170,11 @@ class WhileTraining(Callback):
             logger.info("evaluated, step %d: %s", trainer.step, report.summary())
         trainer.metrics_processor.log_numbers(self._curves(report), trainer.step)
 
-    @torch.no_grad()
     def ask(self, trainer: TrainingState) -> TaskReport:
         """Return the results of all tasks at every depth, equal on all ranks; collective."""
-        report = TaskReport(
-            step=trainer.step,
-            tokens=trainer.tokens,
-            trained_recurrent_steps=trainer.plan.recurrent_steps,
-            manifest_sha256="",
-        )
         depth = None if self._loss is None else self._loss.depth(trainer)
         depths = sorted({*self._depths} if depth is None else {*self._depths, depth})
-        trainer.model.eval()
-        for task in self._tasks:
-            report.tasks.update(task.ask(trainer, depths))
-            trainer.stop_listener.progress()
-        trainer.model.train()
+        report = ask_tasks(trainer, self._tasks, depths)
         if self._loss is not None and depth is not None:
             value = self._loss.value(report, depth)
             if math.isfinite(value):
