@@ -30,9 +30,9 @@ from titan_loop.models.family import ModelOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
-from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

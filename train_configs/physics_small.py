@@ -30,9 +30,9 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
-from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 from train_configs.physics import MANO_PAPER, grid_name

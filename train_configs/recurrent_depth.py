@@ -22,9 +22,9 @@ from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
 from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.optimizer import AdamWConfig
-from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -28,7 +28,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 

@@ -16,8 +16,8 @@ from titan_loop.planning.stage_needs import stage_needs
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.chosen_model import stage_architecture
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.flop_budget import mean_flops, within_budget
-from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

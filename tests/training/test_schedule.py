@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_loop.errors import UserError
-from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Interpolation, Knot, Schedule, register_tyro_rule
 
 TEXT = "0:0 linear 2M:0.0003 constant 90M:0.0003 cosine 100M:3e-05"

@@ -22,7 +22,7 @@ from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
 from titan_loop.plugins import Plugin, register
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

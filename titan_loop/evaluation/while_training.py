@@ -37,8 +37,8 @@ from titan_loop.evaluation.training_tasks import (
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.config import RunConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig, typical_recurrent_steps
 from titan_loop.training.evaluation_config import SuiteConfig
-from titan_loop.training.recurrence import RecurrenceConfig, typical_recurrent_steps
 
 
 def evaluations(config: RunConfig) -> list[Callback]:

@@ -28,10 +28,10 @@ from titan_loop.recipes.preflight import carry_refusals, repetition_refusals
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.training.batch_schedule import batch_sizes, plan_steps
 from titan_loop.training.chosen_model import are_prepared, stage_architecture
+from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.preflight import model_refusals, setting_refusals, value_refusals
-from titan_loop.training.recurrence import depths_over, most_recurrent_steps
 from titan_loop.training.trainer import LoopTrainer
 
 SECONDS_PER_DAY = 86_400

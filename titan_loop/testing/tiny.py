@@ -12,7 +12,7 @@ from titan_loop.data.prepare.make_tokenizer import train_tokenizer
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.recurrence import RecurrenceConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

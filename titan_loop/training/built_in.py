@@ -9,13 +9,13 @@ import torch.distributed as dist
 from titan_loop.runs.heartbeats import forget_heartbeats
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
-from titan_loop.training.recurrence import most_recurrent_steps
+from titan_loop.training.depth_schedule import most_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.stability.heartbeat import Pulse
 from titan_loop.training.stability.non_finite import NonFiniteSteps
 from titan_loop.training.stability.norms import NormsLog
 from titan_loop.training.stability.recovery import SpikeSkipping
-from titan_loop.training.stability.spikes import SpikeJudge
+from titan_loop.training.stability.spike_judge import SpikeJudge
 from titan_loop.training.stability.states import StateNorms
 from titan_loop.training.stability.stragglers import Stragglers
 from titan_loop.training.verdict import StepVerdict

@@ -24,9 +24,9 @@ from titan_loop.data.load.batches import GlobalBatchLoader
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.objectives.streamed_loss import StreamedLoss
+from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import LoopOptimizers
-from titan_loop.training.recurrence import RecurrenceConfig
 from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.stop_request import StopListener
 from titan_loop.training.verdict import StepVerdict, TrainedStep

@@ -14,7 +14,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun, vocabulary_of
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.config import DERIVED, RunConfig
-from titan_loop.training.recurrence import typical_recurrent_steps
+from titan_loop.training.depth_schedule import typical_recurrent_steps
 from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
 

@@ -15,7 +15,7 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.flops import Flops
 from titan_loop.training.chosen_model import stage_architecture
 from titan_loop.training.config import RunConfig
-from titan_loop.training.recurrence import depths_over
+from titan_loop.training.depth_schedule import depths_over
 from titan_loop.training.schedule import Schedule
 
 

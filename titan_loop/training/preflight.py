@@ -28,9 +28,9 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
+from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
 from titan_loop.training.optimizer import MuonConfig
-from titan_loop.training.recurrence import fewest_recurrent_steps, most_recurrent_steps
 
 LARGEST_SEED = 2**63 - 1
 """torch takes 64 bits, and steps and ranks are mixed into them."""

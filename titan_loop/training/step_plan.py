@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.training.recurrence import RecurrenceConfig, typical_recurrent_steps
+from titan_loop.training.depth_schedule import RecurrenceConfig, typical_recurrent_steps
 
 
 @dataclass(frozen=True, slots=True)

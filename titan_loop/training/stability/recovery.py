@@ -35,7 +35,7 @@ from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.training.callback import Callback, Phase, TrainingState
 from titan_loop.training.stability.config import StabilityConfig
-from titan_loop.training.stability.spikes import Evidence, SpikeJudge, where_it_began
+from titan_loop.training.stability.spike_judge import Evidence, SpikeJudge, where_it_began
 from titan_loop.training.stability.states import StateNorms
 from titan_loop.training.step_plan import regime
 from titan_loop.training.verdict import StepVerdict, TrainedStep

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from titan_loop.training.recurrence import (
+from titan_loop.training.depth_schedule import (
     RecurrenceConfig,
     depths_over,
     fewest_recurrent_steps,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_loop.testing.tiny import tiny_config
-from titan_loop.training.stability.spikes import (
+from titan_loop.training.stability.spike_judge import (
     Baseline,
     Evidence,
     Place,
