@@ -125,43 +125,14 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
         starts_trained: Whether the run starts from weights that were trained before; None looks
             at `checkpoint.carry.parent` and the run directory.
     """
+    if starts_trained is None:
+        starts_trained = _starts_trained(config)
     yield from config.loss.refusals(
         trainable=config.trainable,
         exit_gate=config.model.exit_gate,
         fewest_steps=fewest_recurrent_steps(config.recurrence),
     )
-    if config.recurrence.from_data and not config.dataloader.knows_depth():
-        yield Refusal(
-            "recurrence.from_data",
-            "recurrence.from_data=True, and the data does not say how many steps its examples need",
-            "set it to False, or choose a task that says",
-        )
-    task, most = config.dataloader.generated_task(), config.recurrence.max_steps
-    needed = None if task is None else task.most_steps
-    if config.recurrence.from_data and needed is not None and (most or 0) < needed:
-        yield Refusal(
-            "recurrence.max_steps",
-            f"recurrence.max_steps={most} is less than the {needed} steps that the deepest "
-            "examples need",
-            f"use {needed}, or shallower examples",
-        )
-    fewest = fewest_recurrent_steps(config.recurrence)
-    told = config.loss.labels_every_step and not config.recurrence.from_data
-    if told and needed is not None and fewest < needed:
-        yield Refusal(
-            "recurrence.steps",
-            f"recurrence.steps={str(config.recurrence.steps)!r} is less than the {needed} steps of "
-            "the deepest examples, whose last values would never be told",
-            f"use {needed}, recurrence.from_data=True, or shallower examples",
-        )
-    untrained = _untrained_embedding(config)
-    if untrained and not (_starts_trained(config) if starts_trained is None else starts_trained):
-        yield Refusal(
-            "recurrence.backward_steps",
-            untrained,
-            "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
-            "from trained weights (checkpoint.carry.parent)",
-        )
+    yield from _depth_refusals(config, starts_trained=starts_trained)
     yield from config.optimizer.setting_refusals(
         trainable=config.trainable, training=config.training, parallelism=config.parallelism
     )
@@ -183,6 +154,38 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
             "training.disable_cuda_graphs=False: a captured graph cannot follow recurrent steps, "
             "schedules and numbers of labels that change from step to step",
             "leave it True",
+        )
+
+
+def _depth_refusals(config: RunConfig, *, starts_trained: bool) -> Iterator[Refusal]:
+    """Yield numbers of steps that do not suit the data, or leave a part of the model untrained."""
+    recurrence, task = config.recurrence, config.dataloader.generated_task()
+    needed = None if task is None else task.most_steps
+    if recurrence.from_data and not config.dataloader.knows_depth():
+        yield Refusal(
+            "recurrence.from_data",
+            "recurrence.from_data=True, and the data does not say how many steps its examples need",
+            "set it to False, or choose a task that says",
+        )
+    if recurrence.from_data and needed is not None and (recurrence.max_steps or 0) < needed:
+        problem = f"is less than the {needed} steps that the deepest examples need"
+        fix = f"use {needed}, or shallower examples"
+        yield Refusal.of("recurrence.max_steps", recurrence.max_steps, problem, fix)
+    told = config.loss.labels_every_step and not recurrence.from_data
+    if told and needed is not None and fewest_recurrent_steps(recurrence) < needed:
+        yield Refusal.of(
+            "recurrence.steps",
+            repr(str(recurrence.steps)),
+            f"is less than the {needed} steps of the deepest examples, whose last values would "
+            "never be told",
+            f"use {needed}, recurrence.from_data=True, or shallower examples",
+        )
+    if not starts_trained and (untrained := _untrained_embedding(config)):
+        yield Refusal(
+            "recurrence.backward_steps",
+            untrained,
+            "set model.tie_weights=True, a backward_steps that some R does not exceed, or start "
+            "from trained weights (checkpoint.carry.parent)",
         )
 
 

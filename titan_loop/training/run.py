@@ -349,9 +349,7 @@ def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
     config = run.config
     if not config.checkpoint.enable:
         return True
-    folder = RunDirectory(config.dump_folder).checkpoints
-    steps = committed_steps(folder)
-    step = config.checkpoint.load_step
+    folder, step = RunDirectory(config.dump_folder).checkpoints, config.checkpoint.load_step
     if step == -1:
         found = (newest or newest_of(config))()
         if found is None:
@@ -359,17 +357,7 @@ def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
             return True
         step, manifest = found
     else:
-        if step not in steps:
-            raise UserError(
-                f"checkpoint.load_step={step} does not exist in {folder}; there are "
-                f"{steps or 'none'}"
-            )
-        if step != steps[-1]:
-            raise UserError(
-                f"checkpoint.load_step={step} would leave newer checkpoints "
-                f"{[s for s in steps if s > step]} of another attempt in {folder}; delete their "
-                "folders to go back for good"
-            )
+        _require_newest(step, folder)
         manifest = read_manifest(step_folder(folder, step))
     state = manifest["trainer"]
     check_architecture(state["architecture"], run.architecture)
@@ -386,6 +374,21 @@ def check_resumable(run: ResolvedRun, newest: Newest | None = None) -> bool:
         return True
     # Done, if the checkpoint that says so is whole; otherwise loading finds an older one.
     return inspect(step_folder(folder, step), "sizes")[0] is None
+
+
+def _require_newest(step: int, folder: Path) -> None:
+    """Refuse a step that was asked for and does not exist, or is not the newest."""
+    steps = committed_steps(folder)
+    if step not in steps:
+        raise UserError(
+            f"checkpoint.load_step={step} does not exist in {folder}; there are {steps or 'none'}"
+        )
+    if step != steps[-1]:
+        raise UserError(
+            f"checkpoint.load_step={step} would leave newer checkpoints "
+            f"{[s for s in steps if s > step]} of another attempt in {folder}; delete their "
+            "folders to go back for good"
+        )
 
 
 def _check_start(run: ResolvedRun) -> None:
