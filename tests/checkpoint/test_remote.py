@@ -17,7 +17,7 @@ from tests.checkpoint.test_choosing import committed
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST, read_manifest
+from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_needed
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
@@ -80,6 +80,18 @@ def test_the_manifest_is_uploaded_last(memory, tmp_path, monkeypatch):
     upload_all(tmp_path, [2])
     assert names[-1] == MANIFEST
     assert len(names) == 5
+
+
+def test_the_table_of_a_converted_checkpoint_is_copied_too(memory, tmp_path):
+    checkpoint = committed(tmp_path / "one" / "checkpoints", 2)
+    content = read_manifest(checkpoint)
+    table = checkpoint / "tensors.json"
+    del content["files"][table.name]
+    write_manifest(checkpoint, content)
+    upload_all(tmp_path / "one", [2])
+    fetch_if_needed(remote(tmp_path / "two"), tmp_path / "two")
+    fetched = tmp_path / "two" / "checkpoints" / "step-2" / table.name
+    assert fetched.read_bytes() == table.read_bytes()
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4, 5])

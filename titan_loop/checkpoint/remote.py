@@ -33,7 +33,7 @@ from titan_loop.checkpoint.folders import (
     step_folder,
 )
 from titan_loop.checkpoint.keep_policy import KeepPolicy
-from titan_loop.checkpoint.manifest import MANIFEST, find_damage, read_manifest
+from titan_loop.checkpoint.manifest import MANIFEST, TABLE, find_damage, read_manifest
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.json_files import read_json_object, write_json
 from titan_loop.storage.remote_folder import RemoteFolder, check_address
@@ -76,8 +76,9 @@ class RemoteCheckpoints:
         manifest, name = read_manifest(checkpoint), checkpoint.name
         self._folder.delete(f"{name}/{MANIFEST}")
         self._folder.delete(name)
-        tags = [TAGS] if read_tags(checkpoint) else []
-        for file in (*manifest["files"], *tags):
+        beside = [TAGS] if read_tags(checkpoint) else []
+        beside += [TABLE] if (checkpoint / TABLE).exists() else []
+        for file in dict.fromkeys([*manifest["files"], *beside]):
             self._folder.upload(checkpoint / file, f"{name}/{file}")
         self._folder.upload(checkpoint / MANIFEST, f"{name}/{MANIFEST}")
 
@@ -145,8 +146,8 @@ class RemoteCheckpoints:
         """Copy one checkpoint; return its faults, empty if it is whole."""
         self._folder.download(f"step-{step}/{MANIFEST}", arriving / MANIFEST)
         files = read_manifest(arriving)["files"]
-        tags = {TAGS} & {*self._folder.names(f"step-{step}")}
-        for file in (*files, *tags):
+        there = self._folder.names(f"step-{step}")  # a converted one's manifest names no table
+        for file in dict.fromkeys([*files, *(name for name in (TAGS, TABLE) if name in there)]):
             self._folder.download(f"step-{step}/{file}", arriving / file)
         return "; ".join(find_damage(arriving, files).values())
 
