@@ -75,7 +75,6 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
 
 
 def _error(metrics: Mapping[str, float], metric: str) -> tuple[float, float]:
-    """Return how far a bar goes down and up."""
     if f"{metric}_low" in metrics:
         return metrics[metric] - metrics[f"{metric}_low"], metrics[f"{metric}_high"] - metrics[
             metric

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.analysis.drawing import (
-    draw_axes,
-    draw_curve,
-    series,
-    show_the_bulk,
-    token_axis,
-)
+from titan_loop.analysis.drawing import draw_axes, draw_curve, series, show_the_bulk, token_axis
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import StageStatus, read_status

@@ -292,7 +292,6 @@ def _flops(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _intervals(records: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the tokens since the record before, and the record."""
     before = [0, *(record["tokens"] for record in records)]
     for record, tokens in zip(records, before, strict=False):
         yield record["tokens"] - tokens, record

@@ -74,8 +74,7 @@ class Law:
     shape: Mapping[str, tuple[float, float]]
     amplitudes: Sequence[str]
     terms: Callable[
-        [Mapping[str, float], Losses, Mapping[str, float]],
-        tuple[np.ndarray, dict[str, np.ndarray]],
+        [Mapping[str, float], Losses, Mapping[str, float]], tuple[np.ndarray, dict[str, np.ndarray]]
     ]
 
     @property
@@ -260,7 +259,6 @@ def _starts(
 
 
 def _refine(law: Law, points: Losses, units: Mapping[str, float], start: np.ndarray) -> Any:
-    """Run one bounded least-squares minimisation with the analytic Jacobian."""
     from scipy.optimize import least_squares
 
     names = law.coefficients

@@ -116,11 +116,7 @@ class ScalingStudy:
 
 
 def study(
-    data: ScalingData,
-    *,
-    samples: int,
-    seed: int = 0,
-    exit_pmf: Sequence[float] = (),
+    data: ScalingData, *, samples: int, seed: int = 0, exit_pmf: Sequence[float] = ()
 ) -> ScalingStudy:
     """Fit everything the points allow.
 

@@ -46,11 +46,7 @@ def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
 
 
 def bootstrap_bits_per_byte(
-    nats_RW: ArrayLike,
-    bytes_W: ArrayLike,
-    *,
-    seed: int = 0,
-    resamples: int = 2000,
+    nats_RW: ArrayLike, bytes_W: ArrayLike, *, seed: int = 0, resamples: int = 2000
 ) -> list[Interval]:
     """Return bits per byte of every depth with a 95 % percentile bootstrap interval over units.
 

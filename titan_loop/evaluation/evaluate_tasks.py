@@ -277,7 +277,6 @@ class _Evaluation:
 
     @cached_property
     def _exam(self) -> Exam:
-        """The exam of the task that the run was trained on."""
         assert self._generated is not None
         return Exam(
             self._generated,

@@ -32,12 +32,7 @@ from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest,
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import parse_exit_policy
-from titan_loop.inference.loading import (
-    Loaded,
-    load_checkpoint,
-    load_matching_tokenizer,
-    text_ends,
-)
+from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
 from titan_loop.inference.sampling import Sampling
 
@@ -295,9 +290,7 @@ class LoopLM(TemplateLM):
             stop=first.until,
         )
         completions = engine.complete(
-            requests,
-            sampling=first.sampling,
-            generator=torch.Generator().manual_seed(seed),
+            requests, sampling=first.sampling, generator=torch.Generator().manual_seed(seed)
         )
         return [
             {"text": done.text, "steps": sum(done.steps), "tokens": len(done.tokens)}
@@ -357,8 +350,6 @@ register_model(MODEL_NAME)(LoopLM)  # as a decorator it would hide the class' ow
 
 @dataclass(frozen=True)
 class _Generation:
-    """One request of `generate_until`."""
-
     prompt: str
     until: tuple[str, ...]
     max_new_tokens: int

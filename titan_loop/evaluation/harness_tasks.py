@@ -176,7 +176,6 @@ def run_task(
 
 
 def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a task that are numbers."""
     return {
         name: float(value)
         for name, value in raw.items()

@@ -117,7 +117,6 @@ class BigramModel:
         return _in_place_of_labels(-np.log(probability), labels)
 
     def _lookup(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the counts of the given pairs, 0 for those never seen."""
         if not len(self._keys):
             return np.zeros_like(keys)
         place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)

@@ -165,10 +165,7 @@ def frontier_readings(
 
 @torch.no_grad()
 def score_states(
-    model: LoopDecoder,
-    hidden_RTD: Sequence[Tensor],
-    labels_T: Tensor,
-    readings: Sequence[Reading],
+    model: LoopDecoder, hidden_RTD: Sequence[Tensor], labels_T: Tensor, readings: Sequence[Reading]
 ) -> Scores:
     """Read the same states in every way.
 
@@ -220,7 +217,6 @@ def _score_chunk(
 
 
 def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
-    """Return the steps whose logits some reading may need."""
     steps: set[int] = set()
     for reading in readings:
         deepest = reading.deepest_step

@@ -142,7 +142,6 @@ def _score(
 
 
 def _compare(before: WindowScores, after: WindowScores, *, copies: int) -> SourceJump:
-    """Compare the losses of two models after each of R steps on the same windows."""
     total = int(before.tokens_W.sum())
     old_RW, new_RW = before.nats_PW, after.nats_PW
 

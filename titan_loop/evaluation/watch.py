@@ -112,7 +112,6 @@ class Watcher:
         return evaluated
 
     def _agreed(self, look: Callable[[], T]) -> T:
-        """Let rank 0 look for all."""
         join_ranks()
         return from_rank_zero(all_ranks(), look)
 

@@ -184,7 +184,6 @@ class WhileTraining(Callback):
         return report
 
     def _curves(self, report: TaskReport) -> dict[str, float]:
-        """Return the numbers for TensorBoard and W&B: the metrics without their intervals."""
         return {
             f"{self._prefix}{task}/{metric.removesuffix(',none')}/"
             f"step_{reading.removeprefix('static:')}": value

@@ -168,10 +168,7 @@ def at_depths(
 
 
 def depth_states(
-    model: LoopDecoder,
-    depths: Sequence[int],
-    share: WindowShare | None,
-    windows: HeldOutWindows,
+    model: LoopDecoder, depths: Sequence[int], share: WindowShare | None, windows: HeldOutWindows
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the states at several depths of one pass, and this rank's part of the labels."""
     input_BL, positions_BL, labels_BL, _, columns, whole, _ = windows

@@ -326,7 +326,6 @@ class TokenVisit:
 
 
 def _addressed(cache: LoopCache, slot: CacheSlot) -> tuple[LoopCache, int | Tensor]:
-    """Return the cache that a slot is in, and its step there."""
     if slot.step is not None:
         return cache, slot.step
     assert cache.outside is not None

@@ -140,10 +140,7 @@ class Engine:
         return completions
 
     def _rows(
-        self,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        generator: torch.Generator | None,
+        self, requests: Sequence[Request], sampling: Sampling, generator: torch.Generator | None
     ) -> list[Row]:
         self._check_prompts([request.prompt for request in requests])
         for request in requests:
@@ -214,10 +211,7 @@ class Engine:
             yield row.accept(token, step)
 
     def _prompt_states(
-        self,
-        prompts: Sequence[Sequence[int]],
-        visit: PromptVisit | None,
-        decider: ExitDecider,
+        self, prompts: Sequence[Sequence[int]], visit: PromptVisit | None, decider: ExitDecider
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (step, state after it, state before it) of each prompt's last token, as read."""
         longest = max(map(len, prompts))
@@ -237,8 +231,5 @@ class Engine:
 
     def _decider(self) -> ExitDecider:
         return ExitDecider(
-            self.exit_policy,
-            self.recurrent_steps,
-            gate=self.stack.gate,
-            readout=self.stack.readout,
+            self.exit_policy, self.recurrent_steps, gate=self.stack.gate, readout=self.stack.readout
         )

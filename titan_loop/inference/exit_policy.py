@@ -228,14 +228,7 @@ def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
 
 _POLICIES: dict[str, Callable[..., ExitPolicy]] = {
     kind.name: kind
-    for kind in (
-        StaticStep,
-        HiddenDifference,
-        RelativeDifference,
-        Confidence,
-        QExit,
-        KLAndEntropy,
-    )
+    for kind in (StaticStep, HiddenDifference, RelativeDifference, Confidence, QExit, KLAndEntropy)
 }
 """Policies that every recurrence over the stack has."""
 

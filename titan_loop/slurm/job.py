@@ -177,7 +177,6 @@ def _check(
 def _start_without(
     bad: Mapping[str, str], job: Job, allocation: Allocation, restarts: Restarts
 ) -> int:
-    """Have the job started again without the bad nodes, which map to their faults."""
     restarts.bad_nodes.update(bad)
     write_restarts(job.folder, job.name, restarts)
     return _start_again(job, allocation, restarts, tuple(bad))

@@ -135,7 +135,6 @@ def _submit_successor(job: str, fields: dict[str, str], exclude: str, script: Pa
 
 
 def _repoint_dependents(job: str, successor: str) -> list[str]:
-    """Make the jobs that wait for `job` wait for its successor; return their numbers."""
     moved: list[str] = []
     for line in slurm("squeue", "--noheader", "--format=%i|%E").splitlines():
         number, _, dependency = line.partition("|")

@@ -295,7 +295,6 @@ def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
 
 
 def _check_cluster(request: Request) -> None:
-    """Refuse resources that the partition can never give."""
     resources, wanted = request.resources, request.site.partition
     partitions = slurm("sinfo", "--noheader", "--format=%P").split()
     default = next((name.rstrip("*") for name in partitions if name.endswith("*")), "")

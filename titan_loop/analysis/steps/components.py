@@ -31,11 +31,7 @@ def principal_components(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def analyse_components(
-    run: Path,
-    *,
-    items: str = ITEMS,
-    recurrent_steps: int | None = None,
-    limit: int | None = None,
+    run: Path, *, items: str = ITEMS, recurrent_steps: int | None = None, limit: int | None = None
 ) -> Findings:
     """Draw the last prompt token's state after every step on two principal components.
 
@@ -65,13 +61,6 @@ def analyse_components(
 
 
 def _draw(points: np.ndarray, kinds: np.ndarray, shares: np.ndarray, path: Path) -> Path:
-    """Draw the last token's states, a panel for each step.
-
-    Args:
-        points: Shape (items, R, 2).
-        kinds: Label of each item, shape (items,).
-        shares: The (2,) shares of the variance.
-    """
     names = {f"after step {step + 1}": step for step in range(points.shape[1])}
     colors: Any = depth_colors(len(np.unique(kinds)))
 

@@ -69,12 +69,7 @@ class Findings:
 
 
 def open_task(
-    run: Path,
-    strata: Sequence[str],
-    questions: int,
-    *,
-    least: int = 1,
-    use: Use = "analyse",
+    run: Path, strata: Sequence[str], questions: int, *, least: int = 1, use: Use = "analyse"
 ) -> tuple[Loaded, Task, list[str]]:
     """Return a run on a generated task, the task, and the names of its strata to ask.
 

@@ -48,13 +48,7 @@ class Lens:
 
 @torch.no_grad()
 def logit_lens(
-    model: LoopDecoder,
-    task: Task,
-    stratum: str,
-    *,
-    steps: int,
-    count: int,
-    batch_rows: int = 64,
+    model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int, batch_rows: int = 64
 ) -> list[Lens]:
     """Return the readings of every waypoint of a stratum's exam.
 

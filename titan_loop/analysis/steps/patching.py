@@ -126,12 +126,7 @@ def analyse_patching(
         f"{name}: the margin falls most, by {-change.min():.3f}, at position {position} after "
         f"layer {layer} of step {step}"
     )
-    record = {
-        "stratum": name,
-        "questions": questions,
-        "visits": visits,
-        "change": change.tolist(),
-    }
+    record = {"stratum": name, "questions": questions, "visits": visits, "change": change.tolist()}
     figure = Figure(
         "Activation patching",
         "Change of the answer's logit margin when one state is replaced by another question's.",

@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING
 from titan_loop.analysis.steps.findings import Findings
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.loading import (
-    Loaded,
-    load_checkpoint,
-    load_matching_tokenizer,
-    text_ends,
-)
+from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
 from titan_loop.storage.json_files import read_jsonl
 from titan_loop.tables import columns

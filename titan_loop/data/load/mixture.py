@@ -184,7 +184,6 @@ class MixtureOrder:
 
 
 def _lay_out(shares: np.ndarray, period: int) -> np.ndarray:
-    """Return the source of each step of one period (see `MixtureOrder`)."""
     active = np.flatnonzero(shares)
     slack = max(1, 2 * len(active) - 2)
     source = np.repeat(active, shares[active])

@@ -150,7 +150,6 @@ class TaskLoader(GlobalBatchLoader):
         self._promotions = list(state_dict.get("promotions", []))
 
     def _continue_from(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Keep the level, as far as there is one."""
         if self._config.curriculum.enabled:
             self._restore(state_dict)
             del self._promotions[self._config.task.levels - 1 :]

@@ -148,7 +148,6 @@ def quality_filter(name: str) -> type:
 
 
 def _parameters(cls: type) -> dict[str, Any]:
-    """Return the defaults of a class's parameters, without those that are set here."""
     ours = ("self", "exclusion_writer", "language")
     return {
         name: parameter.default

@@ -18,10 +18,7 @@ logger = logging.getLogger(__name__)
 
 Format = Literal["auto", "jsonl", "parquet", "text", "huggingface"]
 FORMATS: tuple[str, ...] = get_args(Format)
-_SUFFIXES = {
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
-    "parquet": (".parquet",),
-}
+_SUFFIXES = {"jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",)}
 _MAYBE_LINES = (".json", ".json.gz", ".json.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst")
 _HELD_OUT_PAIR = ("train.jsonl", "held_out.jsonl")
 

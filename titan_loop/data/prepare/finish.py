@@ -13,13 +13,7 @@ from titan_loop.data.prepare.pipeline_steps import DROPPED_BY_READERS, dropped_e
 from titan_loop.data.prepare.pipelines import HOLD_OUT, READ, TOKENIZE
 from titan_loop.data.prepare.preparation import SPLITS, Preparation
 from titan_loop.data.shards import file_chunks, index_path, misplaced_eos
-from titan_loop.data.source_card import (
-    LOSS_SUFFIX,
-    ShardCard,
-    SourceCard,
-    SplitCard,
-    file_sha256,
-)
+from titan_loop.data.source_card import LOSS_SUFFIX, ShardCard, SourceCard, SplitCard, file_sha256
 from titan_loop.errors import UserError
 from titan_loop.text.tokenizer import TOKENIZER_NAME, load_tokenizer, token_bytes, vocab_size
 

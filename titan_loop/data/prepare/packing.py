@@ -224,7 +224,6 @@ def _write(
     window_of_piece: np.ndarray,
     split_documents: int,
 ) -> PackedCard:
-    """Write the index under temporary names and return its entry in the card."""
     by_window = np.argsort(window_of_piece, kind="stable")
     ends = np.cumsum(np.bincount(window_of_piece)).astype(WINDOW_END)
     stored = pieces[by_window]

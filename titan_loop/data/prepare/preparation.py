@@ -80,7 +80,6 @@ class Preparation:
 
 
 def _is_source(output: Path) -> bool:
-    """Return whether a preparation was started in this folder, or finished."""
     return (output / CARD_NAME).exists() or (output / SETTINGS_NAME).exists()
 
 

@@ -18,22 +18,12 @@ from typing import TYPE_CHECKING
 
 from titan_loop.data.prepare.config import read_prepare_config
 from titan_loop.data.prepare.documents import Documents, Format, find_documents
-from titan_loop.data.prepare.preparation import (
-    Preparation,
-    refuse_output,
-    start,
-    written_by_us,
-)
+from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, first_line, nearest
 from titan_loop.storage.local_path import require_local
 from titan_loop.text.chatml import control_tokens
-from titan_loop.text.tokenizer import (
-    END_OF_TEXT,
-    load_tokenizer,
-    require_token,
-    token_bytes,
-)
+from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, token_bytes
 
 if TYPE_CHECKING:
     from titan_loop.data.prepare.executors import Executor
@@ -177,7 +167,6 @@ def _finish(
     rank: int,
     world_size: int,
 ) -> None:
-    """Write the card as a step of datatrove's."""
     from titan_loop.data.prepare.finish import write_card
 
     write_card(preparation, steps)

@@ -47,7 +47,6 @@ def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
 
 
 def _of_record(kind: type, record: Mapping[str, Any]) -> Any:
-    """Return a task, or a part of one, from its recorded parameters."""
     hints = get_type_hints(kind)
 
     def value(name: str) -> Any:
