@@ -5,6 +5,7 @@ Runs in environments with transformers 4.57.6 and 5.x, see tools/test_hf.sh.
 
 import ast
 import textwrap
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -401,11 +402,52 @@ def test_generation_stops_at_the_right_token(transformers, request, kind, stops)
     assert model.config.eos_token_id == stops[0]
 
 
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention", "mine"])
+def test_every_attention_function_is_called_once_a_visit(transformers, grouped, attention):
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls = Counter()
+    if attention == "mine":
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def mine(module, *arguments, **settings):
+            calls[module.layer_idx] += 1
+            return sdpa(module, *arguments, **settings)
+
+        ALL_ATTENTION_FUNCTIONS.register("mine", mine)
+    ids = tokens(2, 12)
+    usual = load(transformers, grouped.folder)(ids).logits
+    model = load(transformers, grouped.folder, attn_implementation=attention)
+    torch.testing.assert_close(model(ids).logits, usual, **TOLERANCE)
+    if attention == "mine":
+        assert calls == dict.fromkeys(range(4 * 2), 1)
+
+
+@pytest.mark.parametrize("exits", [{}, {"exit_at_step": 1}, {"exit_threshold": 0.45}])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_caches_of_transformers_are_exact(transformers, grouped, kind, exits):
+    model = load(transformers, grouped.folder)
+    ids = tokens(2, 12)
+    want = model(ids, use_cache=False, **exits)
+    if kind == "dynamic":
+        cache = transformers.DynamicCache(config=model.config)
+    else:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=20)
+    parts = [
+        model(ids[:, start:end], past_key_values=cache, **exits)
+        for start, end in ((0, 7), (7, 8), (8, 12))
+    ]
+    assert len(cache.layers) == 4 * 2
+    logits = torch.cat([part.logits for part in parts], dim=1)
+    torch.testing.assert_close(logits, want.logits, **TOLERANCE)
+    steps = torch.cat([part.exit_steps for part in parts], dim=1)
+    assert torch.equal(steps, want.exit_steps)
+
+
 def test_what_cannot_work_is_refused(transformers, plain):
     model = load(transformers, plain.folder)
     ids = tokens(2, 5)
-    with pytest.raises(ValueError, match="must be the OuroCache"):
-        model(ids, past_key_values=transformers.DynamicCache())
     with pytest.raises(ValueError, match=r"it must be \(batch, 5\)"):
         model(ids, attention_mask=torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"exit_at_step=3 must be in 0 \.\.\. 2"):

@@ -9,8 +9,10 @@ first whose cumulated exit probability reaches `exit_threshold`. Once all tokens
 have exited, the remaining steps are not computed. With a cache that is exact: what the skipped
 steps would have read is kept, and they catch up if a later token goes deeper.
 
-Attention, masks and cache are written here, on torch alone, since those of transformers change from
-one version to the next.
+Attention functions, masks and caches are those of transformers. Every visit of a layer has a module
+without parameters, whose `layer_idx` addresses the cache: any registered attention function, and an
+engine that puts its own in place, sees R·N layers that share N layers' weights. A cache of
+transformers has no room for what skipped steps would have read; with one, every step is computed.
 
 Shapes: B batch, L current tokens, K all tokens so far, D width, V vocabulary, N heads, H head
 width, R recurrent steps.
@@ -19,36 +21,37 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, sections 3.1 and 3.2; layout o
 the released checkpoints.
 """
 
+import copy
+import inspect
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils import ModelOutput
 
 from .configuration_ouro import OuroConfig
 
+_MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
 
-class OuroCache:
+
+class OuroCache(DynamicCache):
     """Keys and values of every (recurrent step, layer), and the states of tokens that exited early.
 
     A token that exits after step r has no keys at step r + 1 yet. Its state is kept instead, and
     goes through step r + 1 together with the first later token that does.
     """
 
-    is_compileable = False  # read by `generate`
-
     def __init__(self):
-        self._keys: dict[tuple[int, int], Tensor] = {}  # (B, N_kv, up to K, H)
-        self._values: dict[tuple[int, int], Tensor] = {}
+        super().__init__()
         self._waiting: dict[int, Tensor] = {}  # step -> (B, tokens that did not run it, D)
         self.total_ut_steps: int | None = None
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens have been seen."""
-        return self._keys[0, layer_idx].shape[2] if self._keys else 0
 
     def start(self, total_ut_steps: int) -> None:
         """Refuse to go on with another number of steps than the first tokens had."""
@@ -58,15 +61,6 @@ class OuroCache:
                 f"{self.total_ut_steps}; start with a new cache"
             )
         self.total_ut_steps = total_ut_steps
-
-    def append(self, step: int, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B, N_kv, L, H) keys and values; return all of this step and layer."""
-        slot = (step, layer)
-        if slot in self._keys:
-            keys = torch.cat([self._keys[slot], keys], dim=2)
-            values = torch.cat([self._values[slot], values], dim=2)
-        self._keys[slot], self._values[slot] = keys, values
-        return keys, values
 
     def catch_up(self, step: int, hidden_BLD: Tensor) -> Tensor:
         """Return the input of `step`: states that wait for it, then `hidden_BLD`."""
@@ -79,20 +73,41 @@ class OuroCache:
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows of the batch, for beam search."""
-        self._keys = {slot: keys[beam_idx] for slot, keys in self._keys.items()}
-        self._values = {slot: values[beam_idx] for slot, values in self._values.items()}
+        super().reorder_cache(beam_idx)
         self._waiting = {step: states[beam_idx] for step, states in self._waiting.items()}
 
 
+class Keys:
+    """What `create_causal_mask` asks of a cache, for a step whose slots hold `seen` tokens."""
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(self, seen: int, total: int):
+        self._seen, self._total = seen, total
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens were there before."""
+        return self._seen
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the place of the first query."""
+        return self._seen
+
+    def get_mask_sizes(self, queries: Any, layer_idx: int) -> tuple[int, int]:
+        """Return how many keys there are, and the first one's place."""
+        return self._total, 0
+
+
 class Context(NamedTuple):
-    """What all layers share in one step: rotations of the queries, mask, cache and the step."""
+    """What all layers share in one step: rotations and places of the queries, mask and cache."""
 
     cos_BLH: Tensor
     sin_BLH: Tensor
-    mask: Tensor | None
-    is_causal: bool
-    cache: OuroCache | None
-    step: int
+    place_L: Tensor
+    mask: Any
+    cache: Cache | None
+    settings: dict[str, Any]
 
 
 class OuroRMSNorm(nn.Module):
@@ -109,14 +124,45 @@ class OuroRMSNorm(nn.Module):
         return self.weight * wide.to(hidden_BLD.dtype)
 
 
-class OuroAttention(nn.Module):
-    """Causal attention with rotary positions; there may be fewer key-value than query heads."""
+class OuroVisit(nn.Module):
+    """Attention of one visit: a slot in the cache and a call of the attention function."""
 
-    def __init__(self, config: OuroConfig, layer: int):
+    def __init__(self, config: OuroConfig, layer_idx: int):
         super().__init__()
-        self.layer = layer
+        self.config = config
+        self.layer_idx = layer_idx
         self.head_dim = config.head_dim
-        self.grouped = config.num_key_value_heads != config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = 0.0
+        self.is_causal = True
+
+    def forward(self, q_BNLH: Tensor, k_BNLH: Tensor, v_BNLH: Tensor, context: Context) -> Tensor:
+        """Return (B, L, N, H)."""
+        if context.cache is not None:
+            place = {"cache_position": context.place_L}  # read by static caches before version 5
+            k_BNLH, v_BNLH = context.cache.update(k_BNLH, v_BNLH, self.layer_idx, place)
+        name = self.config._attn_implementation
+        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        out_BLNH, _ = attend(
+            self,
+            q_BNLH,
+            k_BNLH,
+            v_BNLH,
+            context.mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            **context.settings,
+        )
+        return out_BLNH
+
+
+class OuroAttention(nn.Module):
+    """The projections, which all visits of a layer share."""
+
+    def __init__(self, config: OuroConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, queries, bias=False)
@@ -124,24 +170,15 @@ class OuroAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
-    def forward(self, hidden_BLD: Tensor, context: Context) -> Tensor:
+    def forward(self, hidden_BLD: Tensor, context: Context, visit: OuroVisit) -> Tensor:
         heads = (*hidden_BLD.shape[:2], -1, self.head_dim)
         q_BNLH = self.q_proj(hidden_BLD).view(heads).transpose(1, 2)
         k_BNLH = self.k_proj(hidden_BLD).view(heads).transpose(1, 2)
         v_BNLH = self.v_proj(hidden_BLD).view(heads).transpose(1, 2)
         q_BNLH = rotate(q_BNLH, context.cos_BLH, context.sin_BLH)
         k_BNLH = rotate(k_BNLH, context.cos_BLH, context.sin_BLH)
-        if context.cache is not None:
-            k_BNLH, v_BNLH = context.cache.append(context.step, self.layer, k_BNLH, v_BNLH)
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH,
-            k_BNLH,
-            v_BNLH,
-            attn_mask=context.mask,
-            is_causal=context.is_causal,
-            enable_gqa=self.grouped,
-        )
-        return self.o_proj(out_BNLH.transpose(1, 2).flatten(2))
+        out_BLNH = visit(q_BNLH, k_BNLH, v_BNLH, context)
+        return self.o_proj(out_BLNH.reshape(*hidden_BLD.shape[:2], -1))
 
 
 class OuroMLP(nn.Module):
@@ -160,9 +197,9 @@ class OuroMLP(nn.Module):
 class OuroDecoderLayer(nn.Module):
     """x + n2(attention(n1(x))), then x + n4(mlp(n3(x)))."""
 
-    def __init__(self, config: OuroConfig, layer: int):
+    def __init__(self, config: OuroConfig):
         super().__init__()
-        self.self_attn = OuroAttention(config, layer)
+        self.self_attn = OuroAttention(config)
         self.mlp = OuroMLP(config)
         dim, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = OuroRMSNorm(dim, eps)
@@ -170,8 +207,8 @@ class OuroDecoderLayer(nn.Module):
         self.post_attention_layernorm = OuroRMSNorm(dim, eps)
         self.post_attention_layernorm_2 = OuroRMSNorm(dim, eps)
 
-    def forward(self, hidden_BLD: Tensor, context: Context) -> Tensor:
-        attended_BLD = self.self_attn(self.input_layernorm(hidden_BLD), context)
+    def forward(self, hidden_BLD: Tensor, context: Context, visit: OuroVisit) -> Tensor:
+        attended_BLD = self.self_attn(self.input_layernorm(hidden_BLD), context, visit)
         hidden_BLD = hidden_BLD + self.input_layernorm_2(attended_BLD)
         fed_BLD = self.mlp(self.post_attention_layernorm(hidden_BLD))
         return hidden_BLD + self.post_attention_layernorm_2(fed_BLD)
@@ -191,7 +228,7 @@ class OuroModelOutput(ModelOutput):
     """
 
     last_hidden_state: Tensor | None = None
-    past_key_values: OuroCache | None = None
+    past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
     exit_steps: Tensor | None = None
@@ -208,7 +245,7 @@ class OuroCausalLMOutput(ModelOutput):
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    past_key_values: OuroCache | None = None
+    past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
     exit_steps: Tensor | None = None
@@ -260,7 +297,11 @@ class OuroPreTrainedModel(PreTrainedModel):
     config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_flash_attn = True
     _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
     _is_stateful = True  # assisted decoding would have to shorten the cache: `generate` refuses it
 
     @classmethod
@@ -275,9 +316,10 @@ class OuroModel(OuroPreTrainedModel):
     def __init__(self, config: OuroConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            OuroDecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(OuroDecoderLayer(config) for _ in layers)
+        visits = range(config.total_ut_steps * config.num_hidden_layers)
+        self.visits = nn.ModuleList(OuroVisit(config, index) for index in visits)
         self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
         self.post_init()
@@ -286,7 +328,7 @@ class OuroModel(OuroPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: OuroCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         exit_at_step: int | None = None,
@@ -294,13 +336,16 @@ class OuroModel(OuroPreTrainedModel):
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
+        cache_position: Tensor | None = None,
+        **settings,
     ):
         """Run recurrent steps until every token that is read out has exited.
 
         Args:
             input_ids: (B, L) tokens the cache has not seen.
             attention_mask: (B, K) over all tokens so far, 0 at padding; positions do not count it.
-            past_key_values: An `OuroCache`.
+            past_key_values: An `OuroCache`; with another cache every step is computed.
             inputs_embeds: (B, L, D) instead of `input_ids`.
             use_cache: Whether to start a cache; None takes the config's, and none in training.
             exit_at_step: Read every token out after this step, counted from 0.
@@ -308,6 +353,9 @@ class OuroModel(OuroPreTrainedModel):
             logits_to_keep: Only the last so many tokens are read out; 0 for all.
             output_hidden_states: Whether to return the state after each step.
             return_dict: False returns a tuple.
+            position_ids: (B, L); None counts the tokens of the mask.
+            cache_position: Not needed: the cache knows how many tokens it has seen.
+            **settings: For the attention function.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -317,22 +365,26 @@ class OuroModel(OuroPreTrainedModel):
         length = hidden_BLD.shape[1]
         cache = self._open_cache(past_key_values, use_cache)
         total = length + (0 if cache is None else cache.get_seq_length())
+        keeps_waiting = cache is None or isinstance(cache, OuroCache)
         token_BK = self._tokens(attention_mask, total)
         read_BL = self._read_out(hidden_BLD, attention_mask, logits_to_keep)
 
         readout = Readout(hidden_BLD, threshold)
         context, step = None, 0
-        for step in range(steps):
-            if cache is not None:
+        for step in range(steps if keeps_waiting else self.config.total_ut_steps):
+            if isinstance(cache, OuroCache):
                 hidden_BLD = cache.catch_up(step, hidden_BLD)
             if context is None or context.cos_BLH.shape[1] != hidden_BLD.shape[1]:
-                context = self._context(hidden_BLD, token_BK, total, cache)
-            hidden_BLD = self._step(hidden_BLD, context._replace(step=step))
+                context = self._context(
+                    hidden_BLD, token_BK, attention_mask, position_ids, total, cache, settings
+                )
+            hidden_BLD = self._step(hidden_BLD, context, step)
             new_BLD = hidden_BLD[:, -length:]
-            readout.add(step, new_BLD, self._gate(new_BLD), is_last=step + 1 == steps)
-            if readout.is_complete(read_BL):
+            if step < steps:
+                readout.add(step, new_BLD, self._gate(new_BLD), is_last=step + 1 == steps)
+            if keeps_waiting and readout.is_complete(read_BL):
                 break
-        if cache is not None and step + 1 < self.config.total_ut_steps:
+        if isinstance(cache, OuroCache) and step + 1 < self.config.total_ut_steps:
             cache.wait(step + 1, hidden_BLD)
 
         wants_states = (
@@ -373,17 +425,16 @@ class OuroModel(OuroPreTrainedModel):
         # 1 means never early, also where the cumulated probability rounds to 1.
         return None if threshold == 1.0 else threshold
 
-    def _open_cache(self, cache: OuroCache | None, use_cache: bool | None):
+    def _open_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+        """Return the cache to use, with one slot a visit."""
         if cache is None:
             wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
             cache = OuroCache() if wanted else None
-        elif not isinstance(cache, OuroCache):
-            raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; keys are kept per recurrent step, "
-                "so it must be the OuroCache that an earlier call returned"
-            )
-        if cache is not None:
+        if isinstance(cache, OuroCache):
             cache.start(self.config.total_ut_steps)
+        elif cache is not None and cache.layers and cache.layer_class_to_replicate is None:
+            missing = len(self.visits) - len(cache.layers)  # it was made for the layers
+            cache.layers.extend(copy.deepcopy(cache.layers[0]) for _ in range(missing))
         return cache
 
     def _tokens(self, attention_mask: Tensor | None, total: int) -> Tensor | None:
@@ -415,14 +466,19 @@ class OuroModel(OuroPreTrainedModel):
         self,
         hidden_BLD: Tensor,
         token_BK: Tensor | None,
+        attention_mask: Tensor | None,
+        position_BL: Tensor | None,
         total: int,
-        cache: OuroCache | None,
+        cache: Cache | None,
+        settings: dict[str, Any],
     ) -> Context:
         """Build rotations and mask for the last `hidden_BLD.shape[1]` of all tokens."""
         length, device = hidden_BLD.shape[1], hidden_BLD.device
-        place_K = torch.arange(total, device=device)
-        if token_BK is None:
-            position_BL = place_K[None, total - length :]
+        place_L = torch.arange(total - length, total, device=device)
+        if position_BL is not None and position_BL.shape[1] == length:
+            pass
+        elif token_BK is None:
+            position_BL = place_L[None]
         else:
             position_BK = token_BK.long().cumsum(dim=1) - 1
             position_BL = position_BK.clamp(min=0)[:, total - length :]
@@ -430,27 +486,24 @@ class OuroModel(OuroPreTrainedModel):
         frequency = self.config.rope_theta ** (-exponent / self.config.head_dim)
         angle_BLH = position_BL[..., None].float() * frequency
         angle_BLH = torch.cat([angle_BLH, angle_BLH], dim=-1)
-
-        mask = None
-        if token_BK is not None or 1 < length < total:
-            query_L1 = place_K[total - length :, None]
-            mask = (place_K <= query_L1)[None, None]
-            if token_BK is not None:
-                # A padded query keeps itself: without any key its softmax would be 0/0.
-                itself = place_K == query_L1
-                mask = mask & (token_BK[:, None, None] | itself)
-        return Context(
-            cos_BLH=angle_BLH.cos(),
-            sin_BLH=angle_BLH.sin(),
-            mask=mask,
-            is_causal=mask is None and length > 1,
-            cache=cache,
-            step=0,
+        keys = Keys(total - length, total) if isinstance(cache, OuroCache) else cache
+        asked = {
+            "config": self.config,
+            "input_embeds": hidden_BLD,
+            "inputs_embeds": hidden_BLD,
+            "attention_mask": attention_mask,
+            "cache_position": place_L,
+            "past_key_values": keys,
+            "position_ids": None,
+        }
+        mask = create_causal_mask(
+            **{name: value for name, value in asked.items() if name in _MASK_ARGUMENTS}
         )
+        return Context(angle_BLH.cos(), angle_BLH.sin(), place_L, mask, cache, settings)
 
-    def _step(self, hidden_BLD: Tensor, context: Context) -> Tensor:
-        for layer in self.layers:
-            hidden_BLD = layer(hidden_BLD, context)
+    def _step(self, hidden_BLD: Tensor, context: Context, step: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            hidden_BLD = layer(hidden_BLD, context, self.visits[step * len(self.layers) + index])
         return self.norm(hidden_BLD)
 
     def _gate(self, hidden_BLD: Tensor) -> Tensor:
@@ -475,7 +528,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: OuroCache | None = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -484,6 +537,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **settings,
     ):
         """Return the logits of the step each token is read out at.
 
@@ -502,6 +556,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             exit_threshold=exit_threshold,
             logits_to_keep=logits_to_keep,
             output_hidden_states=output_hidden_states,
+            **settings,
         )
         logits_BLV = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         loss = None
@@ -521,7 +576,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: OuroCache | None = None,
+        past_key_values: Cache | None = None,
         attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
         exit_at_step: int | None = None,
