@@ -4,8 +4,8 @@
 
 The batch decides the optimisation, so it is a function of the schedule alone; ranks only decide in
 how many micro-batches it is computed. A world that cannot split the batch evenly is refused, and so
-is a value that is not a whole number of windows: a batch is rounded only where it moves. Every
-function here wants a config without `refusals`.
+is a value that is not a whole number of windows: a batch is rounded only where it moves. Functions
+here need a config without `refusals`.
 """
 
 import math

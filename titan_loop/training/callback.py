@@ -1,6 +1,6 @@
 """Callbacks: behaviour at fixed points of a run that the trainer knows nothing about.
 
-    on_train_start
+    load_state_dict ─► on_train_start
     ─► a step: on_phase, before_forward, after_forward, on_gradients, judge, on_update ─► on_verdict
     ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 

@@ -47,7 +47,6 @@ from titan_loop.training.batch_schedule import (
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig, recurrent_steps_at
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
-from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.optimizer import AdamWConfig, LoopOptimizers, MuonConfig
 from titan_loop.training.schedule import Schedule
@@ -95,6 +94,21 @@ class PreparedTokens(BaseTokenizer):
         )
 
     encode = decode = get_vocab_size = _refuse
+
+
+class TokenLearningRate(LRSchedulersContainer):
+    """Takes the place of torchtitan's schedulers; `StepPlan.learning_rate` sets the rate."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LRSchedulersContainer.Config):
+        """The schedule, for `config.json`; upstream's step-based fields are not used."""
+
+        warmup_steps: int = 0
+        schedule: Schedule = field(default_factory=lambda: Schedule.constant(3e-4))
+
+        def build(self, **unused: Any) -> Any:
+            """Build nothing: a scheduler would add its own entries to the optimisers' state."""
+            return None
 
 
 def _default_training() -> TrainingConfig:

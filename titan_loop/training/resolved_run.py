@@ -23,9 +23,8 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.run_directory import library_versions
 from titan_loop.storage.json_files import finite_or_null
 from titan_loop.training.chosen_model import chosen_model, saved_architecture
-from titan_loop.training.config import RunConfig
+from titan_loop.training.config import RunConfig, TokenLearningRate
 from titan_loop.training.flop_budget import within_budget
-from titan_loop.training.learning_rate import TokenLearningRate
 from titan_loop.training.preflight import refusals
 
 
