@@ -1,4 +1,4 @@
-"""`titan-loop plan RECIPE [--nodes N …]`: what every stage needs, without a GPU."""
+"""`titan-loop plan RECIPE [--nodes N …]`: the needs of every stage, without a GPU."""
 
 import sys
 from collections.abc import Sequence
@@ -37,14 +37,14 @@ def plan(
     memory: bool = True,
     rehearse: bool = False,
 ) -> None:
-    """Print what every stage of a recipe needs on a cluster, without a GPU and without the data.
+    """Print the needs of every stage of a recipe on a cluster, without a GPU and without the data.
 
     For every stage: parameters, FLOPs, steps, batches, bytes of weights, gradients and moments, and
     GPU-days. Then every stage is assembled as one rank of the cluster, with the real trainer on
     fake tensors (a training step, a held-out pass, a checkpoint's plan), which measures the peak
     memory of a GPU and the communication of a step; that takes up to half a minute a stage the
     first time, and nothing again until the stage's assembly or the software changes. Ends with code
-    2 if a stage does not fit, and suggests a fix. All other flags are those of titan-loop train.
+    2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop train.
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -61,8 +61,8 @@ def plan(
         scaling_fit: The scaling.json of titan-loop scaling; adds what the recurrent steps are worth
             in nats and GPU-days against the same model without loops and against one unrolled.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
-        rehearse: Assemble every stage anew, list what that cannot tell, and end with code 2 if a
-            stage cannot be assembled.
+        rehearse: Assemble every stage anew, list the facts that only a GPU can tell, and end with
+            code 2 if a stage cannot be assembled.
     """
     import titan_loop.compat as compat
 

@@ -52,7 +52,7 @@ class RecurrentStepAC(ActivationCheckpointing):
     config: Config
 
     def apply(self, model: nn.Module) -> None:
-        """Wrap the recurrent steps of a `LoopDecoder`, and what stands before and after them."""
+        """Wrap the recurrent steps of a `LoopDecoder`, its prelude and its coda."""
         assert isinstance(model, LoopDecoder)
         random = draws(model)
         model.recurrence.wrap_steps(partial(_recompute, random=random))

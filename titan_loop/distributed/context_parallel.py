@@ -12,7 +12,7 @@ the positions of the whole window, which tell the document and place of each key
 does not change. SDPA is tested against one process on gloo; Flex, CUDA's kernel, never ran on a GPU
 here, and only its mask is tested.
 
-Source: all-gathered keys and values are those of Llama 3, arXiv 2407.21783, §3.3.2.
+Source: Llama 3, arXiv 2407.21783, §3.3.2 (all-gathered keys and values).
 """
 
 from collections.abc import Container, Mapping

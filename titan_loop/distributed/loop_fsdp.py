@@ -1,4 +1,4 @@
-"""FSDP2 for a stack that is visited R times: what is gathered when, and when it is freed again.
+"""FSDP2 for a stack that is visited R times: when units are gathered and freed.
 
     per_visit   every visit gathers a layer, forward and backward: 2·R all-gathers a micro-batch
     per_step    the first visit of a training step gathers it, the end of the step frees it: one

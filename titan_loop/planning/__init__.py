@@ -1,1 +1,1 @@
-"""Planning: what a recipe needs on a cluster that is not there."""
+"""Planning: the needs of a recipe on a cluster that is not here."""

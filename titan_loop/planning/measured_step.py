@@ -4,8 +4,8 @@
     versions, source code ────────────────┴─► hash ─► ~/.cache/titan_loop/rehearsals/HASH.json
 
 A rehearsal sees no values: a seed, a source, a rate or the η of a prior changes nothing that it
-measures, so stages that differ only in those share one result. Whatever is not known to be such a
-value counts as a difference. TITAN_LOOP_REHEARSAL_CACHE names another folder.
+measures, so stages that differ only in those share one result. Any field that is not known to be
+such a value counts as a difference. TITAN_LOOP_REHEARSAL_CACHE names another folder.
 """
 
 import hashlib
@@ -84,10 +84,10 @@ class MeasuredStep:
 
 
 def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
-    """Return 64 hexadecimal digits for everything that decides what a rehearsal measures.
+    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal.
 
     Args:
-        needs: The stage.
+        needs: Needs of the stage.
         ranks: Number of ranks of the cluster.
         micro_batches: Micro-batches of the measured step.
     """
@@ -152,7 +152,7 @@ def _file(key: str) -> Path:
 
 
 def _named(value: Any) -> str:
-    """Return a text for what JSON does not know; of a user's class it changes with the code."""
+    """Return a text for a value that JSON lacks; the text of a user's class includes its code."""
     if not isinstance(value, type):
         return repr(value)
     module = sys.modules.get(value.__module__)

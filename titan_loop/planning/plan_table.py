@@ -24,7 +24,7 @@ NOT_REHEARSED = (
     "values: data, losses, the exit of a curriculum; reading and writing files",
     "model.attention=varlen: its shapes depend on where documents end",
 )
-"""What no process without a GPU can tell, printed under `plan --rehearse`."""
+"""Facts that need a GPU, printed under `plan --rehearse`."""
 
 _COLUMNS = 7  # stages beside each other
 

@@ -45,7 +45,7 @@ from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.trainer import LoopTrainer
 
-_FEW_STEPS = 2  # R of what is not measured; every further step is the same code
+_FEW_STEPS = 2  # R of passes that are not measured; further steps run the same code
 _LONGEST_FAULT = 300
 
 KEPT = "measured before"
@@ -182,7 +182,7 @@ def _one_step(
     def look(*_: Any) -> None:
         before_last.update({kind: copy(moved) for kind, moved in meter.moved.items()})
 
-    # Before FSDP's own hook, which gathers what this micro-batch needs.
+    # Before FSDP's own hook, which gathers this micro-batch's weights.
     hook = trainer.model.register_forward_pre_hook(look, prepend=True)
     trainer.update(replace(plan, windows=micro_batches * pass_windows, recurrent_steps=deepest))
     hook.remove()

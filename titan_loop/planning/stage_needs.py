@@ -44,7 +44,7 @@ class StageNeeds:
     Attributes:
         name: Name of the stage.
         config: Config of the run, not resolved.
-        model: Its architecture.
+        model: Architecture, for the vocabulary of the data or the default.
         units: FSDP units and their parameters.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
@@ -90,7 +90,7 @@ class StageNeeds:
 
 
 def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -> list[StageNeeds]:
-    """Compute what every stage of a recipe needs.
+    """Compute the needs of every stage of a recipe.
 
     Args:
         recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
@@ -113,7 +113,7 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
 def stage_needs(
     name: str, config: LoopTrainer.Config, cluster: Cluster, *, recipe: Recipe | None = None
 ) -> StageNeeds:
-    """Compute what one stage needs.
+    """Compute the needs of one stage.
 
     Args:
         name: Name of the stage.
@@ -169,13 +169,7 @@ def stage_needs(
 
 
 def memory_refusal(need: StageNeeds, peak_bytes: float, gpu: Device) -> str | None:
-    """Return why a stage's step does not fit a GPU, with a fix; None if it does.
-
-    Args:
-        need: The stage.
-        peak_bytes: The most that a GPU holds during the step.
-        gpu: The GPU.
-    """
+    """Return why a step with this peak does not fit a GPU, with a fix; None if it does."""
     usable = USABLE_SHARE * gpu.memory_bytes
     if peak_bytes <= usable:
         return None

@@ -1,4 +1,4 @@
-"""Counts what a training step holds and moves, below autograd, FSDP, compiled graphs and DTensor.
+"""Counts a step's memory and collectives, below autograd, FSDP, compiled graphs and DTensor.
 
 torch's own tracker of FSDP's memory hooks into every module, which fails on layers compiled as a
 full graph, and it stops at the second micro-batch. This meter counts storages instead: all that

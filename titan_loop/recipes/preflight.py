@@ -1,4 +1,4 @@
-"""Refusals of a stage beside its parent; those of a run alone are in `training/preflight.py`.
+"""Refusals of a stage in its recipe; `training/preflight.py` has the refusals of a run alone.
 
     parent_refusals(recipe, stage)       a parent that lacks tokens
     carry_refusals(stage, parent, …)     weights or moments that the stage cannot take over
@@ -49,7 +49,7 @@ def carry_refusals(
     Args:
         stage: The child.
         parent: The stage that it starts from.
-        wanted: Architecture of the stage, see `titan_loop.checkpoint.model`.
+        wanted: Architecture of the child, see `titan_loop.checkpoint.model`.
         trained: Architecture of the parent.
     """
     carry = stage.config.checkpoint.carry

@@ -101,10 +101,10 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
 
 
 def _built(options: ModelOptions, seq_len: int) -> LoopDecoder.Config:
-    """Return the architecture of `options`; nobody changes it (`ResolvedRun.for_upstream` copies).
+    """Return the architecture of `options`, not to be changed (`ResolvedRun.for_upstream` copies).
 
-    A recipe checks all stages before it trains the first, and each stage again when it starts:
-    they share what was built.
+    A recipe checks all stages before it trains the first, and each stage again when it starts: all
+    of these share one build.
     """
     # The device decides which attention "auto" is, and `plan` and `slurm submit` assume another.
     key = f"{compat.device_type()} {seq_len} {options!r}"

@@ -82,9 +82,10 @@ def run_training(
     Args:
         config: The user's; not changed.
         command: Recorded in `run.json`; None takes this process' command line.
-        stop_listener: Hears who asks the run to stop; None for nobody.
+        stop_listener: Hears requests to stop; None for none.
         evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
-            after those of the config; needed where one is on, since training knows no evaluation.
+            after the callbacks of the config; needed where one is on, since training imports no
+            evaluation.
         startup: Measures this start; None begins now.
 
     Returns:
