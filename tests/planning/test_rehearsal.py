@@ -21,7 +21,7 @@ from titan_loop.planning import measured_step, rehearsal
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import CACHE_VARIABLE, MeasuredStep, traits
 from titan_loop.planning.plan_table import NOT_REHEARSED, rehearsal_lines
-from titan_loop.planning.rehearsal import Rehearsed, rehearse
+from titan_loop.planning.rehearsal import Rehearsed, known_peak_bytes, rehearse
 from titan_loop.planning.stage_needs import StageNeeds, recipe_needs
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -150,6 +150,11 @@ def test_a_second_plan_reads_the_first_and_another_assembly_does_not(monkeypatch
     assert plan(stage()) == ["a"]
     assert plan(stage()) == plan(seeded) == []
     assert plan(stage(), deeper) == ["b"]
+    placed = recipe_of(stage(), deeper)  # as `slurm submit` has it
+    placed.stages[1].parent = "a"
+    placed.place(str(tmp_path / "runs"))
+    for needs in recipe_needs(placed, EIGHT):
+        assert known_peak_bytes(needs, EIGHT) == 2.5
     assert plan(stage(), ranks=replace(EIGHT, nodes=1)) == ["a"]
     assert plan(stage(), anew=True) == ["a"]
     with monkeypatch.context() as patch:
