@@ -88,3 +88,43 @@ def test_another_number_of_loops(transformers, exported):
             logits = load(transformers, folder, num_loops=loops)(TOKENS).logits
         want = ours(model, recurrent_steps=loops)
         torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("to", ["llama-unrolled", "nanbeige"])
+def test_the_harness_finds_the_same_answers_in_two_engines(
+    transformers, make_run, tmp_path, ascii_tokenizer, to
+):
+    if transformers.__version__.startswith("4."):
+        pytest.skip("the harness' model for transformers is tried with version 5 alone")
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    from titan_loop.evaluation.harness_model import LoopLM
+    from titan_loop.evaluation.offline_tasks import offline_config
+
+    run = make_run(recurrent_steps=2).run
+    folder = tmp_path / "model"
+    convert("export", run, "--to", to, "--output", folder, "--tokenizer", ascii_tokenizer)
+    window = {"max_length": 1024, "batch_size": 1}
+    models = (
+        LoopLM(checkpoint=str(run), tokenizer=str(ascii_tokenizer), **window),
+        HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", **window),
+    )
+    answers = [
+        simple_evaluate(
+            model=model,
+            tasks=[offline_config("multi_hop")],
+            task_manager=TaskManager(include_defaults=False),
+            limit=20,
+            log_samples=True,
+        )
+        for model in models
+    ]
+    ours, theirs = (
+        [[nats for nats, _ in sample["filtered_resps"]] for sample in found["samples"]["multi_hop"]]
+        for found in answers
+    )
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-3, rtol=0)
+    scores = [found["results"]["multi_hop"]["acc,none"] for found in answers]
+    assert scores[0] == scores[1]
