@@ -32,14 +32,16 @@ def upcycle(
         windows: Held-out windows per source in the report.
     """
     from titan_loop.checkpoint.upcycling import Upcycling
-    from titan_loop.evaluation.upcycling_report import held_out_sources, report_upcycling
+    from titan_loop.evaluation.upcycling_report import report_upcycling
+    from titan_loop.evaluation.window_scores import open_run
     from titan_loop.runs.conversion import upcycle_run
     from titan_loop.runs.run_directory import RunDirectory
+    from titan_loop.runs.saved_run import SavedRun
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     upcycling = Upcycling(layers, mode, moments)
     # Read first, so that missing data is reported before the work.
-    held_out = held_out_sources(checkpoint, windows=windows) if report else None
+    held_out = open_run(SavedRun.open(checkpoint), count=windows) if report else None
     parent, child = upcycle_run(checkpoint, output, upcycling, sys.argv)
     print(child)
     if held_out is not None:

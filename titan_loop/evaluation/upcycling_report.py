@@ -17,16 +17,9 @@ from titan_loop.checkpoint.upcycling import looped_layers
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
 from titan_loop.evaluation.share_work import rank_device
-from titan_loop.evaluation.window_scores import (
-    WindowScores,
-    at_depths,
-    open_run,
-    score_windows,
-    with_total,
-)
+from titan_loop.evaluation.window_scores import WindowScores, at_depths, score_windows, with_total
 from titan_loop.inference.loading import load_checkpoint
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import write_json
 
 
@@ -120,15 +113,6 @@ def report_upcycling(
             for name in before
         },
     )
-
-
-def held_out_sources(checkpoint: Path, *, windows: int) -> dict[str, HeldOutWindows]:
-    """Return the held-out windows of every source a checkpoint's run reads, always the same ones.
-
-    Raises:
-        UserError: The run has no prepared sources, a source is gone, or `windows` is below 1.
-    """
-    return open_run(SavedRun.open(checkpoint), count=windows)
 
 
 def _score(
