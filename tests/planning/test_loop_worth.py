@@ -33,7 +33,8 @@ def predicted(parameters: float, looped: float, steps: float) -> float:
 
 def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
     fit = write_fit(tmp_path / "scaling.json")
-    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", "--scaling-fit", str(fit)]
+    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", "--no-memory"]
+    words += ["--scaling-fit", str(fit)]
     assert main(words) == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("worth of the recurrent steps") :]
@@ -53,7 +54,8 @@ def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
 
 def test_a_prediction_outside_of_the_fitted_range_says_so(tmp_path: Path, capsys):
     fit = write_fit(tmp_path / "scaling.json")
-    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1a", "--scaling-fit", str(fit)]
+    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1a", "--no-memory"]
+    words += ["--scaling-fit", str(fit)]
     assert main(words) == 0
     assert "extrapolated: the law was fitted to recurrent_steps 1 to 4" in capsys.readouterr().out
 

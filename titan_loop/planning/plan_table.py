@@ -6,7 +6,7 @@ from typing import TypeVar
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_loop.distributed.activation_checkpointing import checkpointing_of
-from titan_loop.models.units import LAYERS, UnitSize
+from titan_loop.models.units import UnitSize
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import MeasuredStep
 from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes
@@ -90,7 +90,8 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
 
     row("stage", lambda n: n.name)
     row("parameters", lambda n: _parameters(n.units))
-    row("  of the layers", lambda n: _parameters(n.units, LAYERS))
+    for name in dict.fromkeys(unit.unit.name for need in needs for unit in need.units):
+        row(f"  {name}", lambda n, name=name: _parameters(n.units, name))
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
     row("GFLOP per token", lambda n: f"{n.flops_per_token.total / 1e9:.4g}")
     for part in needs[0].flops_per_token._fields:
