@@ -7,11 +7,9 @@ register(
         tasks={
             "capo": "titan_loop.data.tasks.capo:Capo",
             "depo": "titan_loop.data.tasks.depo:Depo",
-            "layered_qa": "titan_loop.data.tasks.layered_qa:LayeredQA",
             "mano": "titan_loop.data.tasks.mano:Mano",
             "mqar": "titan_loop.data.tasks.mqar:MQAR",
             "permutation_hops": "titan_loop.data.tasks.permutation_hops:PermutationHops",
-            "reachability": "titan_loop.data.tasks.reachability:Reachability",
         }
     )
 )

@@ -8,7 +8,7 @@ questions of training have the answer no, the others distances from 1 to `distan
 the exam counts every distance on its own, and the pairs without a path.
 
 A one-layer transformer doubles with every loop how far each node is known to reach, so ⌈log₂ d⌉ + 1
-loops answer a question of distance d: `depth`. tests/data/tasks/test_reachability.py has the
+loops answer a question of distance d: `depth`. tests/families/ouro/test_reachability.py has the
 weights.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6.3, Appendix B.5, Definition 2 and Theorem 2.

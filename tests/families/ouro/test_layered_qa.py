@@ -4,8 +4,8 @@ from itertools import islice, product
 
 import pytest
 
-from titan_loop.data.tasks.layered_qa import LayeredQA, PathQuestion
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.layered_qa import LayeredQA, PathQuestion
 
 SMALL = LayeredQA(layers=4, people=6, relations=4, hops=3, trained_questions=60)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.reachability import Query, Reachability, loops_for
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.reachability import Query, Reachability, loops_for
 
 TASK = Reachability(nodes=14, hidden_edges=14, shown_edges=4, distance=6)
 BETA = 1e3  # exp(-BETA) is 0 in float64, so attention is uniform over what it attends to
