@@ -54,7 +54,7 @@ corpus() {
     cd "$folder" && miniature_corpus "$SHORT_CORPUS" $SHORT_CHAT_MEGABYTES "${SHORT_TEXT[@]}"
 }
 echo "== the corpus, prepared by $revision"
-(logged "$folder/corpus.log" corpus)
+(export PYTHONPATH=$here && logged "$folder/corpus.log" corpus) # its text is made by tools of this checkout
 
 different=0
 parent=""
