@@ -21,7 +21,7 @@ from titan_loop.planning import measured_step, rehearsal
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.measured_step import CACHE_VARIABLE, MeasuredStep, traits
 from titan_loop.planning.plan_table import NOT_REHEARSED, rehearsal_lines
-from titan_loop.planning.rehearsal import Rehearsed, known_peak_bytes, rehearse
+from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes, known_peak_bytes, rehearse
 from titan_loop.planning.stage_needs import StageNeeds, recipe_needs
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -192,6 +192,9 @@ def test_offloaded_weights_with_an_average_are_assembled():
     config = stage()
     config.training.enable_cpu_offload = True
     config.ema.decay = 0.9
+    (needs,), measured = recipe_needs(recipe_of(config), EIGHT), step_of(config)
+    on_host = needs.states.parameters + needs.states.optimizer
+    assert gpu_peak_bytes(needs, measured) == measured.peak_bytes - on_host > 0
     assert_every_weight_is_reduced_once(config)
 
 

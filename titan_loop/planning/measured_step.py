@@ -107,7 +107,7 @@ def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
 
 def read_measured(key: str) -> MeasuredStep | None:
     """Return the step that was measured under a key; None if there is none that can be read."""
-    with suppress(OSError, UserError, KeyError, TypeError):
+    with suppress(OSError, RuntimeError, UserError, KeyError, TypeError):
         record = read_versioned_json(_file(key), format_version=FORMAT_VERSION, fix="delete it")
         moved, again = (
             {kind: Moved(**values) for kind, values in record[name].items()}
@@ -125,7 +125,7 @@ def read_measured(key: str) -> MeasuredStep | None:
 
 def write_measured(key: str, measured: MeasuredStep) -> None:
     """Keep a step; a folder that cannot be written only costs the time to measure again."""
-    with suppress(OSError):
+    with suppress(OSError, RuntimeError):  # the latter of a user without a home
         write_json(_file(key), {"format_version": FORMAT_VERSION, **asdict(measured)})
 
 
