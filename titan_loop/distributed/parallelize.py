@@ -52,6 +52,24 @@ def check_parallelism(
         UserError: A degree is not supported, does not divide heads or window, or the degrees do not
             multiply to the world size.
     """
+    _check_support(parallelism)
+    tp = parallelism.tensor_parallel_degree
+    for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        if tp < 1 or heads % tp:
+            raise UserError(
+                f"parallelism.tensor_parallel_degree={tp} must divide model.{name}={heads}"
+            )
+    if parallelism.enable_sequence_parallel and seq_len % tp:
+        raise UserError(
+            f"training.seq_len={seq_len} must be divisible by "
+            f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
+            "--parallelism.no-enable-sequence-parallel"
+        )
+    check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
+    _check_product(parallelism, world_size)
+
+
+def _check_support(parallelism: ParallelismConfig) -> None:
     for name in ("pipeline", "expert"):
         degree = getattr(parallelism, f"{name}_parallel_degree")
         if degree != 1:
@@ -71,22 +89,12 @@ def check_parallelism(
         )
     if parallelism.enable_fsdp_symm_mem:
         raise UserError("parallelism.enable_fsdp_symm_mem=True is not supported; leave it False")
-    tp = parallelism.tensor_parallel_degree
-    for name, heads in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if tp < 1 or heads % tp:
-            raise UserError(
-                f"parallelism.tensor_parallel_degree={tp} must divide model.{name}={heads}"
-            )
-    if parallelism.enable_sequence_parallel and seq_len % tp:
-        raise UserError(
-            f"training.seq_len={seq_len} must be divisible by "
-            f"parallelism.tensor_parallel_degree={tp}; change the window, or set "
-            "--parallelism.no-enable-sequence-parallel"
-        )
-    check_context_parallelism(parallelism, seq_len=seq_len, attention=attention)
+
+
+def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
     replicate = parallelism.data_parallel_replicate_degree
     shard = parallelism.data_parallel_shard_degree
-    cp = parallelism.context_parallel_degree
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     known = replicate * tp * cp * max(shard, 1)
     if (
         replicate < 1
