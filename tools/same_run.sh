@@ -75,6 +75,8 @@ for name in "$@"; do
     train "$here" "$folder/after-$name" "$recipe" "${flags[@]}"
     if [ -n "$stage" ]; then
         parent=$(find "$folder/before-$name" -path '*checkpoints/step-*' -prune | sort -V | tail -n 1)
+        # A revision before tensors.json; it does not mind the file.
+        [ -f "$parent/tensors.json" ] || logged "$folder/convert.log" of "$here" checkpoint convert "$parent"
     else
         parent=""
     fi
