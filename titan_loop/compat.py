@@ -1,8 +1,8 @@
 """Every shim for torch and torchtitan versions and for running without an accelerator.
 
-Import this module before any torchtitan module. torchtitan 0.3.0 decides at import time on which
-device it runs, and copies that decision into its other modules. Each shim says what it replaces and
-when it can go.
+Import this module before any torchtitan module. torchtitan 0.3.0 chooses its device at import time,
+and copies that choice into its other modules. Each shim names the code it replaces and the
+condition for its removal.
 
 `start_runtime` is called once per process before training. It fills in the world of one, translates
 SLURM's variables, and gives ranks that share cores one thread each.
@@ -133,7 +133,7 @@ def device_type() -> DeviceType:
 
 @contextmanager
 def assuming(device: DeviceType) -> Iterator[None]:
-    """Check configs for machines with another device, such as those of a cluster's jobs."""
+    """Check configs for machines with another device, such as a cluster's nodes."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device
     try:
@@ -223,7 +223,7 @@ def _standing_in(stand_ins: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def _compile_on_demand(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return what `torch.compile` would, which imports the compiler only when it is called."""
+    """Compile a function as `torch.compile` does, but import the compiler on the first call."""
     compiled = cache(lambda: torch.compile(function, **options))
 
     @wraps(function)
@@ -253,7 +253,7 @@ class _LighterLoader(SourceFileLoader):
 
 
 class _LighterImports(MetaPathFinder):
-    """Imports some of torchtitan 0.3.0's modules without what their unused parts need.
+    """Imports some of torchtitan 0.3.0's modules without the dependencies of their unused parts.
 
     Delete a module's line when it imports less by itself.
     """
@@ -312,7 +312,7 @@ def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
     """
     assert isinstance(modules[0], FSDPModule)
     state = modules[0]._get_fsdp_state()
-    state._pre_forward_hook_handle.remove()  # that of all hooks of the group
+    state._pre_forward_hook_handle.remove()  # removes all hooks of the group
     for module in modules:
         module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state._post_forward, prepend=False)
@@ -442,7 +442,7 @@ def quiet_upstream() -> None:
 
 
 def start_logging(rank: int) -> None:
-    """Log to the terminal: what rank 0 does, and the warnings of all ranks."""
+    """Log to the terminal: rank 0's messages, and every rank's warnings."""
     init_logger()
     if rank > 0:
         for handler in titan_logger.handlers:

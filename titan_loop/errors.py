@@ -30,8 +30,8 @@ class Refusal:
 
     Attributes:
         field: Dotted name of the field, as on the command line.
-        problem: What is wrong, naming field and value.
-        fix: What to do instead; empty if `problem` says so itself.
+        problem: Description of the mistake, with field and value.
+        fix: Remedy; empty if `problem` contains it.
     """
 
     field: str
@@ -54,7 +54,7 @@ def raise_first(refusals: Iterable[Refusal]) -> None:
 
 
 def caught(field: str, check: Callable[[], object]) -> Iterator[Refusal]:
-    """Yield what a check raises as the refusal of a field."""
+    """Turn a check's `UserError` into the refusal of a field."""
     try:
         check()
     except UserError as error:
@@ -125,13 +125,13 @@ def seen_from(path: str | os.PathLike[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what a library says, or the error's name if it says nothing."""
+    """Return the first line of a library's message, or the error's name if it is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Return "; nearest: a, b" for what is close to `name`, else "; known: …" with everything.
+    """Return "; nearest: a, b" for candidates close to `name`, else "; known: …" with all of them.
 
     Args:
         name: Name the user wrote.

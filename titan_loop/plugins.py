@@ -1,17 +1,17 @@
-"""The one door through which families and their parts come in, ours and those of a user.
+"""Registration of families and their parts, ours and a user's.
 
     titan_loop/families/NAME/__init__.py ─┐
     TITAN_LOOP_PLUGINS=my_package.mine ───┼─► register(Plugin(…)) ─► find("families", "mine")
     import of a module by a recipe ───────┘
 
-A package says what it adds in a `Plugin`: names, each with the place of the thing it names, which
-is imported when somebody asks for it. Commands that only list names thus import no torch, and the
-core imports no family: deleting a family is deleting its folder.
+A package lists its additions in a `Plugin`: names, each with the import path of its object, which
+is imported on first use. Commands that only list names thus import no torch, and the core imports
+no family: deleting a family is deleting its folder.
 
     TITAN_LOOP_PLUGINS=my_package.my_family,my_package.my_task titan-loop eval runs/mine
 
-A recipe imports what it uses. The other commands read runs, which name a family or a task but no
-module: what is imported is for the user to say, not for a downloaded run.
+A recipe imports the modules it uses. The other commands read runs, which name a family or a task
+but no module: the user decides which modules are imported, not a downloaded run.
 """
 
 import importlib
@@ -77,14 +77,14 @@ def register(plugin: Plugin) -> Plugin:
 
 
 def find(kind: str, name: str) -> Any:
-    """Return the thing that a name stands for; None if nobody registers the name.
+    """Return the object registered under a name; None if the name is unknown.
 
     Args:
         kind: Attribute of `Plugin`.
-        name: Name in it. Those of `TITAN_LOOP_PLUGINS` are looked up last.
+        name: Name in it. Modules of `TITAN_LOOP_PLUGINS` are searched last.
 
     Raises:
-        UserError: `TITAN_LOOP_PLUGINS` names a module that is not there.
+        UserError: `TITAN_LOOP_PLUGINS` names a module that does not exist.
     """
     known = _known[kind]
     for more in (_import_own, import_plugins):
@@ -101,7 +101,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return every name of a kind, those of `TITAN_LOOP_PLUGINS` among them.
+    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`.
 
     Raises:
         UserError: As `find`.
@@ -128,7 +128,7 @@ def _import_own() -> None:
 
 
 def import_plugins() -> None:
-    """Import the modules that the environment names; each registers what it adds.
+    """Import the modules that the environment names; each registers its own plugin.
 
     Raises:
         UserError: There is no such module.

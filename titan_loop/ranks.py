@@ -1,8 +1,8 @@
-"""Agreement between ranks: what one of them finds out, or fails at, all of them know.
+"""Agreement between ranks: a result or a failure of one rank reaches all of them.
 
 A rank that raises while its peers wait in a collective leaves them hanging. Everything here is
-collective over a group, whose ranks all call it, and every rank leaves it in the same way: with the
-answer, or with the exception of the rank that failed. A group of None is this process alone.
+collective over a group, and every rank leaves it in the same way: with the answer, or with the
+exception of the rank that failed. A group of None is this process alone.
 """
 
 import logging
@@ -82,7 +82,7 @@ def place_in(group: "dist.ProcessGroup | None") -> tuple[int, int]:
 
 
 def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> T:
-    """Let rank 0 look; every rank returns what it saw, or raises what it raised.
+    """Call `look` on rank 0; every rank returns its result, or raises its exception.
 
     Args:
         group: The ranks.
@@ -107,10 +107,10 @@ def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> 
 
 
 def decided_by_rank_zero(look: Callable[[], T]) -> T:
-    """Return what rank 0 sees, as `from_rank_zero` over all ranks; also before they have a group.
+    """Return rank 0's answer on all ranks, as `from_rank_zero`; works before they have a group.
 
-    Then the launcher's store carries the answer: ranks that each looked for themselves might decide
-    differently, and some would leave while the others wait for them.
+    Without a group the launcher's store carries the answer. If every rank looked for itself, they
+    might decide differently, and some would leave while the others wait for them.
     """
     import torch.distributed as dist
 
@@ -135,12 +135,12 @@ def decided_by_rank_zero(look: Callable[[], T]) -> T:
 
 
 def once_per_node(work: Callable[[], object]) -> None:
-    """Let one rank of every node work, however long it takes; the others wait for all of them.
+    """Call `work` on one rank per node, without a timeout; all other ranks wait.
 
-    Call it before the ranks have a group, whose collectives end after a time.
+    Call it before the ranks have a group, whose collectives time out.
 
     Raises:
-        Exception: That of a rank that failed, on every rank.
+        Exception: On every rank, the exception of the rank that failed.
     """
     import torch.distributed as dist
 

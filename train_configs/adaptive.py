@@ -13,9 +13,9 @@ feed-forward widths of the wider baselines, which follow from the parameters the
     corpora/adaptive/fineweb-edu      HuggingFaceFW/fineweb-edu, sample-100BT
 
 The small one asks for the paper's two findings where a core can see them: loops help arithmetic
-(Mano, % right), memory helps what has to be known by heart (Capo, bits a person). It has one layer,
-since two need no loops for this arithmetic, and α starts at 0: from −7 it would take most of the
-run. LOG.md has what it shows.
+(Mano, % right), memory helps facts that must be known by heart (Capo, bits a person). It has one
+layer, since two need no loops for this arithmetic, and α starts at 0: from −7 it would take most of
+the run. LOG.md has the results.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Appendix A.1 and Table 2.
 """

@@ -9,9 +9,9 @@
     three_hop_small       three hops in miniature, likewise
     two_hop_short         a minute of it: shows that the arms run, not that they learn
 
-Published: task, splits, R, gate, τ, epochs; of the language models all but the feed-forward width,
-where 2,816 gives 440M parameters, and Adam's β and decay. Not published, hence ours: size,
-optimiser, rate, batch and template of tokens of everything on the two graphs, here two layers of
+Published: task, splits, R, gate, τ, epochs; for the language models everything except the
+feed-forward width, where 2,816 gives 440M parameters, and Adam's β and decay. Not published, hence
+ours, for the two graphs: size, optimiser, rate, batch and template of tokens, here two layers of
 D 768, AdamW at 1e-4 with a decay of 0.1 and batches of 512 questions.
 
 `discoloop_440m` reads two sources, tokenised with DeepSeek-V3-0324's tokenizer of 129,280 tokens:
@@ -19,8 +19,8 @@ D 768, AdamW at 1e-4 with a decay of 0.1 and batches of 512 questions.
     corpora/discoloop/fineweb-edu      HuggingFaceFW/fineweb-edu, sample-100BT   60 % of tokens
     corpora/discoloop/finemath-4plus   HuggingFaceTB/finemath, finemath-4plus    40 %
 
-LOG.md has what the small one shows. φ, the number of trained chains per fact, decides what is
-found: it is `--dataloader.inferred-ratio`, 2 as published and 7.5 in the small one.
+LOG.md has the results of the small one. They depend on φ, the number of trained chains per fact: it
+is `--dataloader.inferred-ratio`, 2 as published and 7.5 in the small one.
 
 Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices A and B.
 """
@@ -57,10 +57,10 @@ SMALL = TwoGraph(entities=40, relations=10, degree=10, inferred_ratio=7.5)
 SMALL_SIZE: dict[str, Any] = {
     "size": "debugmodel",
     "norm_placement": "readout",
-    "n_layers": 1,  # with two, a single step composes what it has seen composed
+    "n_layers": 1,  # with two, a single step composes the chains that training composed
     "dim": 128,
     "hidden_dim": 256,
-    # So that the second step asks as the first one does; LOG.md has what each of these is worth.
+    # The second step then asks in the same form as the first; LOG.md measures each of these.
     "positions": "bias",
     "relative_window": 3,
     "scale_embeddings": True,
@@ -142,7 +142,7 @@ def three_hop_small() -> Recipe:
     """Three hops over graphs of 40 entities, on one core: loops learn two hops first.
 
     With R = 3 from the start, facts of B are found in two steps, since nothing asks for them
-    sooner, and then a third hop does not fit; LOG.md has what was tried.
+    sooner, and then a third hop does not fit; LOG.md lists the attempts.
     """
     *loops, _ = _small(_THREE_HOPS, THREE_HOP_STEPS)
     *_, copies = _small(_THREE_HOPS, COPIES_STEPS)  # as many as hops, so they begin anew

@@ -2,14 +2,14 @@
 
     discrete         factors of one step are read by the next; all steps of a graph in one pass
     correction       the same, some values corrupted before a step
-    continuous       the state of one step is what the next starts from; every step is supervised
-    end_to_end       the same, only the values after the last of a fixed number of steps are
+    continuous       the next step starts from the state itself; every step is supervised
+    end_to_end       the same, but only the last of a fixed number of steps is supervised
     feed_forward     one step of more layers
     chain_of_thought a plain causal model that writes the solution node by node
 
 `latent` has the sizes of the paper's best models, `latent_small` one for two cores: modulo 7, at
-most two parents, and before every method a stage that learns sums of leaves. LOG.md has what the
-small one shows.
+most two parents, and before every method a stage that learns sums of leaves. LOG.md has the results
+of the small one.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
 Reasoning" (003), sections 3.2 and 4, Appendices A and B; batches, rates and graphs as in the
@@ -263,7 +263,7 @@ def _small(
 def _run(
     model: ModelOptions, task: DagArithmetic, *, window: int, end_to_end: int | None
 ) -> LoopTrainer.Config:
-    """Return what all runs share; trained end to end, only the last of so many steps is told."""
+    """Return the settings that all runs share; `end_to_end` supervises only the last step."""
     deepest = task.most_steps
     config = LoopTrainer.Config(
         model=model,

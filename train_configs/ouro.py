@@ -14,7 +14,8 @@ two epochs of the SFT. Not published, hence ours:
 
 - pretraining: lengths of warm-up and batch ramp, seeds (every stage draws its windows anew, so 1b
   reads some of 1a's again), the order of duplicated layers, whether the replay in mid-training
-  keeps the Chinese sources (here it does not), what the optimiser carries between stages;
+  keeps the Chinese sources (here it does not), the optimiser's state
+  kept between stages;
 - chats: the loss counts the assistant's turns only, in mid-training and in the SFT, and whole chats
   are packed into windows;
 - the gate stage's tokens, batch and learning rate; the SFT's batch, final learning rate and weight
@@ -22,8 +23,8 @@ two epochs of the SFT. Not published, hence ours:
 - the studies: tokenizer and shapes of the models (`titan_loop/models/families/ouro.py` infers both
   from the parameter counts), window, warm-up, schedule and β. The batch is the 500K tokens that
   Appendix A must mean: it prints 50K tokens a step and 40K steps, but 20B tokens are 400K steps of
-  50K. It calls the model 776M that Appendix D calls 778M, and repeats every run over seeds that it
-  does not name (`--debug.seed` sets one);
+  50K. Its model of 776M is the 778M of Appendix D. It repeats every run over seeds that it does not
+  name (`--debug.seed` sets one);
 - how the work is spread: batches and memory are made for up to 512 GPUs of 80 GB
   (`titan-loop plan ouro_1_4b --nodes 64`).
 
@@ -257,7 +258,7 @@ def _config(
     context_parallel: int = 1,
     epochs: int | None = None,
 ) -> LoopTrainer.Config:
-    """Return what all stages share: R = 4, β = 0.05, 8M tokens a batch, AdamW of Table 1.
+    """Return the common settings of all stages: R = 4, β = 0.05, 8M tokens a batch, AdamW.
 
     Every stage has its own seed; otherwise it would repeat its parent's windows in the same order.
     With `epochs`, a source leaves the mixture after that many and the others continue.

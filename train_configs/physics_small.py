@@ -3,7 +3,7 @@
     physics_small    every stage at most half an hour on one core
     physics_short    a minute of the generated tasks: shows that they run, not that they learn
 
-| stages | what is compared |
+| stages | comparison |
 |---|---|
 | `mano_KxL` | arithmetic by K layers visited L times, with Muon, which wins `depth_pays` |
 | `capo_lL` | bits of 3,000 biographies that a layer visited L times knows |
@@ -12,7 +12,7 @@
 | `prior_P` | that layer with a uniform and with geometric priors, losses in one form |
 
 The last two read the quick start's corpus. `bash tools/physics.sh` trains all stages, prints their
-tables and fits the law. LOG.md has what they show.
+tables and fits the law. LOG.md has the results.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6 and Appendices A, B and D, scaled down.
 """

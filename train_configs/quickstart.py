@@ -24,7 +24,7 @@ QUICK_TOKENS = 3_000_000
 
 
 class Candidate(NamedTuple):
-    """A model and its tokens; all candidates cost about what the quick start costs.
+    """A model and its tokens; all candidates cost about as much as the quick start.
 
     Attributes:
         layers: Unique layers.
@@ -34,8 +34,8 @@ class Candidate(NamedTuple):
         steps: R against tokens.
         final_rate: Learning rate at the end.
         optimizer: Its name.
-        exit_gate: Whether it learns after which step to stop, from the loss of every step; else the
-            loss is that of the last step.
+        exit_gate: Whether it learns after which step to stop, from the loss of every step;
+            otherwise only the last step has a loss.
     """
 
     layers: int
@@ -103,14 +103,14 @@ TABLES = {
 def quickstart() -> LoopTrainer.Config:
     """One looped layer of 0.3 M parameters on code, prose and mathematics; minutes on a CPU.
 
-    It is the best candidate, on as many tokens as five minutes pay for. Its loss is that of the
-    last step: see LOG.md for what an exit gate costs a single layer.
+    It is the best candidate, on as many tokens as five minutes pay for. Only its last step has a
+    loss: LOG.md measures the cost of an exit gate for a single layer.
     """
     return _config("d96_muon_last", "runs/quickstart", tokens=QUICK_TOKENS)
 
 
 def quickstart_search() -> Recipe:
-    """Shapes, depths, schedules and optimisers that cost what the quick start costs."""
+    """Shapes, depths, schedules and optimisers at the quick start's cost."""
     stages = [Stage(name=name, config=_config(name)) for name in CANDIDATES]
     for stage in stages:
         stage.config.held_out = HeldOutConfig(depths=[1, 2, 4], windows=128)

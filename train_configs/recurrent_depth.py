@@ -6,11 +6,11 @@
     recurrent_depth_short           a minute of it: shows that the stages run, not that they learn
     recurrent_depth_effect          a minute in which one layer learns to take two hops in two steps
 
-LOG.md has what the small one shows.
+LOG.md has the results of the small one.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §5.1, §6.1 and Appendices B and C. Epochs
-are those of Figure 3; the curriculum's exams, optimiser and warm-up for each number of hops follow
-the authors' code.
+follow Figure 3; the curriculum's exams, optimiser and warm-up for each number of hops follow the
+authors' code.
 """
 
 from titan_loop.analysis.results import ResultTable

@@ -140,7 +140,7 @@ class RunResult:
 
     Attributes:
         recipe: The recipe, as `train` was given it.
-        stage: Name of the stage; of a recipe of one run the recipe's.
+        stage: Name of the stage; the recipe's name for a recipe of one run.
         overrides: Flags behind the recipe's name.
         commit: `git describe` of the code that trained it; None outside a checkout.
         seconds: Duration of training, without evaluation.
@@ -148,7 +148,7 @@ class RunResult:
             the run has not recorded them.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`, or by `analyse intervention`; ",ema" follows that of averaged weights.
+            `evals.jsonl`, or by `analyse intervention`; ",ema" marks averaged weights.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text

@@ -124,7 +124,7 @@ def study(
         samples: Number of bootstrap resamplings behind each interval; 0 gives none.
         seed: Chooses starts and resamplings.
         exit_pmf: Mean exit distribution of the runs that trained with R = len(exit_pmf); overrides
-            what runs logged.
+            the runs' logs.
 
     Raises:
         UserError: There are fewer points than coefficients, all points share one size, one number

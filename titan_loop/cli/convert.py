@@ -68,9 +68,9 @@ def export(
         chatml: Write a ChatML template and stop after a turn; the default if the run's data is
             prepared conversations. An imported run keeps its folder's template.
         no_chatml: Write no ChatML template.
-        tokenizer: A tokenizer.json; by default that of the run's data.
+        tokenizer: A tokenizer.json; by default the tokenizer of the run's data.
         no_tokenizer: Write no tokenizer.
-        eos_token: Token that ends every document; by default that of the run's data.
+        eos_token: Token that ends every document; by default as in the run's data.
         max_shard_gigabytes: Most weights in one safetensors file.
         ema: Write the average of the weights that --ema.decay kept in training.
         push: Upload the folder to this repository of the Hugging Face Hub, OWNER/NAME; a new one

@@ -225,8 +225,8 @@ def plan(recipe: str, flags: Sequence[str]) -> None:
     """Compare the tokens a recipe needs with those prepared.
 
     Prints for every stage the tokens needed and available, epochs and disk size of each source.
-    Ends with code 2 if repetition caps leave a stage without data. All flags are those of
-    titan-loop train.
+    Ends with code 2 if repetition caps leave a stage without data. Takes the flags of titan-loop
+    train.
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.

@@ -136,7 +136,7 @@ def evaluate(
         stage: Stage of that recipe.
         frontier: Score every depth, and every exit policy at many settings.
         ema: Score the average of the weights that --ema.decay kept in training; its reports stand
-            beside those of the weights and appear in no plot.
+            beside the reports of the weights and appear in no plot.
         beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
         beats_bigram: Fail unless they are this share below the bigram model's.
     """

@@ -34,7 +34,7 @@ class Finding:
 
     Attributes:
         section: Subject, such as "device".
-        text: Description of what was found.
+        text: Result of the check.
         fix: Remedy; None if nothing is wrong.
         blocks_training: Whether a run would fail.
     """

@@ -1,10 +1,10 @@
 """Entry point of `titan-loop`: finds the verb, and turns its errors into exit codes.
 
-The codes are those of `titan_loop.errors`; an unexpected exception keeps its traceback and ends
-with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. What
-the operating system says about a file is one line: with 2 if it is up to the user, such as a
-permission, and with 1 if it is the machine, such as a failing or full disk. A rank of a training
-job then writes its traceback before that line.
+The codes are defined in `titan_loop.errors`; an unexpected exception keeps its traceback and ends
+with 1, an interrupt ends with 130, and output that nobody reads any more (`| head`) with 141. An
+error of the operating system about a file is one line: with 2 if the user can mend it, such as a
+permission, and with 1 if the machine is at fault, such as a failing or full disk. In the second
+case a rank of a training job writes its traceback before that line.
 """
 
 import importlib

@@ -58,8 +58,8 @@ def plan(
         gpu: GPU model.
         mfu: Assumed model FLOPs over peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
-        scaling_fit: The scaling.json of titan-loop scaling; adds what the recurrent steps are worth
-            in nats and GPU-days against the same model without loops and against one unrolled.
+        scaling_fit: The scaling.json of titan-loop scaling; adds the gain of the recurrent steps in
+            nats and GPU-days over the same model without loops and over an unrolled one.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
         rehearse: Assemble every stage anew, list the facts that only a GPU can tell, and end with
             code 2 if a stage cannot be assembled.

@@ -18,7 +18,7 @@ def scaling(
     """Fit scaling laws to runs or to a table of losses, with intervals and hold-outs.
 
     Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
-    and the joint law whose phi says what a recurrent step is worth in parameters. Prints the
+    and the joint law whose phi is the worth of a recurrent step in parameters. Prints the
     coefficients and writes scaling.json and scaling.html, a page with the residuals.
 
     Args:

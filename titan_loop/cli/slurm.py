@@ -33,7 +33,7 @@ def submit(
 ) -> None:
     """Submit one job for each stage of a recipe that is not complete, chained by afterok.
 
-    All other flags are those of titan-loop train.
+    All other flags are flags of titan-loop train.
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
@@ -72,7 +72,7 @@ def submit(
 
     site_file = find_site(site)
     environment = source_site(site_file)
-    with compat.assuming("cuda" if gpus else "cpu"):  # what the jobs run on
+    with compat.assuming("cuda" if gpus else "cpu"):  # the jobs' device
         resolved = resolve_recipe(recipe, flags, only=stage)
     names = [one.name for one in resolved.stages]
     common, own = split_by_stage(flags, names)
@@ -159,7 +159,7 @@ def run_in_job(
 ) -> int:
     """Train in the SLURM job this runs in; a batch script calls it.
 
-    Starts the job again until the recipe is done. All other flags are those of titan-loop train.
+    Starts the job again until the recipe is done. All other flags are flags of titan-loop train.
 
     Args:
         recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.

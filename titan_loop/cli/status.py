@@ -1,4 +1,4 @@
-"""`titan-loop status FOLDER`: the tree of stages and forks, losses, time left, what is next."""
+"""`titan-loop status FOLDER`: the tree of stages and forks, losses, time left, the next command."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""GGUF: one file with weights, tokenizer and chat template, for llama.cpp and what is built on it.
+"""GGUF: one file with weights, tokenizer and chat template, for llama.cpp and programs built on it.
 
     LlamaShape ─► keys of the architecture ─┐
     tokenizer.json ─► tokens, merges ───────┼─► header

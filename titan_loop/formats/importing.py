@@ -104,7 +104,7 @@ class ModelFolder:
         return self._files.read(name).to(dtype)
 
     def lineage(self) -> dict[str, Any]:
-        """Return what a manifest says of where the weights come from."""
+        """Return the record of the weights' origin for a manifest."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes()).hexdigest()
         return {"imported_from": str(self.path.resolve()), "config_sha256": digest}
 

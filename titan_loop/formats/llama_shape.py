@@ -1,7 +1,7 @@
 """The shape of a model in Llama's terms, between `config.json` and the options of a family.
 
-Nothing of a config is guessed on import: a field that would change what is computed must have the
-value that titan_loop computes, or the folder is refused.
+An import guesses nothing: a field that would change the computation must have the value that
+titan_loop computes with, or the folder is refused.
 """
 
 import sys
@@ -25,7 +25,7 @@ _MOST_ROWS = 1 << 31
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    """Everything about a model that decides which tensors it has and what they compute.
+    """The properties of a model that determine its tensors and its computation.
 
     A format has a subclass: it adds fields, tensors and the layout of `config.json`.
 
@@ -130,8 +130,8 @@ class LlamaShape:
         """Read a `config.json`.
 
         Raises:
-            UserError: A field is missing, of the wrong kind, or asks for what titan_loop does not
-                compute.
+            UserError: A field is missing, of the wrong kind, or asks for a feature that titan_loop
+            lacks.
         """
         return cls(**cls.read_fields(config))
 

@@ -9,7 +9,7 @@ def push_folder(folder: Path, repo: str) -> str:
     """Upload a folder to a model repository, which is created private if there is none.
 
     Args:
-        folder: What `export_folder` wrote; it stays.
+        folder: Result of `export_folder`; it stays.
         repo: OWNER/NAME.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The tokenizer of an exported folder: the same `tokenizer.json`, and what transformers adds to it.
+"""The tokenizer of an exported folder: the same `tokenizer.json`, and transformers' files.
 
 `tokenizer.json` is copied byte for byte and loaded by the generic fast class, in transformers 4 and
 5 alike. A class of a model family would build the pre-tokenizer anew in transformers 5, and the

@@ -1,7 +1,7 @@
 """Key-value caches for a looped decoder, which keep all or one of a token's R recurrent steps.
 
-At step r a token attends to its *own* step-r keys and values, and for every earlier token to what
-the strategy kept of it:
+At step r a token attends to its *own* step-r keys and values, and to every earlier token's keys and
+values that the strategy kept:
 
 | strategy | memory | kept of a token that left after step e | seen at a deeper step r > e |
 |---|---|---|---|
@@ -10,12 +10,12 @@ the strategy kept of it:
 | `first` | 1 | step 1 | step 1 |
 | `averaged` | 1 | the mean of steps 1 … e | that mean |
 
-A prompt runs all R steps, and each step sees the prompt's keys of that same step, whatever is kept.
-Those keys are at hand while step r runs, so the shared strategies never hold R caches, not even for
-the prompt.
+A prompt runs all R steps, and each step sees the prompt's keys of that same step, under any
+strategy. Those keys are at hand while step r runs, so the shared strategies never hold R caches,
+not even for the prompt.
 
 Layers outside the loop have one cache each, under any strategy: a prelude visits a token once, and
-of a coda later tokens see what it made of the state that was read last.
+later tokens see a coda's keys of the state that was read last.
 
 A row's token at position p is stored at index p. So padding needs no mask (no query looks past its
 own position), and a row is rolled back by shortening it.

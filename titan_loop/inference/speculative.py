@@ -10,8 +10,8 @@ entries of a refused token lie beyond the row's new end and are overwritten befo
 The accepted tokens have exactly the distribution of plain decoding at step R. With greedy sampling
 P and Q are one-hot and the rule keeps x_i while it is the most likely token of step R.
 
-Needs the `full` cache: under sharing, plain decoding attends to what is kept of an earlier token
-*after* its last step, which a draft token does not have yet.
+Needs the `full` cache: under sharing, plain decoding attends to an earlier token's keys as kept
+*after* its last step, which a draft token has not run yet.
 
 Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §7.3; acceptance rule of Leviathan et al. 2023,
 arXiv 2211.17192, §2.3.

@@ -2,8 +2,8 @@
 
     tokens ─ tok_embeddings ─► h_0
     h_{r-1} ─ layers (each once) ─ norm ─► h_r          `LoopDecoder.step`
-    h_r ─ read ─► what head and gate see (h_r itself for Ouro, whose norm stands in every step)
-    h_r ─ advance ─► what step r+1 starts from (h_r itself for Ouro)
+    h_r ─ read ─► input of head and gate (h_r itself for Ouro, which applies its norm in every step)
+    h_r ─ advance ─► start of step r+1 (h_r itself for Ouro)
     h_r ─ exit_gate ─► exit logit of step r (fp32)       `LoopDecoder.gate`
     h_r ─ lm_head   ─► logits, or the streamed loss      `LoopDecoder.readout`
 

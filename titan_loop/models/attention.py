@@ -107,14 +107,14 @@ class DocumentAttention(Module):
             q_BLNH: Rotated queries.
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
             v_BLNH: Values, like the keys.
-            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention: of as many
-                queries as keys, or of the last one alone.
+            attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention, which needs
+                as many queries as keys, or a single query that is the last token.
             scale: Factor on the scores; None means 1/sqrt(H).
             enable_gqa: Whether there are fewer key-value heads than query heads.
-            scores_BNLS: What is added to the products of queries and keys, before they are scaled.
+            scores_BNLS: Terms added to the products of queries and keys, before scaling.
 
         Raises:
-            ValueError: Lengths differ and no mask says which keys a query may see.
+            ValueError: Without a mask, several queries that are fewer or more than the keys.
         """
         queries, keys = q_BLNH.shape[1], k_BLNH.shape[1]
         if attention_masks is None and queries not in (1, keys):
@@ -222,7 +222,7 @@ class LoopAttention(GQAttention):
         self.distance_scores = None if scores is None else scores.build()
         self.keys_start_as_queries = config.keys_start_as_queries
 
-    def _init_self_parameters(self) -> None:  # those of the projections are initialised
+    def _init_self_parameters(self) -> None:  # the projections initialise their own
         super()._init_self_parameters()
         if self.keys_start_as_queries:
             with torch.no_grad():
@@ -235,9 +235,9 @@ class LoopAttention(GQAttention):
 
         Args:
             x_BLD: Normed input.
-            context: What all visits of this forward pass share.
-            cache_slot: Where this visit's keys and values live; required with a cache, None
-                without, so that a compiled block is not specialised on the step.
+            context: Tensors shared by all layer visits of this forward pass.
+            cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
+                that a compiled block is not specialised on the step.
         """
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}

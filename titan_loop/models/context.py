@@ -48,15 +48,14 @@ class LoopContext(NamedTuple):
 
     Attributes:
         positions_BL: (B or 1, L) positions of the current tokens.
-        shared_positions: What the layers read of positions, made once per forward pass by
-            `Positions.shared`, such as cosines and sines.
-        attention_mask: The mask of the attention backend; None means causal attention without
-            documents.
-        cache: Where earlier keys and values are kept; None in training.
-        columns: What a batch holds for the model beside tokens and positions, by name; None if
-            nothing.
-        said_BLV: Log-probabilities of the next token after the step before, if they are known: then
-            nobody has to decode that state again.
+        shared_positions: Tables that the layers read, such as cosines and sines; `Positions.shared`
+            makes them once per forward pass.
+        attention_mask: Mask of the attention backend; None means causal attention that ignores
+            document boundaries.
+        cache: Keys and values of earlier tokens; None in training.
+        columns: Further model inputs of the batch, by name; None if there are none.
+        said_BLV: Log-probabilities of the next token after the previous step, if they are known;
+            they save decoding that state again.
     """
 
     positions_BL: Tensor

@@ -4,7 +4,7 @@
     h_r = norm(layer_N(… layer_1(h_{r-1}) …)),   r = 1 … R
     exit logit_r = gate(read(h_r)),   logits_r = lm_head(read(h_r)),   read(h) = h
 
-With the norm at the readout only, h_r is what the layers return and read(h) = norm(h). The first
+With the norm at the readout only, h_r is the layers' output and read(h) = norm(h). The first
 `prelude_layers` and the last `coda_layers` may stand outside the loop:
 
     h_0 = prelude(embed(x)),   read(h) = norm(coda(h))
@@ -106,7 +106,7 @@ class LoopDecoder(Decoder):
 
         @property
         def aux(self) -> tuple[str, ...]:
-            """Names of what an objective may ask of `LoopOutput.aux`."""
+            """Names that an objective may request in `LoopOutput.aux`."""
             return ()
 
         @property
@@ -126,11 +126,12 @@ class LoopDecoder(Decoder):
                     )
 
         def architecture(self) -> dict[str, Any]:
-            """Return the family's name and every option that changes what the model computes.
+            """Return the family's name and every option that changes the model's output.
 
-            Two models must agree in them to share a checkpoint. Keys are names of options where
-            there is one. A key that a checkpoint lacks has the value of the family's default model:
-            so the default of a new option is what the model did before, and stays.
+            Two models must agree in them to share a checkpoint. A key is the option's name where
+            there is one. A key that a checkpoint lacks has the value of the family's default model.
+            The default of a new option must therefore keep the old behaviour, and never change.
+
             """
             attention = self.layers[0].attention
             return {
@@ -189,7 +190,7 @@ class LoopDecoder(Decoder):
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R for this call; None means `self.recurrent_steps`.
             collect: Which steps' states to return.
-            columns: What else the batch holds for the model, by name.
+            columns: Further model inputs of the batch, by name.
 
         Returns:
             The collected states and, with a gate, their exit logits.
@@ -221,7 +222,7 @@ class LoopDecoder(Decoder):
         columns: Mapping[str, Tensor] | None = None,
         key_positions: Tensor | None = None,
     ) -> LoopContext:
-        """Gather what all layer visits of one pass share.
+        """Gather the inputs that all layer visits of one pass share.
 
         Args:
             tokens: (B, L) current tokens, for their shape.
@@ -229,9 +230,9 @@ class LoopDecoder(Decoder):
             attention_masks: None builds a document mask from `positions`, or plain causal attention
                 if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
             cache: Keys and values of earlier tokens.
-            columns: What else the batch holds for the model.
-            key_positions: (B or 1, S) positions of the keys in the cache; None if the keys are
-                those of the current tokens alone.
+            columns: Further model inputs of the batch, by name.
+            key_positions: (B or 1, S) positions of the keys in the cache; None if only the current
+                tokens have keys.
         """
         mask_wanted = positions is not None or self._needs_mask()
         if attention_masks is None and cache is None and mask_wanted:
@@ -267,7 +268,7 @@ class LoopDecoder(Decoder):
         return embedding_BLD * math.sqrt(self.config.dim) if self.scales else embedding_BLD
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
-        """Return what the first layer of a step sees, (B, L, D); recomputed with the step."""
+        """Return the first layer's input in a step, (B, L, D); recomputed with the step."""
         return carry if self.injection is None else self.injection(*carry)
 
     def advance(
@@ -276,10 +277,10 @@ class LoopDecoder(Decoder):
         """Return the carry of `step` + 1; called only if that step runs, and never recomputed.
 
         Args:
-            carry: What `step` started from.
-            hidden_BLD: State after it.
-            step: From 1, or a (B,) tensor of them. Rows that begin a new token may be among the
-                engine's rows: what this returns for them is dropped.
+            carry: Carry that `step` started from.
+            hidden_BLD: State after that step.
+            step: Number of the step, from 1, or a (B,) tensor of numbers. The engine may pass rows
+                that begin a new token; it drops their result.
             context: From `make_context`.
         """
         if self.injection is None:
@@ -300,7 +301,7 @@ class LoopDecoder(Decoder):
         return self.norm(hidden_BLD) if self.norm_placement == "every_step" else hidden_BLD
 
     def read(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
-        """Return what head, gate and distances between states see of the state after a step."""
+        """Map the state after a step to the input of head, gate and distances between states."""
         coda = range(self.config.looped.stop, len(self.layers))
         if not coda and self.norm_placement == "every_step":
             return hidden_BLD
@@ -328,7 +329,7 @@ class LoopDecoder(Decoder):
     ) -> Tensor:
         """Apply layers one after the other; their numbers in a cache are shifted."""
         for index in layers:
-            # Without a cache the slot stays None, lest compiled blocks specialise on it.
+            # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
             slot = None if context.cache is None else CacheSlot(step, index + shift)
             hidden_BLD = self.layers[str(index)](hidden_BLD, context, slot)
             if self.observe is not None:
@@ -336,11 +337,11 @@ class LoopDecoder(Decoder):
         return hidden_BLD
 
     def readout(self, read_BLD: Tensor) -> Tensor:
-        """Map what `read` returned, (B, L, D), to logits (B, L, V)."""
+        """Map the output of `read`, (B, L, D), to logits (B, L, V)."""
         return self.lm_head(self.state_gather(read_BLD))
 
     def gate(self, read_BLD: Tensor) -> Tensor:
-        """Map what `read` returned, (B, L, D), to exit logits (B, L), fp32.
+        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32.
 
         Raises:
             ValueError: The model has no exit gate.
@@ -352,7 +353,7 @@ class LoopDecoder(Decoder):
     def units(self) -> list[Unit]:
         """List the modules that are gathered, freed and reduced together, in the order of use.
 
-        Every parameter belongs to one: what a family adds stands in a module, and that in a unit.
+        Every parameter belongs to exactly one unit: a family lists its own modules here, too.
         """
         small = [m for m in (self.injection, self.norm, self.exit_gate) if m is not None]
         looped, layers = self.config.looped, list(self.layers.values())

@@ -17,7 +17,7 @@ from titan_loop.models.injection import AdditiveInjection
 
 @dataclass(kw_only=True, slots=True)
 class DecoderCosts(Decoder.Config):
-    """Which layers are looped, and what is computed at every step beside them."""
+    """The number of looped layers, and the further computation of every step."""
 
     recurrent_steps: int = 4
     exit_gate: ExitGate.Config | None = None
@@ -52,7 +52,7 @@ class DecoderCosts(Decoder.Config):
         )
 
     def reaches_start(self, recurrent_steps: float, reached: float) -> bool:
-        """Return whether a backward pass through so many last steps reaches what precedes them."""
+        """Return whether a backward pass through the last `reached` steps reaches the embedding."""
         return reached >= recurrent_steps or (reached > 0 and self.injection is not None)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:

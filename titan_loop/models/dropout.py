@@ -1,11 +1,11 @@
-"""Dropout of embeddings and of what branches add, right under recomputation and in parallel.
+"""Dropout of embeddings and branch outputs, correct under recomputation and parallelism.
 
 A mask comes from the default generator, drawn for the whole tensor: tensor-parallel ranks, whose
-generators are in one state, draw the same one and keep their part, so that the ranks of a state
-that is replicated agree, and one that is sharded over the sequence has the mask of one process.
-Activation checkpointing restores the generator's state before it recomputes. The trainer seeds the
-generator before every micro-batch (`seed_dropout`), so a resumed run draws what an uninterrupted
-one would have drawn, and ranks with other tokens draw other masks.
+generators are in the same state, draw the same mask and keep their part. Ranks with a replicated
+state therefore agree, and a state sharded over the sequence gets the mask that a single process
+would draw. Activation checkpointing restores the generator's state before it recomputes. The
+trainer seeds the generator before every micro-batch (`seed_dropout`), so a resumed run draws the
+same masks as an uninterrupted one, and ranks with different tokens draw different masks.
 """
 
 from dataclasses import dataclass

@@ -116,9 +116,9 @@ class Family:
         sizes: Named sizes.
         decoder_config: Takes options, their shape and the longest window; returns the
             architecture.
-        uses: What its models can be used for.
-        exit_policies: Names of the exit policies its models have; None for all those of a
-            recurrence over the stack.
+        uses: Supported uses of its models.
+        exit_policies: Names of the exit policies its models support; None for every policy that
+            works on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
         data_options: Options that, left open, are taken from the data.
     """
@@ -234,7 +234,7 @@ def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Co
 
 
 def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture record of a checkpoint with what its version did not write.
+    """Return a checkpoint's architecture record, with the keys its version did not write filled in.
 
     Args:
         recorded: `architecture` of its manifest. The family, and options younger than the
@@ -270,10 +270,10 @@ def build_decoder(
 
 
 def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
-    """Yield what a run's model is, where the options that were asked for do not say it.
+    """Yield facts about a run's model that the requested options do not show.
 
     Args:
-        asked: Options before the data's vocabulary was filled in.
+        asked: Options as requested, before the data's vocabulary was filled in.
         vocab_size: Rows of the embedding that is trained.
     """
     if asked.vocab_size is None:

@@ -1,4 +1,4 @@
-"""Model FLOPs of a looped decoder: what is computed, not how many weights there are.
+"""Model FLOPs of a looped decoder: they count computation, not weights.
 
 The usual 6·N counts every weight once and so undercounts a loop by about R. Here every layer counts
 R times and every readout counts once. The rest of the convention is torchtitan's: a multiply-add is
@@ -19,7 +19,7 @@ class Flops(NamedTuple):
         attention: Scores and weighted sums of all layer visits.
         readouts: Products of states and head.
         gate: Exit logits.
-        decoding: What is decoded and encoded again between two steps.
+        decoding: Decoding and re-encoding of states between two steps.
     """
 
     matrices: float

@@ -3,11 +3,11 @@
     x ← x + attention(norm_1(x)) + b_1
     x ← x + W_2 gelu(W_1 norm_2(x) + b) + b_2
 
-Every projection keeps its bias, but that of an output projection is a parameter of the block, added
-where the state is, so that tensor-parallel ranks count it once.
+Every projection has a bias. An output projection's bias is a parameter of the block and is added to
+the state, so that tensor-parallel ranks count it once.
 
-Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on what
-branches add to the state, not on embedding and attention weights.
+Source: Radford et al. 2019 (GPT-2), with GELU in its tanh form. Deviation: dropout acts on branch
+outputs, not on embeddings and attention weights.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ class GELUFeedForward(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Both projections; F is what `w1` returns."""
+        """Both projections; F is the output width of `w1`."""
 
         w1: Linear.Config
         w2: Linear.Config
@@ -191,7 +191,7 @@ def block_config(
     Args:
         shape: Sizes of the model.
         kernel: As `model.attention`.
-        rotation: What positions do to queries and keys.
+        rotation: Rotation of queries and keys by their positions.
         output_init: Initial weights of both output projections.
         dropout: Share that is zeroed in training.
     """

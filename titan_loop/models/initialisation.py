@@ -36,5 +36,5 @@ def keep_shard(parameter: DTensor, whole: torch.Tensor) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, sharded or plain; a view."""
+    """Return this rank's part of a tensor, sharded or plain; a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
     additive   x_r = h_{r-1} + e,                    h_0 = 0
     diagonal   x_r = a ⊙ h_{r-1} + (1 − a) ⊙ e,      h_0 = e,   a = sigmoid(w) in (0, 1)
 
-x_r is what the layers of step r see; step 1 sees e either way. Without layers the diagonal form
+x_r is the input of step r's layers; step 1 reads e either way. Without layers the diagonal form
 contracts towards e at the learned rates a, so no number of steps can make the state grow.
 
 Source: input injection: Bansal et al. 2022, arXiv 2202.05826, §3 (there concatenated). The diagonal

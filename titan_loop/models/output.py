@@ -21,7 +21,8 @@ class LoopOutput(NamedTuple):
             replicated.
         exit_logit_RBL: R tensors (B, L), fp32; empty for a model without an exit gate.
         first_step: Recurrent step of the first state; R where only the last one was collected.
-        aux: What else the family's objective needs, by name; such as the cost of its halting.
+        aux: Further tensors that the family's objective needs, by name, such as the cost of
+            halting.
     """
 
     hidden_RBLD: tuple[Tensor, ...]

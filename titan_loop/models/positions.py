@@ -9,9 +9,9 @@
 | `BiasPositions` | the same, whatever the tokens are | a number a distance in every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
-A looped model visits each layer R times with the same positions. What depends on them alone
-therefore belongs to the decoder, is made once a forward pass and travels in the `LoopContext`
-(upstream keeps one rotary table a layer and gathers at every visit).
+A looped model visits each layer R times with the same positions. Tables that depend on positions
+alone therefore belong to the decoder, are made once per forward pass and travel in the
+`LoopContext` (upstream keeps one rotary table per layer and gathers at every visit).
 
 Source: rotation: Su et al. 2021, arXiv 2104.09864, in the split-half pairing of the released Ouro
 checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys only), and He et al.
@@ -80,15 +80,15 @@ class Positions(Module):
         return ()
 
     def embedded(self, embedding_BLD: Tensor, positions_BL: Tensor) -> Tensor:
-        """Return the embedding with what positions do to it."""
+        """Return the embedding, with position vectors added where the kind has them."""
         return embedding_BLD
 
     def shared(self, positions_BL: Tensor, key_positions_BS: Tensor) -> Tensor | None:
-        """Return what every layer visit reads of positions.
+        """Return the tables that every layer visit reads.
 
         Args:
             positions_BL: (B or 1, L) positions of the current tokens, restarting per document.
-            key_positions_BS: (B or 1, S) those of the keys that they may attend to.
+            key_positions_BS: (B or 1, S) positions of the keys that they may attend to.
         """
         return None
 
@@ -133,7 +133,7 @@ class RotaryPositions(Positions):
 
 
 class PositionTable(Embedding):
-    """Learned vectors; under tensor parallelism replicated, unlike those of tokens."""
+    """Learned vectors; replicated under tensor parallelism, unlike token embeddings."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
@@ -373,7 +373,7 @@ class NoRotation(RotateHalf):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RotateHalf.Config):
-        """As of `RotateHalf`: the length is that of the longest window."""
+        """Options of `RotateHalf`; the table is as long as the longest window."""
 
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, *, rope_BLH: Tensor | None = None

@@ -106,7 +106,7 @@ class LMHead(Linear):
         decoding: Decoding | None = None,
         encoder: Embedding | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return logits for one hidden state, the weighted loss for those of several steps, or Φ.
+        """Return logits for one hidden state, the weighted loss for several steps' states, or Φ.
 
         Args:
             input: One (B, L, D) hidden state, or a tuple of R of them, of one for Φ. Under tensor

@@ -4,9 +4,9 @@
     h_r     = step(carry_r) = norm(layers(input(carry_r)))
     carry_{r+1} = advance(carry_r, h_r)
 
-The *carry* is what a step starts from: the bare state for Ouro, state and embedding with input
-injection, a running sum of decoded embeddings, discrete factors. The decoder says what it is, by
-its methods `start`, `input` and `advance`; the recurrence and the engine only move it.
+The *carry* is the starting point of a step: the bare state for Ouro, state and embedding with input
+injection, a running sum of decoded embeddings, discrete factors. The decoder defines it in its
+methods `start`, `input` and `advance`; the recurrence and the engine only pass it on.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ Part: TypeAlias = Callable[..., Any]
 
 
 class LoopedModel(Protocol):
-    """What a recurrence uses of the decoder it loops."""
+    """The methods of a decoder that a recurrence calls."""
 
     def step(self, carry: Carry, step: int, context: LoopContext) -> Tensor:
         """Return the state after `step`."""
@@ -40,7 +40,7 @@ class LoopedModel(Protocol):
 
 
 class Recurrence(Module):
-    """The loop over recurrent steps: how far back gradients reach, and what is recomputed.
+    """The loop over recurrent steps, with truncated gradients and recomputation.
 
     Attributes:
         backward_steps: Number of last steps that the backward pass reaches; None for all.
@@ -71,8 +71,8 @@ class Recurrence(Module):
         """Yield the state after each of the steps 1 … R.
 
         With `backward_steps` = k the steps before the last k, and the advances between them, run
-        without recording anything for the backward pass: what they compute is constant to it. What
-        a carry brings from its start unchanged keeps its gradient.
+        without recording anything for the backward pass, which treats their results as constants.
+        Parts of a carry that come unchanged from the start keep their gradient.
 
         Args:
             model: Owns the layers.

@@ -1,9 +1,9 @@
 """Placements of a looped decoder under tensor and sequence parallelism (declared only).
 
-What differs from an ordinary decoder: the final norm runs inside the loop, so under sequence
-parallelism it must return a sequence-sharded state for the next step. A parameter-free module
-gathers that state for the readout and the gate. The gate is replicated with an invariant (`I`)
-weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
+A looped decoder differs from an ordinary one: its final norm runs inside the loop, so under
+sequence parallelism it must return a sequence-sharded state for the next step. A parameter-free
+module gathers that state for the readout and the gate. The gate is replicated with an invariant
+(`I`) weight and output: declared `R`, its gradient would be counted once per tensor-parallel rank.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
 
 
 def scattered_state(*, enable_sp: bool) -> ShardingConfig:
-    """Add up what the tensor-parallel ranks decoded, and place it like a state.
+    """Sum the tensor-parallel ranks' decoded parts, and place the sum like a state.
 
     Args:
         enable_sp: Whether states are sharded over the sequence between layers.
@@ -83,7 +83,7 @@ def scattered_state(*, enable_sp: bool) -> ShardingConfig:
 def mixed_states(
     *names: str, weights: tuple[str, ...] = ("weight",), enable_sp: bool
 ) -> ShardingConfig:
-    """Mix states where they are; what they are weighted with is placed like a norm's gain.
+    """Mix states where they are, with weights placed like a norm's gain.
 
     Args:
         names: Arguments that are states.
@@ -107,7 +107,7 @@ def state_placement(enable_sp: bool) -> SpmdLayout:
 
 
 def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
-    """Place what a looped decoder has beside its layers.
+    """Place the parts of a looped decoder outside its layers.
 
     Args:
         decoder: A `LoopDecoder.Config`, changed in place.

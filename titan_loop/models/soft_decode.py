@@ -3,15 +3,14 @@
     z_v = w_v · h / τ      p = softmax(z)      Φ(h) = Σ_v p_v e_v
 
 chunk by chunk: no more logits than a chunk's ever exist, forward or backward. With `top_k` the sum
-runs over the k tokens of the largest logits, of equal ones those with the smaller ids, and p is
-normalised over these alone or over the whole vocabulary. Where g is the gradient of Φ and s_v is
-g · e_v:
+runs over the k tokens of the largest logits, with ties going to the smaller id, and p is normalised
+over these alone or over the whole vocabulary. Where g is the gradient of Φ and s_v is g · e_v:
 
     de_v = p_v g     dz_v = p_v (s_v − Σ_u p_u s_u)     dh = Σ_v dz_v w_v / τ     dw_v = dz_v h / τ
 
-so the backward pass needs what p was normalised by, or the k tokens and their p, and one sum over
-the vocabulary. Ranks that share the vocabulary never see each other's logits: they exchange maxima
-and sums of a chunk, and the k largest logits of each; every rank returns the part of Φ that its own
+so the backward pass needs the normaliser of p, or the k tokens and their p, and one sum over the
+vocabulary. Ranks that share the vocabulary never see each other's logits: they exchange maxima and
+sums of a chunk, and the k largest logits of each; every rank returns the part of Φ that its own
 rows make.
 
 Shape suffixes as in `readout.py`, and K the tokens kept.
@@ -80,12 +79,12 @@ class Decoding:
 
 
 class Tables(NamedTuple):
-    """What Φ decodes and encodes with, and how much of it exists at a time.
+    """The tables of Φ, and the number of tokens it decodes at a time.
 
     Attributes:
         decoder_VD: The rows w_v on this rank.
         encoder_VD: The rows e_v on this rank; None if they are the same tensor.
-        vocabulary: Which rows those are, and reductions over the others.
+        vocabulary: The rows' place in the vocabulary, and reductions over the other ranks' rows.
         chunk_tokens: Tokens whose logits may exist at a time.
     """
 
@@ -135,7 +134,7 @@ def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) ->
 
 
 class _AllTokens(torch.autograd.Function):
-    """Φ of the whole softmax; saves what p was divided by."""
+    """Φ of the whole softmax; saves the normaliser of p."""
 
     @staticmethod
     def forward(
@@ -279,7 +278,7 @@ class _Gradients:
         self.hidden_grad_TD[chunk] = hidden_grad_CD
 
     def all(self) -> tuple[Tensor | None, ...]:
-        """Return what `backward` returns."""
+        """Return the gradients in the order of `backward`."""
         encoder_grad_VD = None if self.tied else self.encoder_grad_VD.to(self.encode_VD.dtype)
         decoder_grad_VD = self.decoder_grad_VD.to(self.decode_VD.dtype)
         return self.hidden_grad_TD, decoder_grad_VD, encoder_grad_VD, None, None, None
@@ -341,7 +340,7 @@ def _largest(logit_CV: Tensor, kept: int, vocabulary: Vocabulary) -> tuple[Tenso
     id_CN, value_CN = vocabulary.gather_kept(id_CK, value_CK, kept)
     if id_CN.shape[-1] == kept:
         return id_CN, value_CN
-    # The ranks hold ascending slices and so does every rank's part: order is still that of the ids.
+    # Slices ascend by rank, and ids ascend in every part: the parts together are in the ids' order.
     place_CK = _top_places(value_CN, kept)
     return id_CN.gather(-1, place_CK), value_CN.gather(-1, place_CK)
 

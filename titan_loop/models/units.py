@@ -1,7 +1,7 @@
 """Units: the modules of a decoder whose weights are gathered, freed and reduced together.
 
-A decoder lists its own (`LoopDecoder.units`). FSDP and `plan` read the list, so neither knows what
-a family consists of.
+A decoder lists its own (`LoopDecoder.units`). FSDP and `plan` read the list, so neither knows a
+family's modules.
 """
 
 import math
@@ -25,10 +25,10 @@ class Unit(NamedTuple):
     """One or more modules, and when a micro-batch visits them.
 
     Attributes:
-        name: What `plan` calls it; units of one name are listed together.
+        name: Name in `plan`, which lists units of the same name together.
         modules: Modules; they stay gathered until the last of them ran. A unit inside another one
             is a unit of its own.
-        place: Whether it is visited before the recurrent steps, in each of them, between every two
+        place: Time of its visits: before the recurrent steps, in each of them, between every two,
             or after.
         between: Whether it is also visited between every two steps.
         gathered_in_backward: False where the backward pass needs no weight.

@@ -1,4 +1,4 @@
-"""The part of a vocabulary that a device holds, and what it exchanges with the holders of others.
+"""The slice of a vocabulary on one device, and its reductions over the other slices.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this device's
 slice), C tokens of one chunk, K tokens kept.
@@ -45,5 +45,5 @@ class Vocabulary:
         return id_CK, value_CK
 
     def summand(self, part_BLD: Tensor, head_weight_VD: Tensor) -> Tensor:
-        """Return what this device adds to a sum over all slices, as the model passes it on."""
+        """Return this device's part of a sum over all slices, in the type the model passes on."""
         return part_BLD

@@ -32,8 +32,8 @@ def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
     | log S_{r−1} | `log_survival_before_RBL` |
     | log p_r | the result |
 
-    The last step takes what remains, so g_R is unused: its gradient is zero, not absent, which
-    keeps the gate in the autograd graph when R = 1.
+    The last step takes the remaining mass, so g_R is unused: its gradient is zero, not absent,
+    which keeps the gate in the autograd graph when R = 1.
 
     Args:
         exit_logit_RBL: Gate logits g_r, at least one step. Any real value; ±inf is allowed.

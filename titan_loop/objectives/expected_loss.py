@@ -45,7 +45,7 @@ DOMINANT_STEP_PROBABILITY = 0.99
 
 
 class ExpectedLoss(NamedTuple):
-    """The scalar loss and what the metrics are made of."""
+    """The scalar loss and the tensors behind its metrics."""
 
     loss: Tensor
     ce_RBL: Tensor
@@ -158,7 +158,7 @@ def last_step_loss(
 class ExpectedExitLoss(StreamedLoss):
     """The Stage I objective as a torchtitan loss.
 
-    Its metrics are those of `exit_metrics`. A model without a gate has its last state's plain cross
+    Its metrics come from `exit_metrics`. A model without a gate has its last state's plain cross
     entropy as its loss and `ce/step_R` as its only metric.
 
     Attributes:
@@ -187,7 +187,7 @@ class ExpectedExitLoss(StreamedLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield values that make no loss, besides what `StreamedLoss` yields."""
+            """Yield values that define no loss, after the refusals of `StreamedLoss`."""
             yield from StreamedLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

@@ -65,7 +65,7 @@ def continue_target(improvement: Tensor, *, slope: float, threshold: float) -> T
 
 
 class AdaptiveLoss(NamedTuple):
-    """The scalar loss, and per pair of steps and token what it was made of (detached)."""
+    """The scalar loss, and its terms per pair of steps and token (detached)."""
 
     loss: Tensor
     improvement_PBL: Tensor
@@ -135,7 +135,8 @@ def adaptive_loss(
 class AdaptiveGateLoss(StreamedLoss):
     """The Stage II objective as a torchtitan loss.
 
-    Metrics are those of `exit_metrics` and, as means over the valid tokens of the global batch:
+    Its metrics come from `exit_metrics`, with these means over the valid tokens of the global
+    batch:
 
     | key | meaning |
     |---|---|
@@ -143,12 +144,12 @@ class AdaptiveGateLoss(StreamedLoss):
     | `gate/target_2` … `gate/target_R` | the target w of gate r |
     | `gate/bce_2` … `gate/bce_R` | the binary cross entropy of gate r in nats |
 
-    With `look_ahead` the gates are those of steps 1 to R − 1.
+    With `look_ahead` the gates of steps 1 to R − 1 are trained.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(StreamedLoss.Config):
-        """What counts as an improvement, and which gate learns from it."""
+        """Definition of an improvement, and the gate that learns from it."""
 
         slope: float = 50.0
         """k, how sharply the target turns from exit to continue, per nat."""

@@ -1,10 +1,10 @@
 """The base of objectives that read out every recurrent step through the streamed head.
 
 `StreamedLoss` gives such an objective to torchtitan's Trainer. A subclass writes `compute`, and its
-config says what it wants of a run: the states it collects, columns of the batch, schedules,
-parameters that train, an R. One mean over the valid
-target tokens of the *global* batch: whatever a subclass returns is divided by
-`global_valid_tokens`, so contributions of micro-batches and data-parallel ranks simply add up.
+config lists its requirements on a run: the states it collects, columns of the batch, schedules,
+parameters that train, an R. The loss is one mean over the valid target tokens of the *global*
+batch: the result of a subclass is divided by `global_valid_tokens`, so contributions of
+micro-batches and data-parallel ranks simply add up.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width.
 """
@@ -35,7 +35,7 @@ from titan_loop.ranks import warn_together
 
 
 class StreamedHead(Protocol):
-    """What an objective needs from the readout; `titan_loop.models.readout.LMHead` provides it."""
+    """The readout as objectives use it; `titan_loop.models.readout.LMHead` implements it."""
 
     def __call__(
         self,
@@ -51,16 +51,16 @@ class StreamedHead(Protocol):
 
 
 class LossBatch(NamedTuple):
-    """What an objective holds a model's output against: one micro-batch, or this rank's part of it.
+    """The targets of one micro-batch, or of this rank's part of it.
 
     Attributes:
         labels_BL: Next-token ids; ignored labels do not count.
         valid_tokens: N, the valid tokens of the global batch, which divides every sum.
-        columns: What the loader declares for the loss, by name. A column with one value a window is
-            the same on all ranks that share the window; what is made of it must be spread over
-            their tokens, since the ranks' losses add up.
-        labelled_T: Indices into the B·L tokens of those with a label, where few have one; to be
-            handed to the readout with these labels.
+        columns: Columns that the loader declares for the loss, by name. A column with one value per
+            window is the same on all ranks that share the window; a term made from it must be
+            spread over their tokens, since the ranks' losses add up.
+        labelled_T: Indices into the B·L tokens that have a label, where few do; hand them to the
+            readout with these labels.
     """
 
     labels_BL: Tensor
@@ -79,7 +79,7 @@ class StreamedLoss(ChunkedLossWrapper):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ChunkedLossWrapper.Config):
-        """What an objective wants of the run that trains it."""
+        """An objective's requirements on the run that trains it."""
 
         schedules: ClassVar[tuple[str, ...]] = ()
         """Names of the schedules whose values `set_schedules` receives: fields of this config, or
@@ -105,7 +105,7 @@ class StreamedLoss(ChunkedLossWrapper):
             return "all"
 
         def aux(self) -> Mapping[str, str]:
-            """Return what the objective needs of `LoopOutput.aux`: name → the setting that asks."""
+            """Return the entries of `LoopOutput.aux` it needs: name → the setting that asks."""
             return {}
 
         def refusals(
@@ -150,7 +150,7 @@ class StreamedLoss(ChunkedLossWrapper):
         return None
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return what the console line of a step says besides the loss, a few words each.
+        """Return short entries for the console line of a step, besides the loss.
 
         Args:
             metrics: *Global* means under the keys `compute` returns.
@@ -173,11 +173,11 @@ class StreamedLoss(ChunkedLossWrapper):
         """Return the loss and the metrics of one micro-batch.
 
         Args:
-            pred: What the model returned.
+            pred: Output of the model.
             labels: (B, L) next-token ids.
             global_valid_tokens: Valid tokens of the global batch; None gives sums instead of means.
-                Where there are none, loss, metrics and gradients are 0.
-            columns: What the loader declares for the loss, by name.
+                Without valid tokens, loss, metrics and gradients are 0.
+            columns: As in `LossBatch`.
             labelled_T: As in `LossBatch`.
 
         Returns:
@@ -206,7 +206,7 @@ class StreamedLoss(ChunkedLossWrapper):
 
         Args:
             readout: The streamed head.
-            output: What the model returned, with the states of the steps that `collect` names.
+            output: Output of the model, with the states of the steps that `collect` names.
             batch: Labels and columns.
 
         Returns:

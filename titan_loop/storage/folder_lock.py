@@ -29,10 +29,10 @@ _LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
 
 
 class LostFolder(NamedTuple):
-    """How a folder was lost to the holder of its lock.
+    """A folder that the holder of its lock lost.
 
     Attributes:
-        problem: What happened, as a sentence.
+        problem: Sentence about the event.
         folder: Where the folder is now; None if it is gone, or another process's.
     """
 

@@ -24,7 +24,7 @@ _NOT_THE_FILE = (
 
 
 class DamagedFileError(UserError):
-    """A file does not hold what its name promises.
+    """A file does not have the content that its name promises.
 
     Args:
         fix: Remedy, as a phrase.

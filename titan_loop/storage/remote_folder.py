@@ -85,8 +85,9 @@ class RemoteFolder:
     def create(self, name: str, content: bytes) -> bytes:
         """Write a small file unless there is one; return its content now.
 
-        Of two that create it at a time, both get the content of the first, where the store knows
-        writes that need the file's absence (AWS, Google); elsewhere that of the last, most likely.
+        Two processes that create it at the same time both get the first one's content if the store
+        has writes that require the file's absence (AWS, Google). In other stores they most likely
+        get the last one's.
         """
         self._make_parent(name)
         try:

@@ -4,5 +4,5 @@
     get_pool(4).run(case, *args)  ─ queue ─▶ case(*args) on every rank, in one default gloo group
     [result of rank 0, …, 3]      ◀─ queue ─ result, or a traceback
 
-May import everything in titan_loop; only tests and benchmarks, also those of users, may import it.
+May import everything in titan_loop; only tests and benchmarks, ours and users', may import it.
 """

@@ -2,12 +2,12 @@
 
 Importing torchtitan takes longer than most cases, so one process does it for all of them
 (multiprocessing's fork server). Ranks are forked from it once and then run one function after
-another. Each rank is a `ProcessPoolExecutor` with a single worker; what is written here on top is
-what it lacks: a group of ranks, the stack of a rank that hangs, and a clean start after failures.
-torch's own multi-process test cases start new processes for every test or class.
+another. Each rank is a `ProcessPoolExecutor` with a single worker; this module adds a group of
+ranks, the stack of a rank that hangs, and a clean start after failures. torch's own multi-process
+test cases start new processes for every test or class.
 
 All cases share their process: the default process group, the meshes torchtitan keeps in module
-state, and whatever a case leaves in a global. The random generators are seeded alike before every
+state, and every global that a case changes. The random generators are seeded alike before every
 case. A case that fails is followed by a new process group, one that hangs or dies by new processes.
 """
 
@@ -56,7 +56,7 @@ class RankError(RuntimeError):
     """A case raised, hung or died on some rank.
 
     Attributes:
-        reports: What is known of each failing rank: a traceback, or the stack it hung in.
+        reports: Report of each failing rank: a traceback, or the stack it hung in.
     """
 
     def __init__(self, title: str, reports: dict[int, str]) -> None:

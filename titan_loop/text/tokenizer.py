@@ -1,7 +1,7 @@
 """Tokenizers: loading a `tokenizer.json`, special tokens, and the bytes that tokens stand for.
 
-Everything downstream reads one `tokenizer.json`. Its tokens stand for bytes, which is what makes
-bits per byte comparable between vocabularies.
+Everything downstream reads one `tokenizer.json`. Its tokens stand for bytes, which makes bits per
+byte comparable between vocabularies.
 """
 
 from pathlib import Path

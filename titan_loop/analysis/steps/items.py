@@ -121,8 +121,7 @@ def last_token_states(
         steps: R.
 
     Returns:
-        float32, shape (prompts, R, layers, D): what a layer hands to the next, before any norm
-        between steps.
+        float32, shape (prompts, R, layers, D): every layer's output, before any norm between steps.
     """
     device = model.tok_embeddings.weight.device
     room = model.config.max_seq_len

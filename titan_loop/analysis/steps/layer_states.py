@@ -17,12 +17,12 @@ Act = Callable[[int, int, Tensor], Tensor | None]
 def at_layer_visits(model: LoopDecoder, act: Act, *, embedding: bool = False) -> Iterator[None]:
     """Call `act` after every looped layer of every recurrent step of the one forward pass inside.
 
-    The state is what a layer hands to the next, before any norm between steps. Layers outside the
-    loop run, but are not shown.
+    The state is the layer's output, before any norm between steps. Layers outside the loop run, but
+    `act` does not see them.
 
     Args:
         model: Whole, on one device; not compiled.
-        embedding: Whether to call it first for the tokens' embeddings, as step 0 and layer 0.
+        embedding: Whether to call `act` first for the tokens' embeddings, as step 0 and layer 0.
     """
     visits: Counter[int] = Counter()
 

@@ -2,8 +2,8 @@
 
     exam ─► one pass to step R ─► accuracy and margin after 1 … R, accuracy and steps of each policy
 
-With hops or sizes as strata this shows how many steps a question needs, what more steps than were
-trained are worth, and *overthinking*: a margin that falls again with further steps.
+With hops or sizes as strata this shows how many steps a question needs, the gain from more steps
+than were trained, and *overthinking*: a margin that falls again with further steps.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.3 (Figures 5, 8 and 9) and Appendix F
 (generalisation ratio).

@@ -110,7 +110,7 @@ class AdaptiveDecoder(GPT2Decoder):
             return flops._replace(matrices=flops.matrices + memory)
 
         def architecture(self) -> dict[str, Any]:
-            """Return the base class' options and those of loops and memory."""
+            """Return the base class' options, and the options of loops and memory."""
             layer = self.layers[0]
             return {
                 **LoopDecoder.Config.architecture(self),
@@ -139,12 +139,12 @@ class AdaptiveDecoder(GPT2Decoder):
         collect: Collect = "all",
         columns: Any = None,
     ) -> LoopOutput:
-        """Run all layers over whole windows; arguments as in the base class, but R = 1.
+        """Run all layers over whole windows; arguments as in the base class, with R = 1.
 
         Returns:
-            The state, and as aux what there is of: `iterations`, each layer's E[n] (N, B, L), with
-            a gradient; `scales`, its softplus(α_t) (N, N_max); `local_gates` and `global_gates`,
-            (N, B, L).
+            The state. Aux holds, for the parts the model has: `iterations`, each layer's E[n] (N,
+            B, L), with a gradient; `scales`, its softplus(α_t) (N, N_max); `local_gates` and
+            `global_gates`, (N, B, L).
         """
         self._check_steps(self.recurrent_steps if recurrent_steps is None else recurrent_steps)
         context = self.make_context(tokens, positions, attention_masks, columns=columns)
@@ -160,13 +160,13 @@ class AdaptiveDecoder(GPT2Decoder):
     def _through_layers(
         self, hidden_BLD: Tensor, context: LoopContext
     ) -> tuple[Tensor, tuple[LayerReport, ...]]:
-        """Return the state after the last layer, in its first dtype, and what each layer says."""
+        """Return the state after the last layer, in its first dtype, and each layer's report."""
         dtype, iterations = hidden_BLD.dtype, self.config.layers[0].iterations
         policy = self.exit_policy
         survival = policy.threshold if isinstance(policy, Survival) else None
         said = []
         for index, layer in enumerate(self.layers.values()):
-            # Without a cache the slots stay None, lest compiled blocks specialise on them.
+            # Without a cache the slots stay None, or compiled blocks would specialise on them.
             numbers = range(index * iterations, (index + 1) * iterations)
             slots = tuple(None if context.cache is None else CacheSlot(1, n) for n in numbers)
             hidden_BLD, report = layer(hidden_BLD, context, slots, self.bank, survival)
@@ -198,7 +198,7 @@ class AdaptiveDecoder(GPT2Decoder):
             )
 
     def units(self) -> list[Unit]:
-        """List the units: of a layer, and in it what computes in fp32; and the shared bank."""
+        """List the units: every layer, its fp32 parts, and the shared bank."""
         units = super().units()
         layers: list[Any] = list(self.layers.values())
         for layer in layers:
@@ -236,7 +236,7 @@ class AdaptiveDecoder(GPT2Decoder):
 
 
 def _stacked(reported: Iterable[Tensor]) -> Tensor:
-    """Stack what all tensor-parallel ranks agree on, without its last axis of 1."""
+    """Stack values that are equal on all tensor-parallel ranks, without their last axis of 1."""
     plain = [x.to_local() if isinstance(x, DTensor) else x for x in reported]
     return torch.stack([x.squeeze(-1) for x in plain])  # no view: FSDP cannot hook one safely
 

@@ -14,7 +14,7 @@ from titan_loop.inference.exit_policy import Evidence, ExitPolicy
 class Survival(ExitPolicy):
     """Layers that loop by themselves do not mix their iterations: tokens halt one by one.
 
-    An approximation of what was trained; `titan-loop analyse survival` measures its error.
+    It approximates the trained mixture; `titan-loop analyse survival` measures its error.
     """
 
     threshold: float

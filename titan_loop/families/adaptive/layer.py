@@ -1,12 +1,12 @@
-"""A layer that loops: how often is up to each token, and what it cannot hold stands in memory.
+"""A layer that loops as often as each token needs, and reads learned memory.
 
     h⁽ᵗ⁾ = h⁽ᵗ⁻¹⁾ + softplus(α_t) · Block(LN(h⁽ᵗ⁻¹⁾))                      t = 1 … N_max
     p_t = σ(W_h [h⁽ᵗ⁾; t/N_max] + b_h)
     p_halt⁽ᵗ⁾ = p_t Π_{i<t} (1 − p_i),   h_out = Σ_t p_halt⁽ᵗ⁾ h⁽ᵗ⁾,   E[n] = Σ_t t · p_halt⁽ᵗ⁾
 
-With `remainder` the last iteration takes the mass that is left, so that Σ p_halt = 1; `literal` is
-as printed, and shrinks the state. A *survival* threshold τ replaces the mixture where no gradient
-is wanted: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ.
+With `remainder` the last iteration takes the mass that is left, so that Σ p_halt = 1; `literal`
+follows the printed equation, and shrinks the state. A *survival* threshold τ replaces the mixture
+where no gradient is wanted: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) < τ.
 
 | symbol | code |
 |---|---|
@@ -15,8 +15,8 @@ is wanted: a token keeps h⁽ᵗ⁾ of the first t with Π_{i≤t} (1 − p_i) <
 | α_t; W_h, b_h | `LoopControl`, in fp32 |
 | banks | `memory_bank.py`; read before the loop, after it, or in each iteration after its p_t |
 
-Inside the loop the state is fp32 whatever the block computes in: at the start softplus(α) = 9e-4,
-which bf16 would round away.
+Inside the loop the state is fp32, also with a bf16 block: at the start softplus(α) = 9e-4, which
+bf16 would round away.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers", §2.1, Eq. 3–5; halting after
 Banino et al. 2021 (PonderNet).
@@ -43,7 +43,7 @@ MemoryRead = Literal["after", "before", "each"]
 
 
 class LayerReport(NamedTuple):
-    """What a layer says of itself.
+    """Measurements of one layer's forward pass.
 
     Attributes:
         iterations_BL1: E[n], or the iterations that ran under a survival threshold; None without
@@ -97,7 +97,7 @@ class AdaptiveLayer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Parts of the layer; `readers` are those of its own bank and of the shared one."""
+        """Parts of the layer; `readers` read its own bank and the shared one."""
 
         block: GPT2Block.Config
         loop_norm: LayerNorm.Config | None = None

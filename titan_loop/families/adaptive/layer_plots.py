@@ -1,4 +1,4 @@
-"""The plot of a model whose layers loop: what each of them does over training."""
+"""The plot of a model whose layers loop: iterations, scales and gates over training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

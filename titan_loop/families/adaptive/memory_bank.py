@@ -36,7 +36,7 @@ class MemoryBank(Module):
 
         @property
         def matrix_elements(self) -> int:
-            """Number of weights that one read multiplies, those of its reader included."""
+            """Number of weights that one read multiplies, including its reader's."""
             return 2 * self.slots * self.dim + self.dim**2
 
     def __init__(self, config: Config) -> None:
@@ -47,7 +47,7 @@ class MemoryBank(Module):
         self.key_gain = nn.Parameter(torch.empty(config.dim))
 
     def forward(self, query_BLD: Tensor) -> Tensor:
-        """Return what tokens with these normed queries read, (B, L, D)."""
+        """Return the values read by tokens with these normed queries, (B, L, D)."""
         keys_MD = F.layer_norm(self.keys, (self.dim,), self.key_gain)
         score_BLM = F.linear(query_BLD, keys_MD) * self.dim**-0.5
         share_BLM = score_BLM.softmax(dim=-1, dtype=wide_dtype(score_BLM))
@@ -76,7 +76,7 @@ class BankReader(Module):
 
 
 class MemoryGates(Module):
-    """Adds what K banks gave to the state, each through its gate."""
+    """Adds the outputs of K banks to the state, each through its gate."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

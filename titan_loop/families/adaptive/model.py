@@ -2,19 +2,18 @@
 
     h ← layer_ℓ(h, banks),   ℓ = 1 … N,   logits = W_head norm(h)
 
-The recurrence is inside the layers (`models/adaptive_layer.py`), so R is 1. Blocks are GPT-2's with
-rotary positions. With `max_iterations=None` layers are plain blocks, h ← Block(h): the paper's
-baselines, wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and
-iteration.
+The recurrence is inside the layers (`layer.py`), so R is 1. Blocks are GPT-2's with rotary
+positions. With `max_iterations=None` layers are plain blocks, h ← Block(h): the paper's baselines,
+wider (`hidden_dim`) or deeper (`n_layers`). A cache has a slot for each layer and iteration.
 
 Initialisation is GPT-2's (see `gpt2_block.py`), with output projections scaled by
-1/√(2·layers). α starts at `scale_init`; router and gates at 0, so that p_t = 1/2, but b_g; keys and
-values at the standard deviation of a matrix.
+1/√(2·layers). α starts at `scale_init`; router and gates (except b_g) start at 0, so that p_t =
+1/2; keys and values at the standard deviation of a matrix.
 
 Source: Frey et al. 2026, "Adaptive loops and memory in transformers". The printed 332M of 36 layers
 follow from a two-matrix feed-forward part and an untied head; the base model then has 162M, not
-"200M". Deviations and what the paper leaves open: the last iteration takes the remaining mass
-(`halting`); gates are one number a token and bank (`gate`), as in its Figure 1; memory is read
+"200M". Deviations, and choices that the paper leaves open: the last iteration takes the remaining
+mass (`halting`); gates are one number a token and bank (`gate`), as in its Figure 1; memory is read
 once, after the loop (`memory_read`); Eq. 5–10 taken literally give 34M parameters of memory instead
 of about 10M.
 """

@@ -27,7 +27,7 @@ from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, token_m
 class PonderCostLoss(ExpectedExitLoss):
     """The last state's cross entropy and the ponder cost.
 
-    Metrics beside `ce/step_1`, of what `LoopOutput.aux` has:
+    Metrics beside `ce/step_1`, for the entries that `LoopOutput.aux` has:
 
     | key | meaning |
     |---|---|
@@ -39,7 +39,7 @@ class PonderCostLoss(ExpectedExitLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ExpectedExitLoss.Config):
-        """λ, beside what the cross entropy takes."""
+        """λ, and the options of the cross entropy."""
 
         ponder_weight: float = 0.0
         """λ, the price of one iteration less than all; 0 measures them alone."""
@@ -52,7 +52,7 @@ class PonderCostLoss(ExpectedExitLoss):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield a weight out of range, besides what the base class yields."""
+            """Yield a weight out of range, after the refusals of the base class."""
             yield from ExpectedExitLoss.Config.refusals(
                 self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
             )

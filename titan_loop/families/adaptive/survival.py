@@ -25,14 +25,14 @@ _BATCH_WINDOWS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SurvivalError:
-    """Means over labels, beside those of the mixture.
+    """Means over labels, compared with the mixture.
 
     Attributes:
         threshold: τ; None for the mixture itself.
-        iterations: Mean iterations of every layer; of the mixture the expected ones.
+        iterations: Mean iterations of every layer; expected iterations for the mixture.
         nats: Negative log likelihood of the labels.
         divergence_nats: KL(P ‖ P_τ).
-        same_token: Share of labels at which both say the same token.
+        same_token: Share of labels at which both predict the same token.
     """
 
     threshold: float | None
@@ -89,7 +89,7 @@ def survival_errors(
 def survival(
     run: Path, *, thresholds: tuple[float, ...] = (0.5, 0.25, 0.1, 0.05), questions: int = 128
 ) -> Findings:
-    """Replace each layer's mixture of iterations by halting at a threshold; show what that costs.
+    """Replace each layer's mixture of iterations by halting at a threshold; show the cost.
 
     Asks the exam of the run's generated task. Writes evals/survival-step-N.json.
 

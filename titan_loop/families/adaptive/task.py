@@ -6,7 +6,7 @@ Examples of the two stand in the same windows, drawn one by one with fixed share
 token: Capo's ids follow Mano's.
 
 Source: after Frey et al. 2026 (adaptive loops and memory), which compares mathematics and
-commonsense; the tasks are those of Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6.
+commonsense; tasks of Zhu et al. 2025 (Ouro), arXiv 2510.25741, §6.
 """
 
 import random
@@ -81,7 +81,7 @@ class ManoCapo(Task):
         return self.mano if part.task == _MANO else self.capo
 
     def choose(self, generator: random.Random, level: int) -> Part:
-        """Choose a task by the share, and what it chooses."""
+        """Choose a task by the share, and a question of that task."""
         name = _MANO if generator.random() < self.mano_share else Capo.name
         return Part(name, self._task(Part(name, None)).choose(generator, level))
 
@@ -90,7 +90,7 @@ class ManoCapo(Task):
         return stratum._replace(of_task=self._task(stratum).draw(generator, stratum.of_task))
 
     def identity(self, question: Part) -> tuple[object, ...]:
-        """Return the task, and what identifies the question in it."""
+        """Return the task, and the question's identity in it."""
         return question.task, *self._task(question).identity(question.of_task)
 
     def is_held_out(self, question: Part) -> bool:

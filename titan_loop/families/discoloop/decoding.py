@@ -1,9 +1,9 @@
-"""A decoder whose steps also hear what they would say: the head inside the recurrence.
+"""A decoder whose steps also read their own predictions: the head inside the recurrence.
 
-Between two steps `decode` maps the state to Φ, the mean embedding of the tokens it decodes to. What
-becomes of Φ is a family's: `families/discoloop.py` adds it to the state, `families/ponder.py` to a
-sum of embeddings. Head and embedding are one unit, visited R − 1 more times than without; Φ
-computes its logits again in the backward pass, so it needs no recomputation by steps.
+Between two steps `decode` maps the state to Φ, the mean embedding of the tokens it decodes to.
+`model.py` adds Φ to the state, `ponder.py` to a sum of embeddings. Head and embedding are one unit,
+visited R − 1 more times than without; Φ computes its logits again in the backward pass, so it needs
+no recomputation by steps.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from titan_loop.models.units import TABLES, Unit
 
 
 class DecodingDecoder(LoopDecoder):
-    """A looped decoder that can decode a state and encode what it decodes to."""
+    """A looped decoder that can decode a state and embed the decoded tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
@@ -37,7 +37,7 @@ class DecodingDecoder(LoopDecoder):
             self.decoded_state.sharding_config = scattered_state(enable_sp=enable_sp)
 
         def architecture(self) -> dict[str, Any]:
-            """Return the looped decoder's options and those of Φ."""
+            """Return the looped decoder's options and the options of Φ."""
             return {
                 **LoopDecoder.Config.architecture(self),
                 "temperature": self.decoding.temperature,

@@ -65,7 +65,7 @@ class DecodingOptions(LoopOptions):
     vocabulary."""
 
     def decoding(self, vocab_size: int) -> Decoding:
-        """Return how Φ decodes; raises `UserError` for what cannot be decoded."""
+        """Return the decoding options of Φ; raises `UserError` for options that cannot work."""
         if self.coda_layers:
             raise UserError(
                 f"model.coda_layers={self.coda_layers}: a state is decoded between two steps "
@@ -134,7 +134,7 @@ class DiscoLoopDecoder(DecodingDecoder):
             )
 
         def architecture(self) -> dict[str, Any]:
-            """Return the options of a decoder with Φ and those of the channel."""
+            """Return the options of a decoder with Φ, and the options of the channel."""
             strength = self.channel.strength
             return {
                 **DecodingDecoder.Config.architecture(self),

@@ -40,7 +40,7 @@ class PonderDecoder(DecodingDecoder):
     def advance(
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
     ) -> Carry:
-        """Return the sum with what `step` decodes to."""
+        """Return the sum, with the decoded embedding of `step` added."""
         return carry + self.scaled(self.decode(hidden_BLD, context))
 
 

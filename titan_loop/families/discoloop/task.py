@@ -5,8 +5,8 @@
     a r1 r2 r3 d      three hops, likewise
 
 A and B have the same relations and no entity in common. `id_K` asks chains of A that were not
-trained, `ood_K` asks chains of B, whose facts were never composed in training. What is found
-depends on φ, the number of trained chains per fact of A: report it with every result.
+trained, `ood_K` asks chains of B, whose facts were never composed in training. Results depend on φ,
+the number of trained chains per fact of A: report it with every result.
 
 Written as words, a fact reads `Ada 's r3 is Bo` and a question `Ada 's r3 's r1 is Cy` (direct) or
 `Who is the r1 of the r3 of Ada ? Answer : Cy` (reverse); every name is one token.
@@ -35,12 +35,12 @@ _MOST_TRAINED = 0.9
 
 
 class Split(NamedTuple):
-    """Where the exam and training draw chains from.
+    """The chains that an exam or training draws from.
 
     Attributes:
         graph: 0 for A, 1 for B.
         hops: Number of relations.
-        trained: Whether the chains are those of training.
+        trained: Whether training uses the chains.
     """
 
     graph: int
@@ -148,7 +148,7 @@ class TwoGraph(Task):
 
     @cached_property
     def edges(self) -> list[list[tuple[int, int]]]:
-        """The (relation, entity) pairs of every entity; entities of B follow those of A."""
+        """The (relation, entity) pairs of every entity; entities of A come first, then B's."""
         return draw_edges(
             "two_graph edges",
             self.graph_seed,

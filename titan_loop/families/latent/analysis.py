@@ -23,7 +23,7 @@ from titan_loop.tables import columns
 def circuits(
     run: Path, *, nodes: int | None = None, samples: int = 128, graphs: int = 32, seed: int = 0
 ) -> Findings:
-    """Show which heads copy names and values, how sums are computed, and what goes wrong.
+    """Show which heads copy names and values, how sums are computed, and where errors come from.
 
     Head groups by relative variance, norm amplification of their OV matrices, the DFT of the last
     layer's feed-forward activations over all values of the operands, and errors by their source.
@@ -31,8 +31,8 @@ def circuits(
 
     Args:
         run: Run of the family latent, or its checkpoints/step-N.
-        nodes: Nodes of the graphs; default that of training.
-        samples: Number of names that an operand is changed to.
+        nodes: Number of nodes of the graphs; by default as in training.
+        samples: Number of other names that replace an operand's.
         graphs: Number of graphs whose errors are counted.
         seed: Chooses the graph of the probe, and the names.
     """

@@ -4,17 +4,17 @@
                            ─► heads of the last layer, values changed ─► the same
     OV matrices of the groups × embeddings of a factor ─► norm amplification
     all m³ values ─► MLP before and behind its gate, its output, logits ─► 3-D DFT, by frequencies
-    equations of test graphs at the step that should solve them ─► which of the three went wrong
+    equations of test graphs at the step that should solve them ─► the part that went wrong
 
-The values before the step are told, so that one step is looked at; those of the probe's graph all,
-those of a test graph as far as they are worked out by then. A task with fewer parents a node has
-probes with as many operands, and a DFT of as many dimensions.
+The model is given the values before the step, so that a single step is examined: all values of the
+probe's graph, and the values of a test graph that are worked out by then. A task with fewer parents
+a node has probes with as many operands, and a DFT of as many dimensions.
 
 Source: 003, section 5 and Appendix C (Eq. 11, 12 and the groups of C.4.2; error classes of C.5).
 Deviations: a head belongs to the name or value that moves it most, if its relative variance is
-above `_MOVED`; amplification includes the gain of the norm before the attention; what a copy should
-be is the mean over the equations that come out right, not an embedding behind the OV matrix, which
-here also holds what the first layer added.
+above `_MOVED`; amplification includes the gain of the norm before the attention; the reference of a
+copy is the mean over the equations that come out right, not an embedding behind the OV matrix,
+because the state here also holds the first layer's output.
 """
 
 import random
@@ -146,19 +146,19 @@ def probe_of(
 
 
 def places(operands: int) -> list[str]:
-    """Return what names and groups of an equation are called: its operands, then its result."""
+    """Return the names of an equation's places and groups: its operands, then its result."""
     return [*(f"operand {number + 1}" for number in range(operands)), "result"]
 
 
 @dataclass
 class Seen:
-    """What one step of a model showed at the result of every probe.
+    """Activations of one step at the result of every probe.
 
     Attributes:
-        heads: Layer → (M, N, D) what its heads add, each through its part of W_O.
+        heads: Layer → (M, N, D) outputs of its heads, each through its part of W_O.
         attention: Layer → (M, N, L) weights.
         sites: Site → (M, …).
-        values: (M,) values that the step says.
+        values: (M,) values that the step predicts.
     """
 
     heads: dict[int, Tensor]
@@ -169,7 +169,7 @@ class Seen:
 
 @torch.no_grad()
 def look(model: LatentDecoder, factors_MLF: Tensor, results: Sequence[int]) -> Seen:
-    """Run one step on told states and keep what stands at one position of each."""
+    """Run one step on given states and keep the activations at one position of each."""
     rows, at = torch.arange(len(factors_MLF)), torch.tensor(results)
     heads: dict[int, Tensor] = {}
     attention: dict[int, Tensor] = {}
@@ -235,17 +235,17 @@ def _weights(
 
 @dataclass(frozen=True, kw_only=True)
 class Circuits:
-    """What was found; JSON through `asdict`.
+    """Measured circuits; JSON through `asdict`.
 
     Attributes:
         name_variance: Relative variance of every head of the first layer, where one name of the
-            equation changes: (operands + 1, heads), the name that it defines last.
-        value_variance: The same of the last layer, where one value changes: (operands, heads).
-        name_groups: Heads of the first layer that belong to each name, the defined one's last.
+            equation changes: (operands + 1, heads), the defined name last.
+        value_variance: The same for the last layer, where one value changes: (operands, heads).
+        name_groups: Heads of the first layer that belong to each name, the defined name last.
         value_groups: Heads of the last layer that belong to each value.
         amplification: Group → factor → norm amplification of its OV matrix.
         frequencies: Site → pattern → mean norm of the DFT.
-        right: Share of probes, over all values, that are solved.
+        right: Share of solved probes, over all values.
     """
 
     name_variance: list[list[float]]
@@ -264,9 +264,9 @@ def find_circuits(
 
     Args:
         model: In evaluation mode, whole.
-        task: What it was trained on.
-        nodes: Nodes of the graph, more than operands.
-        samples: Number of names, and of values, that a probe is changed to.
+        task: Its training task.
+        nodes: Number of nodes of the graph, more than operands.
+        samples: Number of changed names, and of changed values, per probe.
         seed: Chooses the graph and the changes.
     """
     (graph,) = task.held_out_questions(1, Size(nodes, None), seed=seed)
@@ -368,18 +368,19 @@ def _frequencies(
 def classify_errors(
     model: LatentDecoder, task: DagArithmetic, circuits: Circuits, graphs: Sequence[Graph]
 ) -> Mapping[str, int]:
-    """Count the equations of graphs that the step which should solve them solves, and who erred.
+    """Count equations by result: solved at their step, or the part of the model that failed.
 
-    An error is of the first layer if a group attends to its name less than `_ATTENDED`; else of the
-    copy if the last layer's group returns another vector than it does for that value where the
-    equation comes out right; else of the feed-forward layer. Only equations of as many operands as
-    the probe has are looked at, as groups are theirs.
+    The first layer failed if a group attends to its name less than `_ATTENDED`. Otherwise the copy
+    failed if the last layer's group returns another vector than for the same value in a solved
+    equation. Otherwise the feed-forward layer failed. Only equations with as many operands as the
+    probe are counted, because the groups belong to them.
+
 
     Args:
         model: In evaluation mode, whole.
-        task: What it was trained on.
-        circuits: What `find_circuits` found in this model.
-        graphs: The graphs.
+        task: Its training task.
+        circuits: Result of `find_circuits` for this model.
+
     """
     last = len(model.layers) - 1
     looked: list[_Solving] = []
@@ -398,7 +399,7 @@ def classify_errors(
 
 
 class _Solving(NamedTuple):
-    """An equation at the step that should solve it: its value, and those of its operands."""
+    """An equation at the step that should solve it: its value, and its operands' values."""
 
     seen: Seen
     probe: Probe
@@ -411,7 +412,7 @@ class _Solving(NamedTuple):
         return int(self.seen.values[0]) == self.value
 
     def copied(self, layer: int, group: Sequence[int]) -> Tensor:
-        """Return what a group of heads of a layer returns."""
+        """Return the output of a group of heads of a layer."""
         return self.seen.heads[layer][0, group].flatten()
 
 

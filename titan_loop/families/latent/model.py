@@ -14,8 +14,9 @@
 | T | `recurrent_steps`, at least the depth of the deepest node |
 
 The value of a variable is EMPTY (the last but one of the value factor) until its node's turn comes.
-Since argmax stops gradients, the steps of a discrete model are independent problems once it is told
-what the step before should have said. Training therefore folds them into the batch (`forward`):
+Since argmax stops gradients, the steps of a discrete model are independent problems once each is
+given the correct result of the step before. Training therefore folds them into the batch
+(`forward`):
 
     z^{t-1} = solved where depth ≤ t-1, else EMPTY      rows (t, b) of one step, t = 1 … T
 
@@ -80,7 +81,7 @@ SIZES = {
 
 @dataclass(kw_only=True, slots=True)
 class LatentOptions(LoopOptions):
-    """Which latent-space model to train; `vocab_size` is that of the value factor."""
+    """Options of a latent-space model; `vocab_size` is the size of the value factor."""
 
     family: FamilyName = field(default="latent", init=False)
 
@@ -136,7 +137,7 @@ class _ValueRows(Vocabulary):
 
 
 class FactorHead(LMHead):
-    """The readouts of all factors; to whoever asks for logits or a loss, that of the value."""
+    """The readouts of all factors; logits and losses are the value's unless `factors` is set."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(LMHead.Config):
@@ -192,7 +193,7 @@ class LatentDecoder(LoopDecoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LoopDecoder.Config):
-        """Ouro's, what a step starts from, and the corruption."""
+        """Ouro's options, the kind of carry, and the corruption."""
 
         columns: ClassVar[tuple[str, ...]] = ("factors", "depth", "solved")
 

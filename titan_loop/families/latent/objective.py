@@ -1,10 +1,10 @@
-"""Latent algorithmic supervision: every step is told what it should have worked out by then.
+"""Latent algorithmic supervision: every step has the values it should have worked out as labels.
 
     L = 1/N Σ_t Σ_i Σ_f CE(W_f H_i^t, y_{f,i}^t)
     y_value,i^t = solved value where depth(i) ≤ t, else EMPTY
 
-over the positions i that have a label; syntax, variable and operation stay what they are. Where the
-loader labels the answers alone (`all_targets=False`), `masked` leaves out those that are not due.
+over the positions i that have a label; syntax, variable and operation do not change. Where the
+loader labels only the answers (`all_targets=False`), `masked` leaves out answers that are not due.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ class LatentSupervision(StreamedLoss):
     | key | meaning |
     |---|---|
     | `ce/step_1` … `ce/step_R` | cross entropy of the value factor, nats per label |
-    | `ce/factors` | that of the other factors, summed over them, mean over steps |
+    | `ce/factors` | cross entropy of the other factors, summed over them, mean over steps |
 
     Source: 003, Eq. 3, 5 and 6, Appendix B.2. Deviation, after the authors' code: a value that is
-    not due has the label EMPTY, where Eq. 5 leaves it out (`masked`): a discrete model must say
-    something at every position, and EMPTY is what it was trained to read.
+    not due has the label EMPTY, where Eq. 5 leaves it out (`masked`): a discrete model must predict
+    something at every position, and it was trained to read EMPTY there.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
     told state before step t+1 ─► some values of depth t replaced ─► one step ─► right again?
 
-Source: 003, section 4.1 (mechanism 4) and Appendix B.4; the corruption is that of training: values
-worked out in the step before, each with the same probability, here at least one of them.
+Source: 003, section 4.1 (mechanism 4) and Appendix B.4; the corruption is the same as in training:
+values worked out in the step before, each with the same probability, here at least one of them.
 """
 
 import random
@@ -32,10 +32,10 @@ def share_repaired(
 
     Args:
         model: In evaluation mode, whole.
-        task: What it was trained on.
-        stratum: Which graphs.
-        count: Number of graphs; each is corrupted at one step, drawn among those of its depth.
-        share: Probability of a value to be replaced by another one.
+        task: Its training task.
+        stratum: Stratum of the graphs.
+        count: Number of graphs; each is corrupted at one random step up to its depth.
+        share: Probability that a value is replaced by another one.
         seed: Chooses steps and values.
     """
     questions = task.held_out_questions(count, task.strata[stratum])

@@ -12,11 +12,11 @@ name behind the equals sign. `DagChainOfThought` writes the same graphs as plain
 node by node how they are solved.
 
 Source: "Unlocking Out-of-Distribution Generalization in Transformers via Recursive Latent Space
-Reasoning" (003), section 3.1, Appendices A.2 and B.1. What the paper leaves open is as in the
-authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to
-`most_parents` distinct parents, uniform among earlier nodes below the largest depth; operations and
-names uniform. Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen
-by hash, is never trained on.
+Reasoning" (003), section 3.1, Appendices A.2 and B.1. Choices that the paper leaves open follow the
+authors' code: training graphs of `nodes` nodes, of which `leaves` are numbers; 1 to `most_parents`
+distinct parents, uniform among earlier nodes below the largest depth; operations and names uniform.
+Tests are of any depth. Deviation: graphs are drawn without end, and 1 in 8, chosen by hash, is
+never trained on.
 """
 
 import random
@@ -42,7 +42,7 @@ class Node(NamedTuple):
         name: Number of its variable.
         parents: Indices of earlier nodes, from left to right; none for a leaf.
         operations: Between the parents, one less than these.
-        value: What it comes to.
+        value: Value of its expression.
         depth: 1 for a leaf, else one more than its deepest parent's.
     """
 
@@ -54,7 +54,7 @@ class Node(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a graph is drawn as: its nodes, and its largest depth, if any."""
+    """Size of a random graph: its nodes, and its largest depth, if any."""
 
     nodes: int
     most_depth: int | None
@@ -76,12 +76,12 @@ def combined(operations: str | tuple[str, ...], values: list[int], modulus: int)
 
 @dataclass(frozen=True, slots=True)
 class DagArithmetic(Task):
-    """Graphs as factored tokens; every position says what its value factor is in the end.
+    """Graphs as factored tokens; the label of every position is its final value factor.
 
-    Token ids are those of the value factor: 0 … modulus - 1, EMPTY, then N/A for all but numbers
+    Token ids are values of the value factor: 0 … modulus - 1, EMPTY, then N/A for all but numbers
     and variables. `syntax` (an index of `SYNTAX`), `variable` and `operation` (N/A is the last
-    index of each) are the column `factors`; `depth` is that of the node a name defines, 0 at
-    other positions; `solved` is the value factor once everything is worked out. Answers are the
+    index of each) are the column `factors`; `depth` is the depth of the node that a name defines, 0
+    at other positions; `solved` is the value factor once everything is worked out. Answers are the
     values of the names behind equals signs.
 
     Raises:
@@ -225,7 +225,7 @@ class DagArithmetic(Task):
         return tuple(graph)
 
     def identity(self, question: Graph) -> tuple[object, ...]:
-        """Return everything but what follows from it."""
+        """Return every field of the nodes except the values that follow from them."""
         return tuple(
             (node.name, node.parents, "".join(node.operations) if node.parents else node.value)
             for node in question

@@ -7,8 +7,8 @@ With `prelude_layers` or `coda_layers` only the layers between them are looped. 
 stands at the readout alone, R visits equal a dense Llama of P + R·C + K layers; R = 1 is Llama.
 
 Sources: Nanbeige4.2 (released config and code, keys `num_loops`, `skip_loop_final_norm`); Touvron
-et al. 2023 (Llama), arXiv 2302.13971. Deviation: the initial weights of what a branch returns are
-scaled by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are counted.
+et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial weights of output projections are scaled
+by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are counted.
 """
 
 from dataclasses import dataclass, field, replace

@@ -2,9 +2,9 @@
 
     h_0 = E[x] + P[position],   h_r = block_N(… block_1(h_{r−1}) …),   logits = E norm(h_R)
 
-Blocks are those of `models/gpt2_block.py`. There is no norm between steps; final norm and tied head
-stand at the readout only. Positions are learned (P), as for systematic generalisation, or none, as
-for depth extrapolation.
+Blocks are GPT-2's (`models/gpt2_block.py`). There is no norm between steps; final norm and tied
+head stand at the readout only. Positions are learned (P), as for systematic generalisation, or
+none, as for depth extrapolation.
 
 Initialisation: both output projections of a block are zero, with their biases, so that R steps are
 the identity for any R. The rest is GPT-2's at its width: normal with standard deviation 0.02 at

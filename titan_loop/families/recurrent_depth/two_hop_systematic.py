@@ -4,9 +4,9 @@
     a r1 r2 c         two hops, a → b → c
 
 A small share of the facts is out of distribution (OOD): trained by themselves, but in no trained
-question of two hops. `id_2` asks questions of two other facts that were not trained, `ood_2` those
-of two OOD facts; questions that mix both kinds are neither trained nor asked. What is found depends
-on φ, the number of trained questions per fact that may be composed: report it with every result.
+question of two hops. `id_2` asks untrained questions over two other facts, `ood_2` questions over
+two OOD facts; questions that mix both kinds are neither trained nor asked. Results depend on φ, the
+number of trained questions per fact that may be composed: report it with every result.
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §3 and §5.1 (2,000 entities, 200 relations,
 out-degree 20, 5 % OOD facts, φ = 7.2). Deviation: every entity has exactly its out-degree.
@@ -111,7 +111,7 @@ class TwoHopSystematic(Task):
 
     @cached_property
     def _splits(self) -> dict[Split, np.ndarray]:
-        """Numbers of the questions of each split; that of facts f, g is f · degree + g % degree."""
+        """Question numbers of each split; facts f, g have the number f · degree + g % degree."""
         facts = self.entities * self.degree
         is_ood = np.zeros(facts, dtype=bool)
         is_ood[self._order("facts", facts)[: round(self.ood_share * facts)]] = True

@@ -107,7 +107,7 @@ class NanbeigeDecoderLayer(nn.Module):
 
 
 class NanbeigePreTrainedModel(PreTrainedModel):
-    """What both classes tell transformers."""
+    """Class attributes that transformers reads from both classes."""
 
     config_class = NanbeigeConfig
     base_model_prefix = "model"

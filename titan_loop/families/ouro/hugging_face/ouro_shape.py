@@ -105,7 +105,7 @@ class OuroShape(LlamaShape):
         return {"num_loops": self.recurrent_steps, "skip_loop_final_norm": False}
 
     def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """As of the base class, with the norms of what the branches return: 11 tensors."""
+        """As in the base class, with the norms of branch outputs: 11 tensors."""
         for name, shape in super().layer_shapes():
             yield name, shape
             if len(shape) == 1:

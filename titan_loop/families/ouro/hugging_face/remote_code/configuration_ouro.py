@@ -7,12 +7,12 @@ from transformers import PretrainedConfig
 
 
 class OuroConfig(PretrainedConfig):
-    """Shape of the stack and how often it is applied; defaults are those of Ouro-1.4B.
+    """Shape of the stack and its recurrent steps; the defaults are Ouro-1.4B.
 
     Args:
         total_ut_steps: Recurrent steps. Any positive number works with the same weights.
         early_exit_threshold: Cumulated exit probability at which a token is read out, unless a call
-            says otherwise; 1.0 always reads the last step.
+            sets another; 1.0 always reads the last step.
         rope_theta: Base of the rotary embedding.
         rope_scaling: Must be None, or ask for the default rotary embedding.
         rope_parameters: The same in transformers 5's spelling; its `rope_theta` counts if there is

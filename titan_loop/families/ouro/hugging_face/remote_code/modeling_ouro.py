@@ -6,13 +6,13 @@
 
 Every token is read out at one recurrent step: the last, `exit_at_step` (counted from 0), or the
 first whose cumulated exit probability reaches `exit_threshold`. Once all tokens that are read out
-have exited, the remaining steps are not computed. With a cache that is exact: what the skipped
-steps would have read is kept, and they catch up if a later token goes deeper.
+have exited, the remaining steps are not computed. With a cache this is exact: the inputs of
+skipped steps are kept, and the steps catch up if a later token goes deeper.
 
-Attention functions, masks and caches are those of transformers. Every visit of a layer has a module
+Attention functions, masks and caches come from transformers. Every visit of a layer has a module
 without parameters, whose `layer_idx` addresses the cache: any registered attention function, and an
 engine that puts its own in place, sees R·N layers that share N layers' weights. A cache of
-transformers has no room for what skipped steps would have read; with one, every step is computed.
+transformers has no room for the inputs of skipped steps; with one, every step is computed.
 
 Shapes: B batch, L current tokens, K all tokens so far, D width, V vocabulary, N heads, H head
 width, R recurrent steps.
@@ -78,7 +78,7 @@ class OuroCache(DynamicCache):
 
 
 class Keys:
-    """What `create_causal_mask` asks of a cache, for a step whose slots hold `seen` tokens."""
+    """A cache as `create_causal_mask` reads it, for a step whose slots hold `seen` tokens."""
 
     is_compileable = False
     is_sliding = (False,)
@@ -100,7 +100,7 @@ class Keys:
 
 
 class Context(NamedTuple):
-    """What all layers share in one step: rotations and places of the queries, mask and cache."""
+    """Inputs that all layers of a step share: rotations and places of queries, mask and cache."""
 
     cos_BLH: Tensor
     sin_BLH: Tensor
@@ -216,7 +216,7 @@ class OuroDecoderLayer(nn.Module):
 
 @dataclass
 class OuroModelOutput(ModelOutput):
-    """What the stack computed.
+    """Output of the stack.
 
     Attributes:
         last_hidden_state: (B, L, D), each token at the step it is read out.
@@ -292,7 +292,7 @@ class Readout:
 
 
 class OuroPreTrainedModel(PreTrainedModel):
-    """What both classes tell transformers."""
+    """Class attributes that transformers reads from both classes."""
 
     config_class = OuroConfig
     base_model_prefix = "model"
@@ -542,7 +542,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         """Return the logits of the step each token is read out at.
 
         `labels` are (B, L) tokens like `input_ids`, -100 where there is no loss; they need all
-        logits. The other arguments are those of `OuroModel.forward`.
+        logits. See `OuroModel.forward` for the other arguments.
         """
         if labels is not None and logits_to_keep:
             raise ValueError("labels need all logits; leave logits_to_keep at 0")
@@ -584,7 +584,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **kwargs,
     ) -> dict:
-        """Hand the model what its cache has not seen; positions follow from the mask."""
+        """Pass the tokens that the cache does not hold; positions follow from the mask."""
         if past_key_values is None and use_cache is not False:
             past_key_values = OuroCache()
         total = (input_ids if attention_mask is None else attention_mask).shape[1]
