@@ -59,6 +59,7 @@ def start_of(*arguments: str) -> tuple[int, int, list[str]]:
         "recipes",
         "data --help",
         "slurm --help",
+        "slurm submit --help",
         "doctor --help",
         "training",
         "doctor --nonsense",
@@ -78,7 +79,6 @@ def test_answers_that_need_no_torch_open_few_files(arguments):
         "train --help",
         "eval --help",
         "data tokenize --help",
-        "slurm submit --help",
     ],
 )
 def test_help_with_lists_among_its_flags_opens_what_checks_their_types_too(arguments):
@@ -118,8 +118,8 @@ def test_no_arguments_print_the_verbs(capsys):
 def test_unknown_names_are_answered_with_the_nearest(capsys):
     assert error_of(capsys, "trains") == "unknown verb 'trains'; nearest: train"
     assert "nearest: tokenize" in error_of(capsys, "data", "tokenise")
-    assert error_of(capsys, "train", "quickstrat") == (
-        "unknown recipe 'quickstrat'; nearest: quickstart, quickstart_search"
+    assert "unknown recipe 'quickstrat'; nearest: quickstart, quickstart_search" in error_of(
+        capsys, "train", "quickstrat"
     )
     assert "Unrecognized options: --widnows, 3; Perhaps you meant: --windows INT; see" in error_of(
         capsys, "eval", "runs/x", "--widnows", "3"

@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 # typeguard, with which tyro checks defaults that are lists, would read all entry points there are.
 os.environ.setdefault("TYPEGUARD_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -202,6 +203,10 @@ def _joined(page: str) -> str:
 def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return a parameter, marked for tyro if it is a positional argument."""
     kind = parameter.annotation
+    if isinstance(kind, UnionType):
+        # tyro knows this form without typeguard, whose import opens twelve files.
+        kind = Union[get_args(kind)]  # noqa: UP007
+        parameter = parameter.replace(annotation=kind)
     if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD or is_dataclass(kind):
         return parameter
     return parameter.replace(annotation=Annotated[kind, Positional])
