@@ -14,8 +14,8 @@ authors' code.
 """
 
 from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions

@@ -11,8 +11,8 @@ import torch
 
 from tests.data.tasks.toy_run import TASK, toy_config
 from titan_loop.checkpoint.manifest import read_manifest
+from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.evaluation.while_training import evaluations

@@ -17,7 +17,7 @@ from titan_loop.tables import text_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FAMILIES = {
+_TITLES = {
     "static": "static depth",
     "q": "Q-exit (gate)",
     "hidden": "hidden-state difference",
@@ -50,19 +50,29 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
     """Return the points of every task that was read by more than static depth, by mean steps."""
     points = []
     for task, readings in report.tasks.items():
-        families = {name.partition(":")[0] for name in readings}
-        if len(families & set(FAMILIES)) < 2:
+        if len({name.partition(":")[0] for name in readings}) < 2:
             continue
         for name, result in readings.items():
-            family = name.partition(":")[0]
-            if result.mean_steps is None or family not in FAMILIES or not result.metrics:
+            if result.mean_steps is None or not result.metrics:
                 continue
             metric = headline(result.metrics)
             points.append(
-                FrontierPoint(task, metric, family, name, result.mean_steps, result.metrics[metric])
+                FrontierPoint(
+                    task,
+                    metric,
+                    name.partition(":")[0],
+                    name,
+                    result.mean_steps,
+                    result.metrics[metric],
+                )
             )
-    order = list(FAMILIES)
-    return sorted(points, key=lambda p: (p.task, order.index(p.policy), p.mean_steps))
+    order = list(_STYLES)
+    return sorted(points, key=lambda p: (p.task, _place(p.policy, order), p.mean_steps))
+
+
+def _place(policy: str, order: list[str]) -> tuple[int, str]:
+    """Sort policies as listed, and those of plug-ins behind them by name."""
+    return (order.index(policy) if policy in order else len(order), policy)
 
 
 def frontier_table(points: Sequence[FrontierPoint]) -> str:
@@ -86,8 +96,9 @@ def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) ->
 
     def draw(axes: "Axes", task: str) -> None:
         mine = [point for point in points if point.task == task]
-        for family, (color, marker, line) in _STYLES.items():
-            line_points = [point for point in mine if point.policy == family]
+        for policy in dict.fromkeys(point.policy for point in mine):
+            color, marker, line = _STYLES.get(policy, ("#8c8c8c", "x", "--"))
+            line_points = [point for point in mine if point.policy == policy]
             axes.plot(
                 [point.mean_steps for point in line_points],
                 [point.value for point in line_points],
@@ -96,7 +107,7 @@ def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) ->
                 linestyle=line,
                 markersize=4,
                 linewidth=1.4,
-                label=FAMILIES[family] if line_points else None,
+                label=_TITLES.get(policy, policy),
             )
         better = "lower" if lower_is_better(mine[0].metric) else "higher"
         axes.set_ylabel(f"{mine[0].metric} ({better} is better)")

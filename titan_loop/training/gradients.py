@@ -1,4 +1,4 @@
-"""From a global batch to its gradients: micro-batches, forward and backward pass.
+"""From a global batch to its clipped gradients: micro-batches, forward and backward pass.
 
 loader.read_step ─► micro-batches ─┬─ columns for the model ─► forward ─┐
                                    └─ columns for the loss ─────────────┴─► loss ─► backward
@@ -129,3 +129,10 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         value = value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+def clip(trainer: TrainingState) -> Tensor:
+    """Scale the gradients to a norm of at most `training.max_norm`; return their norm before."""
+    return dist_utils.clip_grad_norm_(
+        list(trainer.model.parameters()), trainer.config.training.max_norm, foreach=True
+    )

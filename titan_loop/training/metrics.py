@@ -13,7 +13,8 @@ which training waited for data), `io_retries` (reads that the rank with the most
 it started), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since
 the start; with `stability.straggler` also `ranks/…` (seconds of a step and of waits for data,
 products' time over the median) and `straggler`.
-Numbers that are not finite are null.
+Numbers that are not finite are null. A metric of an objective comes through its loss class, a
+callback's through `Callback.record`; neither needs a change here.
 """
 
 import math

@@ -22,7 +22,6 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -41,7 +40,7 @@ from titan_loop.storage.kept_records import give_up_kept, write_kept
 from titan_loop.training.built_in import built_in_callbacks
 from titan_loop.training.callback import Phase
 from titan_loop.training.config import DEFAULT_SEED, RunConfig
-from titan_loop.training.gradients import forward_backward
+from titan_loop.training.gradients import clip, forward_backward
 from titan_loop.training.lost_folder import FolderWatch
 from titan_loop.training.metrics import LoopMetricsProcessor, StepRecord, global_means
 from titan_loop.training.optimizer import LoopOptimizers
@@ -219,9 +218,7 @@ class LoopTrainer(Trainer):
         # Before clipping, which scales the gradients in place.
         for callback in self.callbacks:
             callback.on_gradients(self)
-        grad_norm = dist_utils.clip_grad_norm_(
-            list(self.model.parameters()), self.config.training.max_norm, foreach=True
-        )
+        grad_norm = clip(self)
         # Before the update, and of all ranks: else some would step and others not.
         verdict = self._agree(loss, grad_norm)
         # As late as can be: an asynchronous save copies the weights beside all of the above.

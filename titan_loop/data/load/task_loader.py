@@ -13,8 +13,8 @@ from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader
 from titan_loop.data.load.jumps import jumped_before
+from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.windows import Window
-from titan_loop.data.tasks.curriculum import Curriculum
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.data.tasks.recorded_task import TASK
 from titan_loop.data.tasks.task import Example, Task

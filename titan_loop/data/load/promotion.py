@@ -1,4 +1,4 @@
-"""A curriculum: training begins with a task's first level; an exam decides when the next follows.
+"""Promotion: training begins with a task's first level; an exam decides when the next follows.
 
     exam of the level, every `interval` steps ─┬─ every stratum right enough ─► next level
                                                └─ else, after `limit_tokens` ─► the run stops
