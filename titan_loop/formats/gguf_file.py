@@ -11,7 +11,6 @@ Source: the GGUF specification of ggml, and the tensor names of the `gguf` packa
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -105,11 +104,17 @@ def write(export: Export, output: Path) -> None:
                 writer.add_tokenizer_model("none")
             else:
                 write_tokenizer(writer, export.tokenizer, rows=shape.vocab_size)
-            _write_tensors(writer, export, kind)
+            tensors = _announce_tensors(writer, export, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
         finally:
             writer.close()
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        # Not by the writer: numpy's `tofile` does not notice that a full disk cuts a small tensor.
+        with path.open("ab") as file:
+            for produce in tensors:
+                file.write(produce().data)
+                file.write(bytes(-file.tell() % writer.data_alignment))
 
 
 _FILE_TYPES = {
@@ -139,8 +144,10 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
         add(f"{shape.gguf_architecture}.{key}", value)
 
 
-def _write_tensors(writer: "GGUFWriter", export: Export, kind: Any) -> None:
-    """Announce every tensor, then write them one at a time in the same order."""
+def _announce_tensors(
+    writer: "GGUFWriter", export: Export, kind: Any
+) -> list[Callable[[], np.ndarray]]:
+    """Add name and shape of every tensor; return what produces each, in the same order."""
     from gguf import GGMLQuantizationType, quants
 
     shape = export.shape
@@ -168,11 +175,7 @@ def _write_tensors(writer: "GGUFWriter", export: Export, kind: Any) -> None:
         bytes_ = int(np.prod(held)) * dtype.itemsize
         writer.add_tensor_info(name, held, dtype, bytes_, raw_dtype=raw)
         pending.append(partial(produce, tensor, stored))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for each in pending:
-        writer.write_tensor_data(each())
+    return pending
 
 
 def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) -> LlamaShape:

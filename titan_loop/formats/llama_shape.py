@@ -103,8 +103,8 @@ class LlamaShape:
             max_positions: Window of the last stage, in tokens.
 
         Raises:
-            UserError: The model is of another family, or has an option for which the format has no
-                place.
+            UserError: The model is of another family, has an option for which the format has no
+                place, or R is too large.
         """
         architecture = completed_architecture(architecture)
         family = architecture["family"]
@@ -113,6 +113,10 @@ class LlamaShape:
             raise UserError(
                 f"model.family={family}: the {cls.title} format holds models of family "
                 f"{cls.family} alone; titan-loop convert export --list names the others"
+            )
+        if recurrent_steps > _MOST_STEPS:
+            raise UserError(
+                f"--recurrent-steps={recurrent_steps} must be at most {_MOST_STEPS}, as on import"
             )
         usual = completed_architecture({"family": architecture["family"]})
         names = {field.name for field in fields(cls)}

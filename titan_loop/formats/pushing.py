@@ -1,4 +1,4 @@
-"""An exported folder goes to the Hugging Face Hub."""
+"""An exported folder or file goes to the Hugging Face Hub."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from titan_loop.errors import UserError, first_line
 
 
 def push_folder(folder: Path, repo: str) -> str:
-    """Upload a folder to a model repository, which is created private if there is none.
+    """Upload a folder or a file to a model repository, created private if there is none.
 
     Args:
-        folder: Result of `export_folder`; it stays.
+        folder: The export; it stays.
         repo: OWNER/NAME.
 
     Returns:
@@ -23,6 +23,9 @@ def push_folder(folder: Path, repo: str) -> str:
 
         api = HfApi()
         api.create_repo(repo, private=True, exist_ok=True)
+        if folder.is_file():
+            name = folder.name
+            return str(api.upload_file(repo_id=repo, path_or_fileobj=folder, path_in_repo=name))
         return str(api.upload_folder(repo_id=repo, folder_path=folder))
     except Exception as error:  # the client raises many kinds
         raise UserError(

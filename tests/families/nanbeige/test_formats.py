@@ -1,6 +1,7 @@
 """Folders of Llama and Nanbeige, in and out, and GGUF files as the `gguf` package reads them."""
 
 import json
+import resource
 import shutil
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from tests.families.nanbeige.conftest import VOCABULARY
+from tests.families.ouro.hugging_face.conftest import convert_killed
 from tests.families.ouro.hugging_face.test_export import error_of
 from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
+from titan_loop.formats import gguf_file
 from titan_loop.formats.gguf_file import neighbours
 from titan_loop.models.family import build_decoder
 from titan_loop.runs.saved_run import SavedRun
@@ -115,6 +118,12 @@ def test_the_list_says_why_not(make_run, capsys):
             ("--recurrent-steps", 9, "--most-layers", 16),
             "unrolls to 18 layers",
         ),
+        (
+            "gguf-unrolled",
+            {},
+            ("--recurrent-steps", 10**12),
+            "--recurrent-steps=1000000000000 must be at most 10000",
+        ),
         ("gguf", {}, ("--recurrent-steps", 0), "--recurrent-steps=0 must be at least 1"),
         (
             "gguf",
@@ -128,6 +137,7 @@ def test_the_list_says_why_not(make_run, capsys):
             ("--dtype", "q8_0"),
             "--dtype=q8_0: format llama-unrolled has float32",
         ),
+        ("gguf", {}, ("--dtype", "q4_0"), "invalid choice 'q4_0' for argument '--dtype'"),
         ("gguff", {}, (), "--to=gguff is unknown; nearest: gguf"),
         ("gguf", {"vocab_size": 290}, (), "has 300 token ids"),
     ],
@@ -148,6 +158,31 @@ def test_an_output_that_exists_stays(make_run, tmp_path, capsys, ascii_tokenizer
         capsys, *arguments, "--tokenizer", ascii_tokenizer
     )
     assert (tmp_path / "model.gguf").read_text() == "mine"
+
+
+@pytest.mark.parametrize("missing", [1, 200, 100_000])
+def test_a_full_disk_leaves_no_file(make_run, tmp_path, capsys, missing):
+    arguments = ("export", make_run().run, "--to", "gguf", "--no-tokenizer", "--output")
+    convert(*arguments, tmp_path / "whole.gguf")
+    size = (tmp_path / "whole.gguf").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, before[1]))
+    try:
+        error = error_of(capsys, *arguments, tmp_path / "cut.gguf", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cut.gguf could not be finished, and nothing is left of it ([Errno 27]" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.gguf"]
+
+
+def test_a_killed_export_has_no_file_of_that_name(make_run, tmp_path):
+    output = tmp_path / "model.gguf"
+    arguments = ("export", make_run().run, "--to", "gguf", "--no-tokenizer", "--output", output)
+    convert_killed(gguf_file.neighbours, gguf_file, *arguments)
+    (left,) = tmp_path.iterdir()
+    assert left.name == ".model.gguf.unfinished"
+    convert(*arguments)  # the next attempt clears it away
+    assert [*tmp_path.iterdir()] == [output]
 
 
 @pytest.mark.parametrize(

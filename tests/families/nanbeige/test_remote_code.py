@@ -90,6 +90,26 @@ def test_another_number_of_loops(transformers, exported):
         torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
 
 
+def test_the_number_of_loops_may_change_after_loading(transformers, exported):
+    model, folder = exported
+    theirs = load(transformers, folder)
+    for loops in (4, 2):
+        theirs.config.num_loops = loops
+        with torch.no_grad():
+            logits = theirs(TOKENS).logits
+        want = ours(model, recurrent_steps=loops)
+        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
+
+
+def test_the_loss_counts_the_targets_of_all_micro_batches(transformers, exported):
+    _, folder = exported
+    theirs = load(transformers, folder)
+    with torch.no_grad():
+        whole = theirs(TOKENS, labels=TOKENS).loss
+        half = theirs(TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(2 * 39)).loss
+    torch.testing.assert_close(half, whole / 2)
+
+
 @pytest.mark.parametrize("to", ["llama-unrolled", "nanbeige"])
 def test_the_harness_finds_the_same_answers_in_two_engines(
     transformers, make_run, tmp_path, ascii_tokenizer, to

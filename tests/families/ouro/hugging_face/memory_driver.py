@@ -63,13 +63,15 @@ def main() -> None:
     shard = ("--max-shard-gigabytes", max_shard_gigabytes)
 
     def convert(options: OuroOptions, name: str) -> int:
-        """Write a run, export it in bf16 and import that in fp32; return the run's bytes."""
+        """Write a run, export it in bf16 and to GGUF, import it in fp32; return its bytes."""
         run = RunDirectory(folder / name)
         weights = write_run(run, options)
         output = folder / f"{name}-exported"
         flags = ["--output", output, "--tokenizer", tokenizer, "--dtype", "bfloat16"]
         assert cli.main(["convert", "export", *map(str, [run.path, *flags]), *shard]) == 0
         back = folder / f"{name}-back"
+        file = ["--to", "gguf", "--dtype", "q8_0", "--no-tokenizer", "--output", f"{output}.gguf"]
+        assert cli.main(["convert", "export", str(run.path), *file]) == 0
         assert cli.main(["convert", "import", str(output), "--output", str(back)]) == 0
         return weights
 

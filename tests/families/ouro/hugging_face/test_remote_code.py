@@ -313,6 +313,15 @@ def test_the_number_of_steps_is_free_when_loading(transformers, plain):
     )
 
 
+def test_the_number_of_steps_may_change_after_loading(transformers, plain):
+    model = load(transformers, plain.folder)
+    ids = tokens(2, 12, seed=10)
+    for steps in (5, 2):
+        model.config.total_ut_steps = steps
+        want = load(transformers, plain.folder, total_ut_steps=steps)(ids).logits
+        assert torch.equal(model(ids).logits, want)
+
+
 def test_embeddings_may_be_given_instead_of_tokens(loaded):
     ids = tokens(2, 5)
     embedded = loaded.get_input_embeddings()(ids)
@@ -330,6 +339,9 @@ def test_the_loss_is_that_of_the_logits_and_trains_every_parameter(loaded):
     nats = -log_pmf.gather(-1, ids[:, 1:, None]).squeeze(-1)
     expected = torch.cat([nats[0, 3:], nats[1]]).mean()
     torch.testing.assert_close(output.loss, expected)
+    # A trainer that accumulates gradients divides by the targets of all micro-batches.
+    part = loaded(ids, labels=labels, num_items_in_batch=torch.tensor(2 * 19)).loss
+    torch.testing.assert_close(part, expected / 2)
     untrained = {name for name, parameter in loaded.named_parameters() if parameter.grad is None}
     assert untrained == {"model.early_exit_gate.weight", "model.early_exit_gate.bias"}
     loaded.zero_grad()

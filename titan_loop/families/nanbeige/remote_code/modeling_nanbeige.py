@@ -127,8 +127,8 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(NanbeigeDecoderLayer(config) for _ in layers)
-        visits = range(config.num_loops * config.num_hidden_layers)
-        self.visits = nn.ModuleList(NanbeigeVisit(config, index) for index in visits)
+        self.visits = nn.ModuleList()
+        self._add_visits()
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
@@ -147,13 +147,14 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         """Return the normed state after the last loop; arguments as of `LlamaModel.forward`."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        visits = self._add_visits()
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
         seen = 0
         if past_key_values is not None:
-            self._grow(past_key_values)
+            self._grow(past_key_values, visits)
             seen = past_key_values.get_seq_length()
         if cache_position is None:
             cache_position = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)
@@ -172,13 +173,13 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         # Not before the mask, which would look for several documents in given positions.
         position_ids = cache_position.unsqueeze(0) if position_ids is None else position_ids
         rotations = self.rotary_emb(hidden, position_ids)
-        for index, visit in enumerate(self.visits):
+        for index in range(visits):
             layer = index % len(self.layers)
             if index and layer == 0 and not self.config.skip_loop_final_norm:
                 hidden = self.norm(hidden)
             hidden = self.layers[layer](
                 hidden,
-                visit,
+                self.visits[index],
                 rotations=rotations,
                 attention_mask=mask,
                 past_key_values=past_key_values,
@@ -189,11 +190,18 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             last_hidden_state=self.norm(hidden), past_key_values=past_key_values
         )
 
-    def _grow(self, cache) -> None:
+    def _add_visits(self) -> int:
+        """Have a module a visit, and return R·N; R may have changed since the model was built."""
+        visits = self.config.num_loops * len(self.layers)
+        missing = range(len(self.visits), visits)
+        self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
+        return visits
+
+    def _grow(self, cache, visits: int) -> None:
         """Give a cache that was made for the layers one slot a visit."""
         layers = cache.layers
         if getattr(cache, "layer_class_to_replicate", None) is None and layers:
-            layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), len(self.visits)))
+            layers.extend(copy.deepcopy(layers[0]) for _ in range(len(layers), visits))
 
 
 class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
@@ -216,7 +224,8 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
         logits = self.lm_head(output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+            # A trainer that accumulates gradients names the number of targets in the arguments.
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss, logits=logits, past_key_values=output.past_key_values
         )

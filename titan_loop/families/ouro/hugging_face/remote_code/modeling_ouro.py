@@ -318,8 +318,8 @@ class OuroModel(OuroPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         layers = range(config.num_hidden_layers)
         self.layers = nn.ModuleList(OuroDecoderLayer(config) for _ in layers)
-        visits = range(config.total_ut_steps * config.num_hidden_layers)
-        self.visits = nn.ModuleList(OuroVisit(config, index) for index in visits)
+        self.visits = nn.ModuleList()
+        self._add_visits()
         self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.early_exit_gate = nn.Linear(config.hidden_size, 1)
         self.post_init()
@@ -359,6 +359,7 @@ class OuroModel(OuroPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        self._add_visits()
         steps = self._steps(exit_at_step)
         threshold = self._threshold(exit_at_step, exit_threshold)
         hidden_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -401,6 +402,11 @@ class OuroModel(OuroPreTrainedModel):
         )
         return output.to_tuple() if return_dict is False else output
 
+    def _add_visits(self) -> None:
+        """Have a module a visit, also where `config.total_ut_steps` was raised after loading."""
+        wanted = range(len(self.visits), self.config.total_ut_steps * len(self.layers))
+        self.visits.extend(OuroVisit(self.config, index) for index in wanted)
+
     def _steps(self, exit_at_step: int | None) -> int:
         """Return how many steps to run at most."""
         total = self.config.total_ut_steps
@@ -433,7 +439,8 @@ class OuroModel(OuroPreTrainedModel):
         if isinstance(cache, OuroCache):
             cache.start(self.config.total_ut_steps)
         elif cache is not None and cache.layers and cache.layer_class_to_replicate is None:
-            missing = len(self.visits) - len(cache.layers)  # it was made for the layers
+            # It was made for the layers.
+            missing = self.config.total_ut_steps * len(self.layers) - len(cache.layers)
             cache.layers.extend(copy.deepcopy(cache.layers[0]) for _ in range(missing))
         return cache
 
@@ -561,8 +568,8 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         logits_BLV = self.lm_head(output.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:
-            predicted_TV = logits_BLV[:, :-1].float().flatten(0, 1)
-            loss = F.cross_entropy(predicted_TV, labels[:, 1:].flatten())
+            # A trainer that accumulates gradients names the number of targets in the settings.
+            loss = self.loss_function(logits_BLV, labels, self.vocab_size, **settings)
         result = OuroCausalLMOutput(
             loss=loss,
             logits=logits_BLV,
