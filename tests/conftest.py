@@ -35,6 +35,7 @@ settings.load_profile("any speed")
 
 MARKERS = (
     "effects",
+    "engines",
     "gpu",
     "hf4",
     "hf5",

@@ -113,8 +113,9 @@ def write(export: Export, output: Path) -> None:
         # Not by the writer: numpy's `tofile` does not notice that a full disk cuts a small tensor.
         with path.open("ab") as file:
             for produce in tensors:
-                file.write(produce().data)
                 file.write(bytes(-file.tell() % writer.data_alignment))
+                file.write(produce().data)
+            file.write(bytes(-file.tell() % writer.data_alignment))
 
 
 _FILE_TYPES = {
