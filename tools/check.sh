@@ -19,6 +19,8 @@ check ruff check --quiet
 # Import-linter's banner and basedpyright's baseline hints are noise here.
 check basedpyright --level error --pythonpath "$VENV/bin/python"
 check lint-imports --no-logo
+# Nouns in docstrings, not clauses that begin with "what".
+check python tools/words.py
 # The files of the project alone: your own texts and tokenizers may lie in this folder, too.
 echo "== codespell"
 git ls-files -z | xargs -0 "$VENV/bin/codespell" || failed+=(codespell)

@@ -71,7 +71,7 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
 
 
 def _place(policy: str, order: list[str]) -> tuple[int, str]:
-    """Sort policies as listed, and those of plug-ins behind them by name."""
+    """Sort policies as listed, then plug-ins' policies by name."""
     return (order.index(policy) if policy in order else len(order), policy)
 
 

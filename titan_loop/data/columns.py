@@ -25,7 +25,7 @@ class Column:
         dtype: Type of its numbers; the model sees floats in the precision it computes in.
         shape: Dimensions of one value; () for a number.
         per_token: Whether every token has a value, (b, L, *shape), of which context parallelism
-            gives each rank those of its tokens. Otherwise every window has one, (b, *shape), and
+            gives each rank its own tokens' values. Otherwise every window has one, (b, *shape), and
             all ranks that share the window get it.
     """
 

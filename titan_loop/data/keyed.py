@@ -33,8 +33,8 @@ class KeyedPermutation:
     """A bijection of {0, …, n - 1} chosen by a key: a Feistel network with cycle walking.
 
     The windows of a source are read in this order. A table would need 8 bytes a window and a
-    start-up pass; here memory is O(1) and any position is looked up directly, which is what makes
-    resuming instant.
+    start-up pass; here memory is O(1) and any position is looked up directly, which makes resuming
+    instant.
 
     x = a m + b with m = ceil(sqrt(n)). Every round maps (a, b) → (b, a + F_k(b) mod m), which is
     invertible for any F. An image outside the domain is mapped again until it falls inside; that is

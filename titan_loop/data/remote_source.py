@@ -3,8 +3,8 @@
     s3://BUCKET/…/NAME ─► CACHE/<hash of the address>/NAME, whole, when its card is first read
 
 Windows are read in a random order, so that a run soon touches every shard. The processes of a
-machine, or of all machines that share the cache, wait for the one that copies. What is there
-already is not copied again, and an interrupted copy is completed.
+machine, or of all machines that share the cache, wait for the one that copies. Files that are there
+already are not copied again, and an interrupted copy is completed.
 """
 
 import errno

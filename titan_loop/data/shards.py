@@ -55,7 +55,7 @@ class TokenShards:
 
     Raises:
         UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
-            or an index's size is not what the card says, or the first shard does not end in EOS
+        or an index's size differs from the card, or the first shard does not end in EOS
             where the card says so; later, from reading, for a file that disappeared, an id outside
             the vocabulary or an index that does not ascend or contradicts its shard.
     """

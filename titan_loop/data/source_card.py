@@ -170,8 +170,8 @@ class SourceCard:
 
         Raises:
             UserError: If the folder or its card is missing, or the card is unreadable, of another
-                format, not what was written (cards of version 0.1 carry no hash to tell), its
-                EOS id lies outside the vocabulary, or it names a file outside of its folder.
+                format, changed since it was written (cards of version 0.1 carry no hash to tell),
+                its EOS id lies outside the vocabulary, or it names a file outside of its folder.
         """
         path = folder / CARD_NAME
         copy_if_remote(folder, CARD_NAME, lambda card: cls._parse(card).files())

@@ -72,7 +72,7 @@ def bootstrap_bits_per_byte(
 def paired_difference(nats_W: ArrayLike, other_nats_W: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
-    Resampling the difference keeps what two models have in common (easy and hard documents) out of
+    Resampling the difference keeps effects that two models share (easy and hard documents) out of
     the interval, which makes it far narrower than the two separate ones.
     """
     difference = np.asarray(nats_W, dtype=np.float64) - np.asarray(other_nats_W, dtype=np.float64)

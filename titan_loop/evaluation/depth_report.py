@@ -84,7 +84,7 @@ class DepthReport:
 
     @classmethod
     def load(cls, path: Path) -> "DepthReport":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             UserError: The file is damaged.

@@ -133,8 +133,7 @@ def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
 
     Raises:
         UserError: Options that cannot work, a checkpoint that cannot be loaded, or a tokenizer that
-            is not the one it was trained with. What goes wrong with single tasks is in the report
-            instead.
+            is not the one it was trained with. Failures of single tasks are in the report instead.
     """
     options.check()
     join_ranks()

@@ -2,11 +2,12 @@
 
     task.exam ─► windows of each stratum ─► one pass ─► right labels at every reading ─► accuracy
 
-An example is right if every label of its answer is the most likely of all tokens, so an answer of
-several tokens is what greedy decoding would have produced. The same windows are asked of a model in
-training (`right_at_depths`), where ranks may share it, and of a checkpoint (`right_at_readings`).
-An exam of facts also says how many bits of them the model knows (`Task.knowledge`): those of a
-uniform guess less the nats of the answers, for all items that training tells of, per parameter.
+An example is right if every label of its answer is the most likely of all tokens, so greedy
+decoding would have produced a right answer of several tokens. The same windows are asked of a model
+in training (`right_at_depths`), where ranks may share it, and of a checkpoint
+(`right_at_readings`). An exam of facts also says how many bits of them the model knows
+(`Task.knowledge`): the information of a uniform guess less the loss on the answers, for all items
+that training tells of, per parameter.
 """
 
 import logging

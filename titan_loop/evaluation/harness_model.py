@@ -81,8 +81,8 @@ class LoopLM(TemplateLM):
         count: Steps behind the answers since this record was last replaced.
 
     Raises:
-        UserError: A value is unknown or out of range, or what `load_checkpoint` and
-            `load_matching_tokenizer` refuse.
+        UserError: A value is unknown or out of range, or `load_checkpoint` or
+        `load_matching_tokenizer` raises it.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from titan_loop.training.callback import Callback, TrainingState
 class Promotion(Callback):
     """Asks the exam of the level every `interval` steps; collective.
 
-    The last level has no exam; a suite measures what it has taught.
+    The last level has no exam; a suite measures its result.
     """
 
     def __init__(self, config: TaskLoader.Config) -> None:

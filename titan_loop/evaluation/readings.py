@@ -132,8 +132,8 @@ def frontier_readings(
 ) -> list[Reading]:
     """Return static depths 1 … R, and every policy from its shallowest to its deepest setting.
 
-    Thresholds on distances and divergences have no scale of their own, so they are quantiles of
-    what a sample of states shows.
+    Thresholds on distances and divergences have no scale of their own, so they are quantiles over a
+    sample of states.
 
     Args:
         model: Decides whether there is an exit gate to ask.

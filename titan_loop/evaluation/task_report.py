@@ -11,8 +11,8 @@
 Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
 `m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
 (nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the scored
-tokens. Writing again adds tasks and readings to what is there; a task that was asked with other
-settings is replaced, since its readings could not be compared.
+tokens. Writing again adds tasks and readings to the file; a task that was asked with other settings
+is replaced, since its readings could not be compared.
 """
 
 from collections.abc import Mapping
@@ -111,7 +111,7 @@ class TaskReport:
 
     @classmethod
     def load(cls, path: Path) -> "TaskReport":
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             UserError: The file is damaged.

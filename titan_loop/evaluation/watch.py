@@ -1,10 +1,10 @@
 """Evaluates every checkpoint of a run once, while the run goes on or afterwards.
 
-    committed checkpoints − what evals.jsonl has ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
+    committed checkpoints − entries of evals.jsonl ─► claim ─► evaluate_tasks ─► evals.jsonl, W&B
 
 - *Once*: a checkpoint is known by its manifest's hash, so one that a restarted run wrote anew
-  counts as new. `evals.jsonl` gets its line after the evaluation; a watcher that is killed repeats
-  at most the checkpoint it was at, and of that only the requests its cache lacks.
+  counts as new. `evals.jsonl` gets its line after the evaluation; a killed watcher repeats at most
+  the checkpoint it was at, and only the requests that its cache lacks.
 - *Deletion*: the keep policy deletes a manifest first. Weights are checked against the manifest's
   hashes while they are read, and nothing of the checkpoint is needed afterwards; one that goes away
   before that is passed over, not an error. The oldest is evaluated first, since it goes first.

@@ -131,7 +131,6 @@ class LoopDecoder(Decoder):
             Two models must agree in them to share a checkpoint. A key is the option's name where
             there is one. A key that a checkpoint lacks has the value of the family's default model.
             The default of a new option must therefore keep the old behaviour, and never change.
-
             """
             attention = self.layers[0].attention
             return {

@@ -40,7 +40,7 @@ class HeldOutConfig:
                 )
 
     def scored(self, training_sources: Sequence[str], seq_len: int) -> list[str]:
-        """Return the sources, by default those of training, whose held-out text fills a window."""
+        """Return sources (by default training's) whose held-out text fills a window."""
         sources = self.sources or training_sources
         return [path for path in sources if not why_not_scored(path, seq_len)]
 

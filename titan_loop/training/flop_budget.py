@@ -4,7 +4,7 @@
 
 A run that grows R, or is smaller, gets more tokens for the same FLOPs. Its schedules are written
 for `total_tokens`; stretched to another length they keep their shape, so the mean cost of a token
-stays what it is and the tokens follow at once.
+does not change and the tokens follow at once.
 """
 
 from dataclasses import fields, replace

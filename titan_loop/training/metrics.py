@@ -1,7 +1,7 @@
 """The report of a training step: `metrics.jsonl`, TensorBoard, W&B and one console line.
 
-Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, what the objective
-reports (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
+Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, the objective's
+metrics (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
 `improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr` (as
 scheduled, and `lr/muon_x0.5` and the like for parameters that have a factor on it),
 `recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
@@ -12,9 +12,9 @@ known), `peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, re
 which training waited for data), `io_retries` (reads that the rank with the most had to repeat since
 it started), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since
 the start; with `stability.straggler` also `ranks/…` (seconds of a step and of waits for data,
-products' time over the median) and `straggler`.
-Numbers that are not finite are null. A metric of an objective comes through its loss class, a
-callback's through `Callback.record`; neither needs a change here.
+products' time over the median) and `straggler`. Numbers that are not finite are null. A metric of
+an objective comes through its loss class, a callback's through `Callback.record`; neither needs a
+change here.
 """
 
 import math
@@ -325,7 +325,7 @@ def global_means(
 ) -> tuple[float, dict[str, float]]:
     """Return a step's loss and the objective's metrics as means over the global batch; collective.
 
-    Loss and metrics are this rank's shares, scalars; those of the ranks of `mesh` add up.
+    Loss and metrics are this rank's shares, scalars; the shares of the ranks of `mesh` add up.
     """
     totals = torch.stack([loss.float(), *(value.float() for value in metrics.values())])
     if mesh is not None:

@@ -198,7 +198,7 @@ class GlobalBatchLoader(BaseDataLoader):
 
     @abstractmethod
     def fill_window(self, identity: np.ndarray, window: Window) -> None:
-        """Build the window with this identity (a row of what `locate` returns)."""
+        """Build the window with this identity (a row of `locate`'s result)."""
 
     def depth(self, identity: np.ndarray) -> int:
         """Return the recurrent steps that a window needs; only for loaders that know it."""

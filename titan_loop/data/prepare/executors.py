@@ -1,7 +1,7 @@
 """Runs pipelines one after another on this machine, under SLURM or on Ray: datatrove's executors.
 
 datatrove marks every finished task in a pipeline's log folder, so that running the same pipelines
-again does only what is missing.
+again does only the missing tasks.
 """
 
 import inspect

@@ -307,8 +307,8 @@ class PlainTextTokenizer(DocumentTokenizer):
 class ChatTokenizer(PlainTextTokenizer):
     """Tokenises conversations with a loss mask over the assistant's turns.
 
-    datatrove marks the loss by character ranges of one text and cuts off what follows the last
-    target, the EOS included; here messages are encoded apart and documents stay whole.
+    datatrove marks the loss by character ranges of one text and cuts off all text after the last
+    target, including the EOS; here messages are encoded apart and documents stay whole.
     """
 
     def write_unshuffled(self, data: Any, filename: str) -> TokenizedFile:

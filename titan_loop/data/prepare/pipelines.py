@@ -2,7 +2,7 @@
 
     signatures ─► buckets ─► clusters        only with MinHash
     train:     reader ─► quality ─► MinHash ─► decontamination ─► held-out filter ─► tokenizer
-    held_out:  what the filter wrote aside ─► tokenizer
+    held_out:  documents that the filter set aside ─► tokenizer
 
 Quality filters come before MinHash, so that a bad document never replaces its good duplicates;
 therefore documents are read and filtered twice where both are switched on.

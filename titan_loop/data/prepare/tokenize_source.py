@@ -3,9 +3,9 @@
     reader ─► quality ─► MinHash ─► decontamination ─┬─► tokenizer ─► train/*.ds ───┬─► source.json
               filters    filter     filter           └─► held-out text ─► tokenizer ┘
 
-With MinHash three pipelines come first: signatures (of what passes the quality filters), buckets
-and clusters. Documents are shuffled here, once, within each task's output; later only windows are
-permuted. Finished tasks are skipped when an interrupted preparation is started again.
+With MinHash three pipelines come first: signatures (of documents that pass the quality filters),
+buckets and clusters. Documents are shuffled here, once, within each task's output; later only
+windows are permuted. Finished tasks are skipped when an interrupted preparation is started again.
 """
 
 import logging

@@ -9,7 +9,7 @@ the exam of a level is its newest number of hops. The exam also asks more hops t
 
 Source: recurrent-depth transformers, arXiv 2604.07822, §6.1 and Appendix B (200 entities, 10
 relations, 15,000 questions of each number of hops up to 40). Deviation: questions are held out by
-hash before the trained ones are drawn; those of few hops then repeat, where the paper's differ.
+hash before the trained ones are drawn; questions of few hops then repeat, where the paper's differ.
 """
 
 import random

@@ -32,8 +32,8 @@ class Example:
 
     Attributes:
         labels: Target of every position; IGNORED where there is none.
-        answer: Whether a label belongs to the answer: what an exam grades, and what training is
-            restricted to unless it takes all targets.
+        answer: Whether a label belongs to the answer. Exams grade only the answer, and training
+            uses only its labels unless it takes all targets.
         columns: Values of the columns that the task declares, by name: (T, …) or, for a column that
             is not per token, one value.
         steps: Recurrent steps that the question needs; 0 where the task does not say.

@@ -65,7 +65,7 @@ class NormsLog(Callback):
             self._weights = WeightNorms(trainer.model)
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
-        """Measure what the update changed."""
+        """Measure the update's change."""
         if self._weights is not None:
             self._weights.finish()
 

@@ -1,4 +1,4 @@
-"""Judges a step by its loss and gradient norm against those of recent steps; all on the device.
+"""Judges a step's loss and gradient norm against recent steps; all on the device.
 
     loss of all ranks, log gradient norm ─► above `RollingMedian`'s bounds on some rank? ─┐
     flags of all ranks ◄──────────────────────────────────────────────────────────────────┘

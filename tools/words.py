@@ -1,0 +1,53 @@
+"""Counts two habits in docstrings that hide the noun: clauses with "what", and "those of".
+
+At most `MOST_WHAT` in 1,000 docstring words are "what"; "those of" and "that of" are not allowed.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("titan_loop", "train_configs")
+MOST_WHAT = 1.0
+WHAT = re.compile(r"\bwhat\b", re.IGNORECASE)
+THOSE_OF = re.compile(r"\b(?:those|that)\s+of\b", re.IGNORECASE)
+
+
+def docstrings(source: str) -> Iterator[str]:
+    """Yield every docstring of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def worst(counts: dict[Path, int]) -> str:
+    """Return the five files with the most hits, e.g. "a.py (3), b.py (1)"."""
+    files = sorted((path for path in counts if counts[path]), key=lambda path: -counts[path])
+    return ", ".join(f"{path.relative_to(ROOT)} ({counts[path]})" for path in files[:5])
+
+
+def main() -> None:
+    """Exit with a line for each habit that exceeds its limit."""
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {path: "\n".join(docstrings(path.read_text(encoding="utf-8"))) for path in files}
+    what = {path: len(WHAT.findall(text)) for path, text in texts.items()}
+    those_of = {path: len(THOSE_OF.findall(text)) for path, text in texts.items()}
+    words = sum(len(re.findall(r"[A-Za-z']+", text)) for text in texts.values())
+    rate = 1000 * sum(what.values()) / words
+    problems: list[str] = []
+    if rate > MOST_WHAT:
+        problems.append(
+            f'"what" is {rate:.1f} in 1,000 docstring words; at most {MOST_WHAT}: '
+            f"use a noun instead, first in {worst(what)}"
+        )
+    if any(those_of.values()):
+        problems.append(f'"those of" or "that of": repeat the noun instead, in {worst(those_of)}')
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
