@@ -36,7 +36,7 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def make(**options: object) -> Made:
         chosen = NanbeigeOptions(**{"vocab_size": VOCABULARY, **options})  # type: ignore[arg-type]
         torch.manual_seed(20)
-        model = build_decoder(chosen, max_seq_len=64).eval()
+        model = build_decoder(chosen, max_seq_len=128).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 nn.init.normal_(parameter, std=0.1)

@@ -253,7 +253,7 @@ def test_a_gguf_file_has_every_tensor_and_key(make_run, tmp_path, ascii_tokenize
         "nanbeige.skip_loop_final_norm": False,
         "nanbeige.block_count": 2,
         "nanbeige.attention.head_count_kv": 2,
-        "nanbeige.context_length": 64,
+        "nanbeige.context_length": 128,
         "tokenizer.ggml.pre": "smollm",
     }
     for key, value in keys.items():

@@ -24,7 +24,7 @@ from titan_loop.models.family import build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
 VOCABULARY = 300
-WINDOW = 64
+WINDOW = 128
 STEP, TOKENS = 7, 7 * 4096
 LINEAGE = {"parent": None, "recipe_sha256": "c0ffee", "stage": "1a"}
 
