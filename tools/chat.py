@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -45,21 +46,34 @@ def main() -> int:
     params.n_parallel = 1
     params.port = 0
     params.verbosity = 0
-    server = xllamacpp.Server(params)
+    try:
+        server = xllamacpp.Server(params)
+    except RuntimeError:
+        print(
+            f"titan-loop: error: llama.cpp cannot load {given.model}; export it again",
+            file=sys.stderr,
+        )
+        return 2
     chats = has_template(given.model)
     print("Your turn:" if chats else "A text to continue:", file=sys.stderr)
     turns: list[dict[str, str]] = []
+    sampling = {"n_predict": given.tokens, "max_tokens": given.tokens, "temperature": 0}
     for line in sys.stdin:
         if not line.strip():
             break
-        sampling = {"n_predict": given.tokens, "max_tokens": given.tokens, "temperature": 0}
-        if chats:
-            turns.append({"role": "user", "content": line.rstrip("\n")})
-            found = ask(server, "v1/chat/completions", {"messages": turns, **sampling})
-            text = found["choices"][0]["message"]["content"]
-            turns.append({"role": "assistant", "content": text})
-        else:
-            text = ask(server, "completion", {"prompt": line.rstrip("\n"), **sampling})["content"]
+        try:
+            if chats:
+                turns.append({"role": "user", "content": line.rstrip("\n")})
+                found = ask(server, "v1/chat/completions", {"messages": turns, **sampling})
+                text = found["choices"][0]["message"]["content"]
+                turns.append({"role": "assistant", "content": text})
+            else:
+                found = ask(server, "completion", {"prompt": line.rstrip("\n"), **sampling})
+                text = found["content"]
+        except urllib.error.HTTPError as error:
+            reason = json.load(error)["error"]["message"]
+            print(f"titan-loop: error: {reason}; begin again with less text", file=sys.stderr)
+            return 2
         print(text, flush=True)
     return 0
 

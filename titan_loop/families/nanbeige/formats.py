@@ -189,7 +189,7 @@ def _write_nanbeige(export: Export, output: Path) -> None:
         f"{shape.recurrent_steps} times to every token{between}.",
         tags=("looped-language-model", "nanbeige", "custom_code"),
         remote_code="titan_loop.families.nanbeige.remote_code",
-        usage="SGLang and MLX run the folder with their own code for Nanbeige.\n\n",
+        usage="SGLang and MLX have code of their own for this format.\n\n",
     )
 
 
