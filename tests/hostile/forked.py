@@ -25,8 +25,8 @@ _LOOK_SECONDS = 0.02
 _TRACED = 70
 """Exit code of a child that an exception left, which `titan-loop` never has."""
 
-_TRACEBACK = re.compile(r"^Traceback \(most recent call last\)", re.MULTILINE)
-"""At the start of a line: documents that `data show` prints have examples, which are indented."""
+_TRACEBACK = re.compile(r'^Traceback \(most recent call last\):\n  File "', re.MULTILINE)
+"""With its first line: documents that `data show` prints have examples of tracebacks without."""
 
 
 @dataclass(frozen=True, slots=True)
