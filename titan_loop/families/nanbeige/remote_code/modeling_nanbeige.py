@@ -50,8 +50,10 @@ class NanbeigeVisit(nn.Module):
         if past_key_values is not None:
             place = {"cache_position": cache_position}  # read by static caches before version 5
             keys, values = past_key_values.update(keys, values, self.layer_idx, place)
-        name = self.config._attn_implementation
-        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        # In this form, since vLLM looks for the assignment in the source.
+        attend = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out, _ = attend(
             self,
             queries,

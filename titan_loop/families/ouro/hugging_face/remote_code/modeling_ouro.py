@@ -142,8 +142,10 @@ class OuroVisit(nn.Module):
         if context.cache is not None:
             place = {"cache_position": context.place_L}  # read by static caches before version 5
             k_BNLH, v_BNLH = context.cache.update(k_BNLH, v_BNLH, self.layer_idx, place)
-        name = self.config._attn_implementation
-        attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        # In this form, since vLLM looks for the assignment in the source.
+        attend = eager_attention_forward
+        if self.config._attn_implementation != "eager":
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         out_BLNH, _ = attend(
             self,
             q_BNLH,
@@ -192,6 +194,20 @@ class OuroMLP(nn.Module):
 
     def forward(self, hidden_BLD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(hidden_BLD)) * self.up_proj(hidden_BLD))
+
+
+class OuroGate(nn.Module):
+    """The exit gate; no `nn.Linear`, which engines replace by their own."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dim))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        """Return (B, L) exit logits in fp32: in bf16 the cumulated probability rounds to 1."""
+        logit_BL1 = F.linear(hidden_BLD.float(), self.weight.float(), self.bias.float())
+        return logit_BL1.squeeze(-1)
 
 
 class OuroDecoderLayer(nn.Module):
@@ -321,7 +337,7 @@ class OuroModel(OuroPreTrainedModel):
         self.visits = nn.ModuleList()
         self._add_visits()
         self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+        self.early_exit_gate = OuroGate(config.hidden_size)
         self.post_init()
 
     def forward(
@@ -382,7 +398,7 @@ class OuroModel(OuroPreTrainedModel):
             hidden_BLD = self._step(hidden_BLD, context, step)
             new_BLD = hidden_BLD[:, -length:]
             if step < steps:
-                readout.add(step, new_BLD, self._gate(new_BLD), is_last=step + 1 == steps)
+                readout.add(step, new_BLD, self.early_exit_gate(new_BLD), is_last=step + 1 == steps)
             if keeps_waiting and readout.is_complete(read_BL):
                 break
         if isinstance(cache, OuroCache) and step + 1 < self.config.total_ut_steps:
@@ -512,11 +528,6 @@ class OuroModel(OuroPreTrainedModel):
         for index, layer in enumerate(self.layers):
             hidden_BLD = layer(hidden_BLD, context, self.visits[step * len(self.layers) + index])
         return self.norm(hidden_BLD)
-
-    def _gate(self, hidden_BLD: Tensor) -> Tensor:
-        """Return (B, L) exit logits in fp32: in bf16 the cumulated probability rounds to 1."""
-        gate = self.early_exit_gate
-        return F.linear(hidden_BLD.float(), gate.weight.float(), gate.bias.float()).squeeze(-1)
 
 
 class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
