@@ -2,7 +2,7 @@
 
 | | holds | read by |
 |---|---|---|
-| nanbeige | whole stack × R, norm between steps or not | SGLang, MLX, and transformers through the folder's code |
+| nanbeige | whole stack × R, norm between steps or not | SGLang, MLX; vLLM and transformers through the folder's code |
 | llama-unrolled | prelude, core × R, coda; no norm between steps | every engine |
 """  # noqa: E501  (a table row is one line)
 
@@ -207,7 +207,7 @@ def _write_llama(export: Export, output: Path) -> None:
 
 
 NANBEIGE_FOLDER = Format(
-    summary="folder for SGLang, MLX and transformers in which layers stand once",
+    summary="folder for SGLang, MLX, vLLM and transformers in which layers stand once",
     shape=NanbeigeShape.from_architecture,
     write=_write_nanbeige,
     dtypes=("float32", "bfloat16", "float16"),

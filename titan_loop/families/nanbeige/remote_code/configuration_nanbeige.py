@@ -20,5 +20,20 @@ class NanbeigeConfig(LlamaConfig):
         self.skip_loop_final_norm = skip_loop_final_norm
         super().__init__(**kwargs)
 
+    @property
+    def num_hidden_layers(self):
+        """Visits of all layers, which caches and engines count; files hold the layers."""
+        return self.num_unique_layers * self.num_loops
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, layers):
+        self.num_unique_layers = layers
+
+    def to_dict(self):
+        """Return the content of config.json."""
+        content = super().to_dict()
+        content["num_hidden_layers"] = content.pop("num_unique_layers")
+        return content
+
 
 __all__ = ["NanbeigeConfig"]

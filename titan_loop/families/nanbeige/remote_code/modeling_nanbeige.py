@@ -127,7 +127,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
     def __init__(self, config: NanbeigeConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        layers = range(config.num_hidden_layers)
+        layers = range(config.num_unique_layers)
         self.layers = nn.ModuleList(NanbeigeDecoderLayer(config) for _ in layers)
         self.visits = nn.ModuleList()
         self._add_visits()

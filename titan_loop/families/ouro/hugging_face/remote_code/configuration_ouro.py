@@ -73,6 +73,7 @@ class OuroConfig(PretrainedConfig):
                 raise ValueError(
                     f"OuroConfig: {name}={value!r} is not supported, only {supported!r}"
                 )
+        self.total_ut_steps = total_ut_steps
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -93,9 +94,35 @@ class OuroConfig(PretrainedConfig):
             num_hidden_layers if max_window_layers is None else max_window_layers
         )
         self.layer_types = layer_types
-        self.total_ut_steps = total_ut_steps
         self.early_exit_threshold = early_exit_threshold
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+    @property
+    def num_hidden_layers(self):
+        """Visits of all layers, which caches and engines count; files hold the layers."""
+        return self.num_unique_layers * self.total_ut_steps
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, layers):
+        self.num_unique_layers = layers
+
+    @property
+    def layer_types(self):
+        """Types of all visits; files hold those of the layers."""
+        return ["full_attention"] * self.num_hidden_layers
+
+    @layer_types.setter
+    def layer_types(self, types):
+        pass  # checked in __init__: there is one type
+
+    def to_dict(self):
+        """Return the content of config.json."""
+        content = super().to_dict()
+        layers = content.pop("num_unique_layers")
+        return content | {
+            "num_hidden_layers": layers,
+            "layer_types": ["full_attention"] * layers,
+        }
 
 
 __all__ = ["OuroConfig"]

@@ -332,7 +332,7 @@ class OuroModel(OuroPreTrainedModel):
     def __init__(self, config: OuroConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        layers = range(config.num_hidden_layers)
+        layers = range(config.num_unique_layers)
         self.layers = nn.ModuleList(OuroDecoderLayer(config) for _ in layers)
         self.visits = nn.ModuleList()
         self._add_visits()
