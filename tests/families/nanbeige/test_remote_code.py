@@ -7,6 +7,9 @@ import torch
 
 from tests.families.nanbeige.conftest import VOCABULARY
 from tests.families.nanbeige.test_formats import convert
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.models.family import build_decoder
+from titan_loop.runs.saved_run import SavedRun
 
 CLOSE = 1e-5
 TOKENS = torch.arange(40)[None] * 7 % VOCABULARY
@@ -146,3 +149,32 @@ def test_the_harness_finds_the_same_answers_in_two_engines(make_run, tmp_path, a
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-3, rtol=0)
     scores = [found["results"]["multi_hop"]["acc,none"] for found in answers]
     assert scores[0] == scores[1]
+
+
+def test_a_folder_that_transformers_wrote_is_imported(transformers, tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(1)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "llama")
+    convert("import", tmp_path / "llama", "--output", tmp_path / "run")
+    run = SavedRun.open(tmp_path / "run")
+    model = build_decoder(run.model_options, max_seq_len=64).eval()
+    reader = CheckpointReader(run.checkpoint().path)
+    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
+    with torch.no_grad():
+        want = theirs(TOKENS).logits
+    torch.testing.assert_close(ours(model), want, atol=CLOSE, rtol=0)
+    out = tmp_path / "out"
+    convert("export", tmp_path / "run", "--to", "llama-unrolled", "--output", out, "--no-tokenizer")
+    again = transformers.LlamaForCausalLM.from_pretrained(out).state_dict()
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(again[name], tensor), name

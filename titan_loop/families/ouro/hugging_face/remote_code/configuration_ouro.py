@@ -108,7 +108,7 @@ class OuroConfig(PretrainedConfig):
 
     @property
     def layer_types(self):
-        """Types of all visits; files hold those of the layers."""
+        """Types of all visits; files hold the types of the layers."""
         return ["full_attention"] * self.num_hidden_layers
 
     @layer_types.setter
