@@ -88,7 +88,7 @@ def test_what_a_parent_leaves_open(source: Path, folder: Path, tmp_path: Path):
     assert run.config.model.rope_theta == run.architecture["rope_theta"] == BASE
     assert config.model.rope_theta is None
     changes = {change.field: (change.before, change.now) for change in parent_changes(run)}
-    assert changes == {"recurrent steps": ("3", "4"), "window": ("64", "32")}
+    assert changes == {"recurrent steps": ("3", "4"), "window": ("128", "32")}
 
 
 def test_a_model_needs_its_own_tokenizer(
