@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from titan_loop.errors import UserError
-from titan_loop.families.nanbeige.model import SIZES, NanbeigeOptions
+from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_file import UNROLLED
 from titan_loop.formats.llama_shape import LlamaShape, unsupported
 from titan_loop.formats.model_folder import write_model_folder
 from titan_loop.models.final_norm import NormPlacement
+from titan_loop.models.llama import LLAMA_SIZES
 
 # Fields of the released config class that change the computation, and are off in released models.
 _OFF = (
@@ -63,7 +64,7 @@ class _BlockShape(LlamaShape):
         size = next(
             (
                 name
-                for name, known in SIZES.items()
+                for name, known in LLAMA_SIZES.items()
                 if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
             ),
             NanbeigeOptions().size,

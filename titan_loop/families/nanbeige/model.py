@@ -7,100 +7,32 @@ With `prelude_layers` or `coda_layers` only the layers between them are looped. 
 stands at the readout alone, R visits equal a dense Llama of P + R·C + K layers; R = 1 is Llama.
 
 Sources: Nanbeige4.2 (released config and code, keys `num_loops`, `skip_loop_final_norm`); Touvron
-et al. 2023 (Llama), arXiv 2302.13971. Deviation: initial weights of output projections are scaled
-by 1/sqrt(2·layers), as in GPT-2; `residual_scale` says how layers are counted.
+et al. 2023 (Llama), arXiv 2302.13971. Initial weights: `titan_loop/models/llama.py`.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
 
-from titan_loop.errors import UserError
-from titan_loop.models.attention import LoopAttention
-from titan_loop.models.block import PreNormBlock, SandwichBlock
-from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import Family, FamilyName, ModelSize
-from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.initialisation import normal_matrix
-from titan_loop.models.loop_config import loop_config, residual_gain
-from titan_loop.models.loop_options import LoopOptions
-
-SIZES = {
-    "debugmodel": ModelSize(64, 2, 4, 192, vocab_size=128, recurrent_steps=3, n_kv_heads=2),
-    "quickstart": ModelSize(128, 4, 4, 384, vocab_size=1024, n_kv_heads=2),
-    # Shapes of dense models, which are loops of one step until they are retrofitted.
-    "smollm2-135m": ModelSize(576, 30, 9, 1536, 49_152, recurrent_steps=1, n_kv_heads=3),
-    "smollm2-360m": ModelSize(960, 32, 15, 2560, 49_152, recurrent_steps=1, n_kv_heads=5),
-    "tinyllama-1.1b": ModelSize(2048, 22, 32, 5632, 32_000, recurrent_steps=1, n_kv_heads=4),
-}
+from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, llama_config
 
 
 @dataclass(kw_only=True, slots=True)
-class NanbeigeOptions(LoopOptions):
+class NanbeigeOptions(LlamaOptions):
     """Which model of Llama blocks to train; every field can be set on the command line."""
 
     family: FamilyName = field(default="nanbeige", init=False)
 
-    exit_gate: bool = False
-    """Whether there is an exit gate, which no engine's format can hold."""
-
-    norm_placement: NormPlacement = "readout"
-    """Where the final norm stands: at the readout only, or after every recurrent step, too."""
-
-    norm_eps: float = 1e-5
-    """Added to the mean square in every norm."""
-
-
-class NanbeigeDecoder(LoopDecoder):
-    """The looped decoder with pre-norm blocks."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(LoopDecoder.Config):
-        """As of `LoopDecoder`; layers are `PreNormBlock`s."""
-
-        def architecture(self) -> dict[str, Any]:
-            """As of `LoopDecoder`, with the norms' epsilon."""
-            return {**LoopDecoder.Config.architecture(self), "norm_eps": self.norm.eps}
-
 
 def decoder_config(
     options: NanbeigeOptions, shape: ModelSize, max_seq_len: int
-) -> NanbeigeDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`.
-
-    Raises:
-        UserError: As `loop_config`; or the epsilon is not positive.
-    """
-    if not 0 < options.norm_eps < 1:
-        raise UserError(f"model.norm_eps={options.norm_eps} must be above 0 and below 1")
-    config = loop_config(NanbeigeDecoder.Config, options, shape, max_seq_len)
-    gain = residual_gain(options, shape)
-    config.norm = replace(config.norm, eps=options.norm_eps)
-    config.layers = [_pre_norm(layer, options, gain) for layer in config.layers]
-    return config
-
-
-def _pre_norm(
-    layer: SandwichBlock.Config, options: NanbeigeOptions, gain: float
-) -> PreNormBlock.Config:
-    """Return a layer without the norms after its branches, whose gain moves into the matrices."""
-    output = {"weight": partial(normal_matrix, std=options.initializer_range * gain)}
-    assert layer.feed_forward is not None
-    assert isinstance(layer.attention, LoopAttention.Config)
-    layer.attention.wo = replace(layer.attention.wo, param_init=output)
-    layer.feed_forward.w2 = replace(layer.feed_forward.w2, param_init=output)
-    return PreNormBlock.Config(
-        attention_norm=replace(layer.attention_norm, eps=options.norm_eps),
-        attention=layer.attention,
-        ffn_norm=replace(layer.ffn_norm, eps=options.norm_eps),
-        feed_forward=layer.feed_forward,
-        dropout=layer.dropout,
-    )
+) -> LlamaDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    return llama_config(LlamaDecoder.Config, options, shape, max_seq_len)
 
 
 NANBEIGE = Family(
     name="nanbeige",
     options=NanbeigeOptions,
-    sizes=SIZES,
+    sizes=LLAMA_SIZES,
     decoder_config=decoder_config,
 )
