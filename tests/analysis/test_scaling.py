@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.scaling_data import STRETCHES, read_csv, read_runs
+from titan_loop.analysis.scaling_data import STRETCHES, ScalingData, read_csv, read_runs
 from titan_loop.analysis.scaling_law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
-from titan_loop.analysis.scaling_study import study
+from titan_loop.analysis.scaling_study import _subsets, sizes_of, study
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.status import PlannedStage, write_plan
 from titan_loop.storage.json_files import append_jsonl
 
 SIZES = (53e6, 134e6, 374e6, 778e6, 1.364e9)
@@ -95,6 +96,22 @@ def test_r_squared_is_that_of_the_definition():
     )
     expected = 1 - ((points.loss - predicted) ** 2).sum() / (len(points) * points.loss.var())
     assert fitted.r_squared(points) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_gate_makes_no_size_of_its_own():
+    gated = losses(additive, steps=(1, 2, 4))
+    gated.parameters[gated.steps > 1] += 2e3 + 1  # R = 1 has no exit gate
+    assert np.array_equal(sizes_of(gated), sizes_of(losses(additive, steps=(1, 2, 4))))
+    by_size, *_ = study(ScalingData(gated, {}, 0, {}), samples=0).laws[0].hold_outs
+    assert (by_size.kind, len(by_size.r_squared)) == ("3 of 5 sizes", 10)
+
+
+def test_subsets_of_many_sizes_are_drawn_with_a_seed():
+    drawn = _subsets(25, 15, seed=0)
+    assert len(set(drawn)) == 10
+    assert drawn == _subsets(25, 15, seed=0) != _subsets(25, 15, seed=1)
+    assert len({subset[:12] for subset in drawn}) > 1  # ten enumerated ones share the smallest 14
+    assert _subsets(5, 3, seed=0) == list(itertools.combinations(range(5), 3))
 
 
 def write_csv(path: Path, *, rising: bool = False) -> Path:
@@ -216,3 +233,13 @@ def test_runs_of_different_data_are_named(source: Path, tmp_path: Path):
     other = write_run(source, tmp_path / "other", steps=4, contents="cd")
     with pytest.raises(UserError, match=r"other was trained on other data than .*one"):
         read_runs([one, other])
+
+
+def test_a_recipes_controls_stay_out_of_its_law(source: Path, tmp_path: Path):
+    stages = []
+    for name, steps, control in (("looped", 4, False), ("standard", 2, True)):
+        write_run(source, tmp_path / "study" / name, steps=steps)
+        stages.append(PlannedStage(name, None, 1, control))
+    write_plan(tmp_path / "study", "study", stages)
+    assert set(read_runs([tmp_path / "study"]).total.steps) == {4}
+    assert set(read_runs([tmp_path / "study" / "standard"]).total.steps) == {2}

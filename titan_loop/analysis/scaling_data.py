@@ -7,6 +7,7 @@ has, for each R, the cross entropy after every step.
 
 import csv
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from titan_loop.analysis.scaling_law import Losses
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.runs.status import RECIPE_JSON
+from titan_loop.runs.status import RECIPE_JSON, read_plan
+
+logger = logging.getLogger(__name__)
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
@@ -118,6 +121,8 @@ def read_csv(path: Path) -> ScalingData:
 def read_runs(folders: Sequence[Path]) -> ScalingData:
     """Read points from run directories and from the stages of recipe folders.
 
+    A recipe's control stages are left out; to fit them, too, name their run directories.
+
     Raises:
         UserError: A folder is not a run, has too few records, changed R while training, or was
             trained on other data than the first.
@@ -141,7 +146,12 @@ def read_runs(folders: Sequence[Path]) -> ScalingData:
 def _runs(folders: Sequence[Path]) -> Iterator[Path]:
     for folder in folders:
         if (folder / RECIPE_JSON).exists():
-            yield from sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+            controls = {stage.name for stage in read_plan(folder) if stage.control}
+            stages = sorted(path.parent for path in folder.glob("*/metrics.jsonl"))
+            left_out = [stage.name for stage in stages if stage.name in controls]
+            if left_out:
+                logger.info("%s: left out the controls %s", folder, ", ".join(left_out))
+            yield from (stage for stage in stages if stage.name not in controls)
         else:
             yield folder
 

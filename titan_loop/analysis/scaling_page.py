@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import depth_colors, draw_panels, short
 from titan_loop.analysis.page import Section, page
-from titan_loop.analysis.scaling_study import FittedLaw, ScalingStudy
+from titan_loop.analysis.scaling_study import FittedLaw, ScalingStudy, sizes_of
 from titan_loop.storage.json_files import write_json, write_text
 
 if TYPE_CHECKING:
@@ -86,16 +86,18 @@ _RESIDUALS = (
 
 def _draw_law(law: FittedLaw, path: Path) -> Path:
     points, predicted = law.points, law.fit.predict(law.points)
-    sizes, steps = np.unique(points.parameters), np.unique(points.steps)
+    size_of, steps = sizes_of(points), np.unique(points.steps)
     colors: Sequence[tuple] = depth_colors(len(steps))
-    panels = {f"N = {short(size)}": size for size in sizes}
+    panels = {
+        f"N = {short(points.parameters[size_of == size].max())}": size for size in set(size_of)
+    }
     names = [*panels, *(f"{name}, residual" for name in panels)]
 
     def draw(axes: "Axes", name: str) -> None:
         residual = name.endswith(", residual")
         size = panels[name.removesuffix(", residual")]
         for step, color in zip(steps, colors, strict=True):
-            chosen = np.flatnonzero((points.parameters == size) & (points.steps == step))
+            chosen = np.flatnonzero((size_of == size) & (points.steps == step))
             chosen = chosen[np.argsort(points.tokens[chosen])]
             tokens, loss = points.tokens[chosen], points.loss[chosen]
             if residual:
@@ -113,6 +115,6 @@ def _draw_law(law: FittedLaw, path: Path) -> Path:
         path,
         title=law.fit.law.formula,
         label="nats per token",
-        columns=len(sizes),
+        columns=len(panels),
         legend=True,
     )

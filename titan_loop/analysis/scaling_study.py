@@ -6,6 +6,8 @@
                 └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
 
 R² is taken over all points, also where a fit saw only some of them.
+
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix E.1: ten choices of three of five sizes.
 """
 
 import itertools
@@ -22,10 +24,14 @@ from titan_loop.errors import UserError
 from titan_loop.tables import columns
 
 HELD_OUT_SHARE = 0.4
-"""Share of sizes that a hold-out by size leaves out: two of the paper's five."""
+"""Share of sizes that a hold-out by size leaves out: two of the paper's five. Two stay at least."""
 
 FIRST_TOKENS = (0.25, 0.5, 0.75)
-_MOST_COMBINATIONS = 10
+_MOST_SUBSETS = 10
+_SAME_SIZE = 0.01
+"""Largest relative step in parameters within a size. An exit gate, which runs at R = 1 lack, adds
+D + 1 parameters; without this tolerance a hold-out would keep the same width under another count.
+"""
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,7 @@ def _remarks(law: Law, points: Losses) -> list[str]:
         return []
     remarks = []
     for values, name, open_ones in (
-        (points.parameters, "sizes", "E, A, alpha and t1"),
+        (sizes_of(points), "sizes", "E, A, alpha and t1"),
         (points.tokens, "numbers of tokens", "E, B, beta and t2"),
         (points.steps, "values of R", "E, C, gamma and t3"),
     ):
@@ -210,8 +216,27 @@ def _remarks(law: Law, points: Losses) -> list[str]:
     return remarks
 
 
+def sizes_of(points: Losses) -> np.ndarray:
+    """Return the number of each point's size, 0 for the smallest, shape (n,)."""
+    distinct, place = np.unique(points.parameters, return_inverse=True)
+    is_next = np.diff(distinct, prepend=distinct[0]) > _SAME_SIZE * distinct
+    return np.cumsum(is_next)[place]
+
+
+def _subsets(count: int, kept: int, seed: int) -> list[tuple[int, ...]]:
+    """Return all choices of `kept` of `count` sizes, or ten random ones if there are more."""
+    if math.comb(count, kept) <= _MOST_SUBSETS:
+        return list(itertools.combinations(range(count), kept))
+    generator = np.random.default_rng(seed)
+    chosen: set[tuple[int, ...]] = set()
+    while len(chosen) < _MOST_SUBSETS:
+        chosen.add(tuple(sorted(generator.choice(count, kept, replace=False).tolist())))
+    return sorted(chosen)
+
+
 def _hold_outs(law: Law, points: Losses, seed: int) -> list[HoldOut]:
-    sizes, steps = np.unique(points.parameters), np.unique(points.steps)
+    size, steps = sizes_of(points), np.unique(points.steps)
+    sizes = int(size.max()) + 1
     found: list[HoldOut] = []
 
     def add(kind: str, masks: Sequence[np.ndarray]) -> None:
@@ -220,12 +245,11 @@ def _hold_outs(law: Law, points: Losses, seed: int) -> list[HoldOut]:
             fits = (fit(law, points[mask], seed=seed, starts=2) for mask in usable)
             found.append(HoldOut(kind, tuple(each.r_squared(points) for each in fits)))
 
-    kept = len(sizes) - math.ceil(HELD_OUT_SHARE * len(sizes))
-    if kept >= 2:
-        chosen = list(itertools.combinations(sizes, kept))[:_MOST_COMBINATIONS]
+    kept = max(2, sizes - math.ceil(HELD_OUT_SHARE * sizes))
+    if kept < sizes:
         add(
-            f"{kept} of {len(sizes)} sizes",
-            [np.isin(points.parameters, sizes_kept) for sizes_kept in chosen],
+            f"{kept} of {sizes} sizes",
+            [np.isin(size, sizes_kept) for sizes_kept in _subsets(sizes, kept, seed)],
         )
     last = points.tokens.max()
     for share in FIRST_TOKENS:

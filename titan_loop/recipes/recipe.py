@@ -29,6 +29,9 @@ class Stage:
     parent: str | None = None
     """Name of the stage whose last checkpoint it starts from; None for initial weights."""
 
+    control: bool = False
+    """Whether it is a comparison, which `titan-loop scaling` leaves out of a law."""
+
 
 @dataclass(kw_only=True, slots=True)
 class Recipe:

@@ -92,7 +92,9 @@ def run_recipe(
     stages = recipe.stages if only is None else [recipe.stage(only)]
     keep_compiled_code(root / COMPILE_CACHE)
     if rank == 0 and len(recipe.stages) > 1:
-        planned = [PlannedStage(s.name, s.parent, s.config.total_tokens) for s in recipe.stages]
+        planned = [
+            PlannedStage(s.name, s.parent, s.config.total_tokens, s.control) for s in recipe.stages
+        ]
         write_plan(root, recipe.name, planned)
     try:
         for number, stage in enumerate(stages, start=1):

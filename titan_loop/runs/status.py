@@ -30,11 +30,13 @@ class PlannedStage(NamedTuple):
         name: The stage's name, which is also its folder's.
         parent: Name of the stage it starts from; None for initial weights.
         total_tokens: Global tokens it trains on.
+        control: Whether studies of the recipe leave it out.
     """
 
     name: str
     parent: str | None
     total_tokens: int
+    control: bool = False
 
 
 def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
@@ -112,7 +114,7 @@ def read_status(folder: Path) -> list[StageStatus]:
     Raises:
         UserError: It is neither.
     """
-    plan = _read_plan(folder)
+    plan = read_plan(folder)
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
     found = {
@@ -217,7 +219,12 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
         status.tokens_per_second = records[-1].get("tokens_per_second")
 
 
-def _read_plan(folder: Path) -> list[PlannedStage]:
+def read_plan(folder: Path) -> list[PlannedStage]:
+    """Return the stages of a recipe's folder; none for a run's.
+
+    Raises:
+        UserError: The folder is missing, or its record is damaged.
+    """
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():
