@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Trains and examines the arms of train_configs/depth_pays.py, and prints their tables.
 #
-#   bash tools/depth_pays.sh [--rates] [--seeds "1 2 3"] [ARM...]
+#   bash tools/depth_pays.sh [--rates | --tuned] [--seeds "1 2 3"] [ARM...]
 #
-# --rates: those of depth_pays_rates instead.
+# --rates, --tuned: the arms of depth_pays_rates or depth_pays_tuned instead.
 # Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, and an
 # arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
@@ -11,10 +11,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
 
 recipe=depth_pays
-if [ "${1:-}" = --rates ]; then
-    recipe=depth_pays_rates
-    shift
-fi
+case "${1:-}" in
+    --rates | --tuned)
+        recipe=depth_pays_${1#--}
+        shift
+        ;;
+esac
 seeds="1 2 3"
 choose $recipe "$@"
 
@@ -27,11 +29,17 @@ for seed in $seeds; do
         fi
         stage "$arm, seed $seed"
         folder=runs/$recipe-seed$seed
-        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed"
-        depths=(1 2 4 8)
-        if [ $recipe = depth_pays_rates ]; then
-            depths=("${arm:1:1}") # its table has the trained R alone
+        order=()
+        if [ $recipe = depth_pays_tuned ]; then
+            order=(--dataloader.seed "$seed")
         fi
+        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" "${order[@]}"
+        case $recipe-$arm in # the tables of rates have the trained R alone
+            depth_pays_rates-*) depths=("${arm:1:1}") ;;
+            depth_pays_tuned-looped_*) depths=(4) ;;
+            depth_pays_tuned-*) depths=(1) ;;
+            *) depths=(1 2 4 8) ;;
+        esac
         titan_loop eval "$folder/$arm" --windows 128 --depths "${depths[@]}"
         if [ "$arm" = grown_averaged ]; then
             titan_loop eval "$folder/$arm" --windows 128 --depths 1 2 4 8 --ema

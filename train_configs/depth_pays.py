@@ -9,10 +9,14 @@ whose names end in `_flops` get the training FLOPs of `last_step` instead of its
 `grown_averaged` is read from the average of its weights.
 `depth_pays_rates` has the same layer at R = 1, 2, 4 and 8 with six learning rates, with and
 without the residual scale, on a third of the tokens.
+`depth_pays_tuned` has the arms that the front page compares, each at five rates with Muon; seeds
+draw the weights and the order of the data. `same_text` reads the tokens of the others 2.9 times,
+`more_text` as many new ones: both cost the FLOPs of `looped`.
 
     titan-loop train depth_pays --stage grown --debug.seed 1
     bash tools/depth_pays.sh            all arms and seeds, and their tables
     bash tools/depth_pays.sh --rates    the same for depth_pays_rates
+    bash tools/depth_pays.sh --tuned    the same for depth_pays_tuned
 
 LOG.md has the results.
 """
@@ -121,6 +125,19 @@ def _bits(name: str, title: str, *, less: str) -> ResultTable:
     )
 
 
+TUNED: dict[str, dict[str, Any]] = {
+    "not_looped": {"steps": 1},
+    "looped": {"steps": STEPS},
+    "two_layers": {"steps": 1, "n_layers": 2},
+    "four_layers": {"steps": 1, "n_layers": STEPS},
+    "same_text": {"steps": 1, "same_flops": True, "unique_tokens": TOTAL_TOKENS},
+    "more_text": {"steps": 1, "same_flops": True},
+}
+"""Arms of `depth_pays_tuned`."""
+
+TUNED_RATES = {"25e-4": 2.5e-3, "5e-3": 5e-3, "1e-2": 1e-2, "2e-2": 2e-2, "4e-2": 4e-2}
+"""Name → largest learning rate of Muon; neighbours are a factor of 2 apart."""
+
 SCALES: dict[str, dict[str, Any]] = {"": {}, "_scaled": {"residual_scale": "visits"}}
 TABLES = {
     "depth_pays_rates": [
@@ -136,6 +153,21 @@ TABLES = {
                 for steps in (1, 2, 4, 8)
             },
             columns={str(rate): {"stage": name} for name, rate in RATES.items()},
+            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            columns_are="largest learning rate",
+            factor=1.0,
+            digits=3,
+        )
+    ],
+    "depth_pays_tuned": [
+        ResultTable(
+            name="rates",
+            title="held-out bits per byte at the trained R, by learning rate",
+            rows={
+                name: {"stage": name, "reading": f"static:{arm['steps']}"}
+                for name, arm in TUNED.items()
+            },
+            columns={str(rate): {"stage": name} for name, rate in TUNED_RATES.items()},
             everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
             columns_are="largest learning rate",
             factor=1.0,
@@ -173,6 +205,18 @@ def depth_pays_rates() -> Recipe:
     )
 
 
+def depth_pays_tuned() -> Recipe:
+    """Loops, layers and more text, every arm at its own best learning rate."""
+    return Recipe(
+        name="depth_pays_tuned",
+        stages=[
+            Stage(name=f"{arm}_{name}", config=_arm(rate=rate, optimizer="muon", **options))
+            for arm, options in TUNED.items()
+            for name, rate in TUNED_RATES.items()
+        ],
+    )
+
+
 def _arm(
     *,
     steps: int | None = None,
@@ -186,6 +230,7 @@ def _arm(
     late: tuple[int, ...] = (),
     tokens: int = TOTAL_TOKENS,
     same_flops: bool = False,
+    unique_tokens: int | None = None,
     **model: Any,
 ) -> LoopTrainer.Config:
     """Return an arm; without `steps` R grows, is drawn, or is STEPS and then takes turns."""
@@ -215,7 +260,8 @@ def _arm(
             **model,
         ),
         dataloader=WindowLoader.Config(
-            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
+            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"],
+            unique_tokens=unique_tokens,
         ),
         learning_rate=Schedule.warmup_cosine(
             rate,

@@ -13,7 +13,10 @@ from train_configs.depth_pays import (
     LATE_TURN,
     TOTAL_FLOPS,
     TOTAL_TOKENS,
+    TUNED,
+    TUNED_RATES,
     depth_pays,
+    depth_pays_tuned,
 )
 
 
@@ -56,3 +59,20 @@ def test_late_arms_loop_as_the_fixed_ones_and_then_change_r_by_turns(name, turns
     places = range(LATE_FROM, TOTAL_TOKENS, LATE_TURN)
     assert [steps(tokens) for tokens in places] == (turns * len(places))[: len(places)]
     assert len(places) >= 12 * len(turns)
+
+
+def test_tuned_arms_have_every_rate_and_the_same_compute_as_their_names_say():
+    configs = {stage.name: within_budget(stage.config) for stage in depth_pays_tuned().stages}
+    assert len(configs) == len(TUNED) * len(TUNED_RATES)
+    flops = {
+        arm: mean_flops(config, stage_architecture(config)).total * config.total_tokens
+        for arm in TUNED
+        for config in [configs[f"{arm}_1e-2"]]
+    }
+    for arm in ("looped", "four_layers", "same_text", "more_text"):
+        assert flops[arm] == pytest.approx(TOTAL_FLOPS, rel=1e-3), arm
+    for arm in TUNED:
+        rates = {configs[f"{arm}_{name}"].learning_rate.largest for name in TUNED_RATES}
+        assert rates == set(TUNED_RATES.values())
+        loader = configs[f"{arm}_1e-2"].dataloader
+        assert loader.unique_tokens == (TOTAL_TOKENS if arm == "same_text" else None)

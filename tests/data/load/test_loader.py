@@ -260,3 +260,28 @@ def test_reading_leaves_the_shards_unchanged(build: Build) -> None:
     inputs["input"].fill_(-1)
     labels.fill_(-1)
     assert np.array_equal(before, loader.sources[0].shards.read(0, 100)[0])
+
+
+def test_unique_tokens_repeat_the_first_windows_in_their_order(build: Build) -> None:
+    once, again = build().read_step(7), build(unique_tokens=7 * L - 1)
+    assert rows(again.read_step(18)) == [*rows(once), *rows(once), *rows(once)[:4]]
+    read = np.array([source.windows for source in again.progress()])
+    first, rest = build().order.counts(7), build().order.counts(4)
+    assert read.tolist() == (2 * first + rest).tolist()
+    resumed = build(unique_tokens=7 * L - 1)
+    resumed.load_state_dict(again.state_dict())
+    assert rows(resumed.read_step(3)) == rows(once)[4:]
+    with pytest.raises(UserError, match=r"windows of dataloader\.unique_tokens 7 → None"):
+        build().load_state_dict(again.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unique_tokens": 0}, "dataloader.unique_tokens=0 must be at least 1"),
+        ({"unique_tokens": 9, "max_epochs": 2}, "unique_tokens=9 .* leave out max_epochs"),
+    ],
+)
+def test_unique_tokens_that_cannot_be(build: Build, options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        build(**options)

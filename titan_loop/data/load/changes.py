@@ -10,6 +10,7 @@ _NAMES = {
     "seq_len": "training.seq_len",
     "seed": "dataloader.seed",
     "when_exhausted": "dataloader.when_exhausted",
+    "repeat_after_windows": "windows of dataloader.unique_tokens",
 }
 
 Fields = Mapping[str, Any]

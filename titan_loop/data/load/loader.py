@@ -106,6 +106,10 @@ class WindowLoader(GlobalBatchLoader):
         when_exhausted: Exhausted = "stop"
         """When a source has reached its cap: end the mixture, or go on without it."""
 
+        unique_tokens: int | None = None
+        """Tokens of the mixture before the same windows come again in the same order; None: no
+        window comes again before its source ends."""
+
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of all sources, held-out splits included.
 
@@ -133,10 +137,21 @@ class WindowLoader(GlobalBatchLoader):
                     f"dataloader.when_exhausted={self.when_exhausted} is unknown; use stop or "
                     "renormalise"
                 )
+            if self.unique_tokens is not None:
+                self._check_unique_tokens(self.unique_tokens)
             if self.dataset or self.dataset_path:
                 raise UserError(
                     "dataloader.dataset and dataloader.dataset_path have no effect here: "
                     "use dataloader.mixture"
+                )
+
+        def _check_unique_tokens(self, tokens: int) -> None:
+            if tokens < 1:
+                raise UserError(f"dataloader.unique_tokens={tokens} must be at least 1")
+            if self.max_epochs or any(entry.max_epochs for entry in parse_mixture(self.mixture)):
+                raise UserError(
+                    f"dataloader.unique_tokens={tokens} repeats windows without an end: leave out "
+                    "max_epochs"
                 )
 
     def __init__(self, config: Config, *, seq_len: int, **split: Any) -> None:
@@ -151,6 +166,7 @@ class WindowLoader(GlobalBatchLoader):
         self._names = list(named_sources([entry.path for entry in self.mixture]))
         self._max_epochs = [entry.max_epochs or config.max_epochs for entry in self.mixture]
         self._when_exhausted: Exhausted = config.when_exhausted
+        self._repeat_after = config.unique_tokens and -(-config.unique_tokens // seq_len)
         super().__init__(
             config,
             self._describe(config.seed, seq_len, cards[0].tokenizer_sha256),
@@ -171,6 +187,7 @@ class WindowLoader(GlobalBatchLoader):
             self._when_exhausted,
             first_window=first_window,
             first_counts=first_counts,
+            repeat_after=self._repeat_after,
         )
         self._reported = self._milestones()
 
@@ -355,6 +372,8 @@ class WindowLoader(GlobalBatchLoader):
         }
         if any(epochs is not None for epochs in self._max_epochs):
             description["when_exhausted"] = self._when_exhausted
+        if self._repeat_after:
+            description["repeat_after_windows"] = self._repeat_after
         return description
 
     def _hashed_description(self) -> dict[str, Any]:

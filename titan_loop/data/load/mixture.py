@@ -232,6 +232,7 @@ class CappedMixture:
         when_exhausted: "stop" or "renormalise".
         first_window: Where the first stretch starts, if the mixture before was another one.
         first_counts: Windows of each source read before that; zero by default.
+        repeat_after: Number of windows after which the same ones come again; None for never.
 
     Attributes:
         stretches: In order; at most one per source.
@@ -248,7 +249,10 @@ class CappedMixture:
         *,
         first_window: int = 0,
         first_counts: Sequence[int] | None = None,
+        repeat_after: int | None = None,
     ) -> None:
+        self._first_window = first_window
+        self._repeat_after = repeat_after
         self.stretches: list[Stretch] = []
         self.end: int | None = None
         self.exhausted: list[list[int]] = []
@@ -292,6 +296,8 @@ class CappedMixture:
             window: Global window numbers below `end`, not before the first stretch.
         """
         window = np.asarray(window, dtype=np.int64)
+        if self._repeat_after:
+            window = self._first_window + (window - self._first_window) % self._repeat_after
         number = np.searchsorted(self._starts, window, side="right") - 1
         source, counter = np.empty_like(window), np.empty_like(window)
         for index in np.unique(number):
@@ -305,6 +311,13 @@ class CappedMixture:
         """Return how many of the first `windows` windows belong to each source (int64)."""
         if not self.stretches:  # nothing was left to read when it started
             return self._first_counts
+        if self._repeat_after and windows - self._first_window > self._repeat_after:
+            passes, rest = divmod(windows - self._first_window, self._repeat_after)
+            once, more = (
+                self.counts(self._first_window + count) - self._first_counts
+                for count in (self._repeat_after, rest)
+            )
+            return self._first_counts + passes * once + more
         first, before, order = self.stretches[self.stretch_at(windows)]
         return before + order.counts(windows - first)
 
