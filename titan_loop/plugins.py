@@ -51,6 +51,7 @@ class Plugin:
             (`titan_loop/inference/exit_policy.py`).
         analyses: Verbs of `titan-loop analyse` (`titan_loop/analysis/steps/`), each a `Verb`.
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/charts.py`).
+        suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
         formats: Formats of other programs (`titan_loop/formats/format.py`).
     """
 
@@ -60,6 +61,7 @@ class Plugin:
     exit_policies: Mapping[str, Any] = field(default_factory=dict)
     analyses: Mapping[str, Verb] = field(default_factory=dict)
     charts: Mapping[str, Any] = field(default_factory=dict)
+    suites: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
 
 

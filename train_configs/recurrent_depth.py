@@ -16,9 +16,9 @@ authors' code.
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.data.tasks.task import Task
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
+from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
 from titan_loop.families.recurrent_depth.two_hop_systematic import TwoHopSystematic
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig

@@ -91,19 +91,27 @@ def test_a_run_that_was_stopped_has_the_newest_evaluation(tmp_path):
     assert result.results["mano/2/acc,none/static:4"] == 0.6
 
 
-def test_accuracy_with_an_intervention_belongs_to_the_result(tmp_path):
+def test_results_of_an_analysis_belong_to_the_result(tmp_path):
     run = trained(tmp_path)
     asked(run, 100, _2=0.5).save(run)
-    record = {"accuracy": {"2": [0.25, 0.75]}, "strengths": [0.1, 1.0], "task": "mano", "step": 100}
+    record = {"results": {"mano/2/intervention/alpha:0.1": 0.25}, "step": 100}
     write_json(run.evaluations / "intervention-step-100.json", record)
-    older = {"accuracy": {"2": [0.125]}, "strengths": [0.1]}
-    write_json(run.evaluations / "intervention-step-50.json", older)
+    write_json(run.evaluations / "intervention-step-50.json", {**record, "step": 50})
+    write_json(run.evaluations / "lens-step-150.json", {"step": 150})
     assert RunResult.of(run).results == {
         "mano/2/acc,none/static:4": 0.5,
         "mano/2/mean_steps/static:4": 4.0,
         "mano/2/intervention/alpha:0.1": 0.25,
-        "mano/2/intervention/alpha:1": 0.75,
     }
+
+
+@pytest.mark.parametrize("damage", [{"results": []}, {"step": "x"}, {"results": {"a": "x"}}])
+def test_a_damaged_record_of_an_analysis_is_one_line(tmp_path, damage):
+    run = trained(tmp_path)
+    record = {"results": {"a": 0.5}, "step": 4, **damage}
+    write_json(run.evaluations / "intervention-step-4.json", record)
+    with pytest.raises(UserError, match=r"is damaged .*analyse the run again"):
+        RunResult.of(run)
 
 
 def test_a_cell_is_the_mean_over_seeds_beside_the_papers():

@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tests.evaluation.hops_task import Hops
 from tests.families.rooms import families
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import ModelOptions, build_decoder
 from titan_loop.runs.run_directory import RunDirectory
 
-TASK = PermutationHops(entities=12, relations=6, hops=3, asked_hops=5, trained_questions=300)
+TASK = Hops()
 WINDOW = TASK.longest_example - 1
 
 MODELS: dict[str, ModelOptions] = {

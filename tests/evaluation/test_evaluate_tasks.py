@@ -15,8 +15,9 @@ from titan_loop.evaluation.offline_tasks import (
     mmlu_dev_documents,
     multi_hop_documents,
 )
-from titan_loop.evaluation.suites import SUITES, SuiteTask, expand_tasks
+from titan_loop.evaluation.suites import SuiteTask, expand_tasks
 from titan_loop.evaluation.task_report import TaskReport
+from titan_loop.plugins import find
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import write_json
 
@@ -158,18 +159,18 @@ def test_tasks_that_need_the_network_say_so(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_papers_tasks_have_their_shots_and_exist_in_the_harness():
-    shots = {task.name: task.num_fewshot for task in SUITES["ouro_base"]}
+    shots = {task.name: task.num_fewshot for task in find("suites", "ouro_base")}
     assert shots == {
         "mmlu": 5, "mmlu_pro": 5, "bbh_cot_fewshot": 3, "arc_challenge": 25, "hellaswag": 10,
         "winogrande": 5, "gsm8k_cot": 3, "minerva_math500": None, "humaneval": 0,
         "humaneval_plus": 0, "mbpp": 3, "mbpp_plus": 3,
     }  # fmt: skip
-    depth = {task.name: task.num_fewshot for task in SUITES["depth"]}
+    depth = {task.name: task.num_fewshot for task in find("suites", "depth")}
     assert depth == {
         "arc_challenge": 25, "arc_easy": 8, "commonsense_qa": 10, "hellaswag": 10, "mmlu": 5,
         "winogrande": 5,
     }  # fmt: skip
-    scaling = {task.name: task.num_fewshot for task in SUITES["scaling"]}
+    scaling = {task.name: task.num_fewshot for task in find("suites", "scaling")}
     assert scaling == dict.fromkeys(
         ("arc_challenge", "arc_easy", "hellaswag", "lambada_openai", "openbookqa", "piqa"), 0
     )
@@ -195,7 +196,7 @@ def test_the_only_filter_of_a_strict_task_accepts_nothing_but_the_phrase(suite_t
     Loader.add_constructor("!function", lambda loader, node: node.value)
     path = Path(lm_eval.tasks.__file__).parent / template
     (only,) = yaml.load(path.read_text(), Loader)["filter_list"]
-    (metric,) = [task.metric for task in SUITES["ouro_base"] if task.name == suite_task]
+    (metric,) = [task.metric for task in find("suites", "ouro_base") if task.name == suite_task]
     assert metric == f"exact_match,{only['name']}"
     pattern = only["filter"][0]["regex_pattern"]
     assert re.search(pattern, "So the answer is (A).")
@@ -219,7 +220,7 @@ def test_names_and_options_are_checked_before_anything_is_loaded(tmp_path: Path)
         expand_tasks([])
     with pytest.raises(UserError, match="num_fewshot=-1"):
         expand_tasks(["mano"], -1)
-    assert len(expand_tasks(["depth", "mmlu"])) == len(SUITES["depth"])
+    assert len(expand_tasks(["depth", "mmlu"])) == len(find("suites", "depth"))
     mano = expand_tasks(["mano"])
     for options, message in (
         ({"depths": (0,)}, "at least 1"),

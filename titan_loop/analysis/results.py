@@ -23,7 +23,8 @@ from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.storage.json_files import number, read_json_object, read_jsonl, write_json
+from titan_loop.storage.json_files import count, number, read_json_object, read_jsonl, write_json
+from titan_loop.storage.regular_file import DamagedFileError
 
 FORMAT_VERSION = 1
 _MOST_LOSSES = 40
@@ -148,7 +149,7 @@ class RunResult:
             the run has not recorded them.
         losses: [step, loss] pairs, spread evenly over the run, the last one included.
         results: TASK/METRIC/READING → value at the newest step that was evaluated, as in
-            `evals.jsonl`, or by `analyse intervention`; ",ema" marks averaged weights.
+            `evals.jsonl`, or by an analysis; ",ema" marks averaged weights.
         evaluations: [step, the same] pairs while it trained, spread evenly over the run.
         task: Parameters of the generated task that it was trained on; empty for text.
         units: TASK/METRIC/READING → bytes and nats of every document of held-out text, each a text
@@ -328,13 +329,25 @@ def _results(run: RunDirectory, evaluated: Sequence[Mapping[str, Any]]) -> dict[
         }
         found.append((report.step, depths))
     found += [(report.step, report.flat()) for report in TaskReport.all_of(run)]
-    from titan_loop.analysis.steps.intervention import read_intervention  # torch; recipes need none
-
-    found += [read_intervention(path) for path in run.evaluations.glob("intervention-step-*.json")]
+    for path in sorted(run.evaluations.glob("*-step-*.json")):
+        found += _of_analysis(path)
     newest = max((step for step, _ in found), default=0)
     return {
         name: value for step, results in found if step == newest for name, value in results.items()
     }
+
+
+def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Return the step and the results in the record of an analysis; none of other files."""
+    fix = "analyse the run again"
+    record = read_json_object(path, fix=fix)
+    if "results" not in record:
+        return []
+    try:
+        results = {name: number(value) for name, value in record["results"].items()}
+        return [(count(record["step"]), results)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError(path, repr(error), fix) from error
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:

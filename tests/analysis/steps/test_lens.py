@@ -59,7 +59,7 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     assert np.shape(record["strata"][0]["accuracy"]) == (2, 2)
     assert (run / "plots" / "lens.png").is_file()
     for wrong, message in (
-        (["--strata", "9_hops"], "strata=9_hops: permutation_hops has none"),
+        (["--strata", "9_hops"], "strata=9_hops: hops has none"),
         (["--questions", "0"], "questions=0 must be at least 1"),
         (["--recurrent-steps", "0"], "recurrent_steps=0 must be at least 1"),
     ):

@@ -16,7 +16,7 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 
 STEPS, COUNT = 5, 9
-KL_NATS, ENTROPY_NATS = 0.05, 2.5
+KL_NATS, ENTROPY_NATS = 0.1, 2.6
 
 
 @pytest.fixture(params=MODELS.values(), ids=MODELS)

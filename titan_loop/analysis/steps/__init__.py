@@ -15,22 +15,6 @@ _HERE = "titan_loop.analysis.steps"
 register(
     Plugin(
         analyses={
-            "agreement": Verb(
-                f"{_HERE}.agreement:analyse_agreement",
-                "count the items on which two recurrent steps give the same answer",
-            ),
-            "probes": Verb(
-                f"{_HERE}.probes:analyse_probes",
-                "predict each step's answer from the states of every layer and step",
-            ),
-            "pca": Verb(
-                f"{_HERE}.components:analyse_components",
-                "draw the last prompt token's states on two principal components",
-            ),
-            "safety": Verb(
-                f"{_HERE}.safety:analyse_safety",
-                "count the completions that a judge calls harmful, at every depth",
-            ),
             "lens": Verb(
                 f"{_HERE}.lens:analyse_lens",
                 "read bridge and target off the states after every layer of every step",
@@ -42,10 +26,6 @@ register(
             "patching": Verb(
                 f"{_HERE}.patching:analyse_patching",
                 "replace single states by another question's; measure the effect",
-            ),
-            "intervention": Verb(
-                f"{_HERE}.intervention:analyse_intervention",
-                "replace a state by the embedding of the token that it decodes to",
             ),
         }
     )

@@ -39,6 +39,7 @@ class Findings:
         lines: Lines for the terminal.
         figures: File name in plots/ → figure.
         tables: Title → rows, header first; printed, and shown in the report.
+        results: TASK/METRIC/READING → value, which `results add` takes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Findings:
     lines: Sequence[str] = ()
     figures: Mapping[str, Figure] = field(default_factory=dict)
     tables: Mapping[str, Rows] = field(default_factory=dict)
+    results: Mapping[str, float] = field(default_factory=dict)
 
     def text(self) -> str:
         """Return the tables and lines for the terminal."""
@@ -61,6 +63,7 @@ class Findings:
         shown = {
             "figures": {name: [figure.title, figure.text] for name, figure in self.figures.items()},
             "tables": dict(self.tables),
+            **({"results": dict(self.results)} if self.results else {}),
         }
         record = {"manifest_sha256": manifest["sha256"], "step": manifest["step"], **self.record}
         write_json(path, {**record, **shown})

@@ -9,7 +9,6 @@ register(
             "depo": "titan_loop.data.tasks.depo:Depo",
             "mano": "titan_loop.data.tasks.mano:Mano",
             "mqar": "titan_loop.data.tasks.mqar:MQAR",
-            "permutation_hops": "titan_loop.data.tasks.permutation_hops:PermutationHops",
         }
     )
 )

@@ -1,13 +1,18 @@
 """DiscoLoop and PonderLM: between two steps the state is decoded and embedded again."""
 
-from titan_loop.plugins import Plugin, register
+from titan_loop.plugins import Plugin, Verb, register
+
+_HERE = "titan_loop.families.discoloop"
 
 register(
     Plugin(
-        families={
-            "discoloop": "titan_loop.families.discoloop.model:DISCOLOOP",
-            "ponder": "titan_loop.families.discoloop.ponder:PONDER",
+        families={"discoloop": f"{_HERE}.model:DISCOLOOP", "ponder": f"{_HERE}.ponder:PONDER"},
+        tasks={"two_graph": f"{_HERE}.task:TwoGraph"},
+        analyses={
+            "intervention": Verb(
+                f"{_HERE}.intervention:analyse_intervention",
+                "replace a state by the embedding of the token that it decodes to",
+            )
         },
-        tasks={"two_graph": "titan_loop.families.discoloop.task:TwoGraph"},
     )
 )

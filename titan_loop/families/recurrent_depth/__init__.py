@@ -7,6 +7,9 @@ _HERE = "titan_loop.families.recurrent_depth"
 register(
     Plugin(
         families={"recurrent_depth": f"{_HERE}.model:RECURRENT_DEPTH"},
-        tasks={"two_hop_systematic": f"{_HERE}.two_hop_systematic:TwoHopSystematic"},
+        tasks={
+            "permutation_hops": f"{_HERE}.permutation_hops:PermutationHops",
+            "two_hop_systematic": f"{_HERE}.two_hop_systematic:TwoHopSystematic",
+        },
     )
 )

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_loop.analysis.drawing import draw_panels
-from titan_loop.analysis.steps.agreement import agreement
 from titan_loop.analysis.steps.findings import Figure, Findings
-from titan_loop.analysis.steps.items import ITEMS, item_nats, item_states, open_items
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.agreement import agreement
+from titan_loop.families.ouro.items import ITEMS, item_nats, item_states, open_items
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:

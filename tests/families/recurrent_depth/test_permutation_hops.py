@@ -6,8 +6,8 @@ from itertools import islice
 import pytest
 
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.tasks.permutation_hops import PermutationHops
 from titan_loop.errors import UserError
+from titan_loop.families.recurrent_depth.permutation_hops import PermutationHops
 
 SMALL = PermutationHops(entities=12, relations=6, hops=4, asked_hops=6, trained_questions=300)
 

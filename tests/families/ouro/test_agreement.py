@@ -10,17 +10,17 @@ import torch
 
 from tests.inference.conftest import byte_level_tokenizer
 from tests.inference.reference import make_model
-from titan_loop.analysis.steps.agreement import agreement
-from titan_loop.analysis.steps.components import principal_components
-from titan_loop.analysis.steps.items import (
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.families.ouro.agreement import agreement
+from titan_loop.families.ouro.components import principal_components
+from titan_loop.families.ouro.items import (
     Item,
     last_token_states,
     nats_of_choices,
     read_items,
 )
-from titan_loop.analysis.steps.probes import probe
-from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.families.ouro.probes import probe
 
 ITEMS = [Item(f"{a} and {b} make", ("one", "two", "six"), (a + b) % 3) for a in "12" for b in "34"
          for a, b in [(int(a), int(b))]]  # fmt: skip

@@ -26,8 +26,6 @@ from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError, nearest
 from titan_loop.evaluation.exam import question_windows
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.storage.json_files import count, number, read_json_object
-from titan_loop.storage.regular_file import DamagedFileError
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
@@ -111,30 +109,6 @@ def _final_state(
     return model.read(hidden_BLD, context)
 
 
-def read_intervention(path: Path) -> tuple[int, dict[str, float]]:
-    """Return the step and TASK/STRATUM/intervention/alpha:α → accuracy of a saved analysis.
-
-    Older records do not name their task; they count for nothing.
-
-    Raises:
-        UserError: The file is damaged.
-    """
-    fix = "write it anew: titan-loop analyse intervention RUN"
-    record = read_json_object(path, fix=fix)
-    if "task" not in record:
-        return 0, {}
-    try:
-        return count(record["step"]), {
-            f"{record['task']}/{stratum}/intervention/alpha:{number(strength):g}": round(
-                number(share), 5
-            )
-            for stratum, shares in record["accuracy"].items()
-            for strength, share in zip(record["strengths"], shares, strict=True)
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedFileError(path, repr(error), fix) from error
-
-
 def analyse_intervention(
     run: Path,
     *,
@@ -170,6 +144,11 @@ def analyse_intervention(
     rows = [["stratum", *(f"{strength:g}" for strength in strengths)]]
     rows += [[name, *(f"{share:.3f}" for share in shares)] for name, shares in found.items()]
     record = {"task": task.name, "questions": questions, "after": after}
+    results = {
+        f"{task.name}/{name}/intervention/alpha:{strength:g}": round(share, 5)
+        for name, shares in found.items()
+        for strength, share in zip(strengths, shares, strict=True)
+    }
     figure = Figure(
         "States replaced by embeddings",
         "Share of right answers when the state at a waypoint is mixed, between two steps, with "
@@ -182,6 +161,7 @@ def analyse_intervention(
         record={**record, "strengths": strengths, "accuracy": found},
         lines=columns(rows),
         figures={"intervention.png": figure},
+        results=results,
     )
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.evaluation.task_run import TASK, random_model, write_task_run
 from tests.families.rooms import families
-from titan_loop.analysis.steps.intervention import intervention, read_intervention
 from titan_loop.cli.main import main
-from titan_loop.errors import EXIT_USER_ERROR, UserError
+from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.evaluation.exam import Exam, right_at_depths
 from titan_loop.evaluation.window_scores import sum_windows
+from titan_loop.families.discoloop.intervention import intervention
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 
@@ -89,6 +89,9 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     assert "1_hops" not in record["accuracy"]  # nothing but the target
     assert len(record["accuracy"]["2_hops"]) == 2
     assert (record["task"], record["step"]) == (TASK.name, 3)
+    assert (
+        record["results"]["hops/2_hops/intervention/alpha:0.5"] == record["accuracy"]["2_hops"][1]
+    )
     assert (run / "plots" / "intervention.png").is_file()
     for wrong, message in (
         (["--waypoint", "bridge"], "waypoint=bridge: 2_hops has none"),
@@ -97,17 +100,3 @@ def test_the_verb_leaves_a_record_and_a_plot(tmp_path: Path, capsys):
     ):
         assert main([*words, *wrong]) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "damage", [{"accuracy": []}, {"step": "x"}, {"strengths": [0.0]}, {"accuracy": {"a": ["x", 1]}}]
-)
-def test_a_damaged_record_is_one_line(tmp_path: Path, damage: dict):
-    whole = {"task": "t", "step": 4, "accuracy": {"a": [0.5, 1]}, "strengths": [0.0, 1.0]}
-    path = tmp_path / "intervention-step-4.json"
-    path.write_text(json.dumps(whole))
-    found = {"t/a/intervention/alpha:0": 0.5, "t/a/intervention/alpha:1": 1}
-    assert read_intervention(path) == (4, found)
-    path.write_text(json.dumps(whole | damage))
-    with pytest.raises(UserError, match=r"is damaged .*analyse intervention RUN"):
-        read_intervention(path)

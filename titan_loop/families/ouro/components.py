@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import depth_colors, draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings
-from titan_loop.analysis.steps.items import ITEMS, item_states, open_items
+from titan_loop.families.ouro.items import ITEMS, item_states, open_items
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import draw_axes
 from titan_loop.analysis.steps.findings import Figure, Findings
-from titan_loop.analysis.steps.items import ITEMS, item_nats, open_items
+from titan_loop.families.ouro.items import ITEMS, item_nats, open_items
 from titan_loop.tables import columns
 
 if TYPE_CHECKING:
