@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.analysis.scaling_law import JOINT
+from titan_loop.analysis.scaling.law import JOINT
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 

@@ -31,9 +31,9 @@ def scaling(
         bootstrap: Resamplings behind each 95 % interval; 0 for no intervals.
         seed: Seed of random starts and resamplings.
     """
-    from titan_loop.analysis.scaling_data import read_csv, read_runs
-    from titan_loop.analysis.scaling_page import write_study
-    from titan_loop.analysis.scaling_study import study, study_lines
+    from titan_loop.analysis.scaling.data import read_csv, read_runs
+    from titan_loop.analysis.scaling.page import write_study
+    from titan_loop.analysis.scaling.study import study, study_lines
 
     if (csv is None) == (not runs):
         raise UserError("scaling: give either RUNS or --csv FILE")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_loop.analysis.scaling_law import JOINT, Fit, Losses
+from titan_loop.analysis.scaling.law import JOINT, Fit, Losses
 from titan_loop.errors import UserError
 from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import SECONDS_PER_DAY, StageNeeds

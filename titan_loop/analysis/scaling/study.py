@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_loop.analysis.scaling_data import ScalingData
-from titan_loop.analysis.scaling_law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.analysis.scaling.data import ScalingData
+from titan_loop.analysis.scaling.law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
 from titan_loop.errors import UserError
 from titan_loop.tables import columns
 

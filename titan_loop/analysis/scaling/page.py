@@ -8,7 +8,7 @@ import numpy as np
 
 from titan_loop.analysis.drawing import depth_colors, draw_panels, short
 from titan_loop.analysis.page import Section, page
-from titan_loop.analysis.scaling_study import FittedLaw, ScalingStudy, sizes_of
+from titan_loop.analysis.scaling.study import FittedLaw, ScalingStudy, sizes_of
 from titan_loop.storage.json_files import write_json, write_text
 
 if TYPE_CHECKING:

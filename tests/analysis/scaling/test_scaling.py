@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
-from titan_loop.analysis.scaling_data import STRETCHES, ScalingData, read_csv, read_runs
-from titan_loop.analysis.scaling_law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
-from titan_loop.analysis.scaling_study import _subsets, sizes_of, study
+from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
+from titan_loop.analysis.scaling.law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.analysis.scaling.study import _subsets, sizes_of, study
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
 from titan_loop.runs.run_directory import RunDirectory

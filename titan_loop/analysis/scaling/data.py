@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from titan_loop.analysis.drawing import steps_with
-from titan_loop.analysis.scaling_law import Losses
+from titan_loop.analysis.scaling.law import Losses
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
