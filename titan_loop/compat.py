@@ -180,9 +180,6 @@ def sum_gradients_as_declared(unit: nn.Module) -> None:
 
     torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
     the contributions of all visits would be added up in the compute dtype. Delete when it does not.
-
-    Args:
-        unit: An FSDP unit that has been gathered at least once.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -198,9 +195,6 @@ def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
     of one of them would be gathered for, but its output would not bring the weights back in the
     backward pass, nor would they be freed after it. Delete when a module of a group may be called
     more often than the others.
-
-    Args:
-        modules: Modules that one call of `fully_shard` was given, at least two.
     """
     assert isinstance(modules[0], FSDPModule)
     state = modules[0]._get_fsdp_state()
@@ -215,9 +209,6 @@ def start_runtime(environment: "os._Environ[str] | dict[str, str]" = os.environ)
 
     Under torchrun nothing changes. Under `srun` without torchrun the SLURM variables are
     translated. Started by hand it becomes a world of one with a free port.
-
-    Args:
-        environment: Where the variables are read and completed (a dict in tests).
 
     Returns:
         (rank, world size).
@@ -292,9 +283,6 @@ def dump_flight_recorder(path: Path) -> None:
     """Write the last collectives of this process as the pickle that `torchfrtrace` reads.
 
     CUDA builds record NCCL's, CPU builds gloo's. Delete when torch has one public name for both.
-
-    Args:
-        path: A file named after the rank; missing parent folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = "_dump_nccl_trace" if dist.is_nccl_available() else "_dump_fr_trace"

@@ -29,7 +29,6 @@ class Refusal:
     """A setting that cannot work; a check yields them, a command raises the first or prints all.
 
     Attributes:
-        field: Dotted name of the field, as on the command line.
         problem: Description of the mistake, with field and value.
         fix: Remedy; empty if `problem` contains it.
     """
@@ -132,11 +131,6 @@ def first_line(error: BaseException) -> str:
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return "; nearest: a, b" for candidates close to `name`, else "; known: …" with all of them.
-
-    Args:
-        name: Name the user wrote.
-        candidates: Valid names.
-        count: Largest number of names to offer.
     """
     known = sorted(set(candidates))
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)

@@ -6,15 +6,7 @@ from typing import NamedTuple
 
 
 class SlurmTask(NamedTuple):
-    """A task of a SLURM step, which is one rank.
-
-    Attributes:
-        rank: Number of the task.
-        world_size: Number of tasks of the step.
-        local_rank: Number of the task on its node.
-        local_world_size: Number of tasks on its node.
-        node: Name of the node; empty if it is not known.
-    """
+    """A task of a SLURM step, which is one rank; `node` is empty if it is not known."""
 
     rank: int
     world_size: int

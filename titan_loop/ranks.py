@@ -82,12 +82,7 @@ def place_in(group: "dist.ProcessGroup | None") -> tuple[int, int]:
 
 
 def from_rank_zero(group: "dist.ProcessGroup | None", look: Callable[[], T]) -> T:
-    """Call `look` on rank 0; every rank returns its result, or raises its exception.
-
-    Args:
-        group: The ranks.
-        look: Returns something that can be pickled.
-    """
+    """Call `look` on rank 0; every rank returns its result (a pickle), or raises its exception."""
     if group is None:
         return look()
 
@@ -180,11 +175,6 @@ def on_rank_zero(group: "dist.ProcessGroup | None", act: Callable[[], T]) -> T |
 def require_equal(group: "dist.ProcessGroup | None", value: str, called: str) -> None:
     """Raise the same on all ranks if they hold different values.
 
-    Args:
-        group: The ranks.
-        value: Value of this rank.
-        called: Name of the value in the message.
-
     Raises:
         RunFailedError: Some ranks differ from rank 0: their view of a disk may be stale.
     """
@@ -201,10 +191,6 @@ def try_on_all(
     group: "dist.ProcessGroup | None", work: Callable[[], T]
 ) -> tuple[list[T], Failure | None]:
     """Let every rank work; return all results in the order of ranks, or the first failure.
-
-    Args:
-        group: The ranks.
-        work: Returns something that can be pickled.
 
     Returns:
         The results and None, or an empty list and the failure of the lowest rank that failed.

@@ -7,7 +7,6 @@ def columns(rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> l
     """Return one line per row, with two spaces between columns as wide as their widest cell.
 
     Args:
-        rows: Cells, the same number in every row.
         left: Indices of the columns aligned to the left; the others are aligned to the right.
     """
     rows = list(rows)

@@ -38,11 +38,7 @@ class KeepPolicy:
         best: int | None,
         tags: Collection[str] = (),
     ) -> list[str]:
-        """Return why a checkpoint stays for ever, a phrase each; empty if it may go.
-
-        Args:
-            manifest: Its commit record, or nothing if that cannot be read.
-        """
+        """Return why a checkpoint stays for ever, a phrase each; empty if it may go."""
         reasons = [f"every {self.every}"] if self.every and step % self.every == 0 else []
         reasons += ["stage end"] if manifest.get("stage_end") else []
         reasons += [BEST] if step == best else []
@@ -66,7 +62,6 @@ def delete_stale(
 
     Args:
         newest: Step of the checkpoint just committed; later ones are another attempt's.
-        in_use: Whether a checkpoint must stay until the next commit.
     """
     manifests, tags = {}, {}
     for step in committed_steps(folder):

@@ -76,7 +76,6 @@ def load_checkpoint(
     Args:
         state_dict: Allocated tensors and objects, as for `torch.distributed.checkpoint.load`.
         group: A gloo group of all ranks; None loads into this process alone.
-        policy: Which entries may differ; None for none.
 
     Raises:
         UserError: On every rank: the entries differ, or something in the files is forbidden.
@@ -110,11 +109,7 @@ def load_checkpoint(
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
-    """Plans to read the wanted entries, if they equal the saved ones.
-
-    Attributes:
-        match: Which entries are loaded and which are not; None until planned.
-    """
+    """Plans to read the wanted entries, if they equal the saved ones."""
 
     def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
         super().__init__()

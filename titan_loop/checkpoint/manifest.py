@@ -66,12 +66,7 @@ class FileRecord(TypedDict):
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:
-    """Commit the checkpoint in folder `checkpoint`: temporary file, fsync, rename.
-
-    Args:
-        checkpoint: The folder, with all other files in it.
-        content: Everything but version and hash, which are replaced if present.
-    """
+    """Commit the checkpoint in folder `checkpoint`: temporary file, fsync, rename."""
     record = {**content, "format_version": FORMAT_VERSION}
     record.pop("sha256", None)
     digest = _digest(record)
@@ -147,7 +142,6 @@ def find_damage(
     """Compare files with their records.
 
     Args:
-        records: Files to look at, with their entries in the manifest.
         hashes: Whether to read the files; False compares sizes only.
 
     Returns:

@@ -41,7 +41,6 @@ def merge_checkpoints(
     manifest and its share a_i / Σ a_i as `weight`.
 
     Args:
-        sources: Folders of committed checkpoints, at least two.
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
 
@@ -148,7 +147,6 @@ def _check_forms(first: CheckpointReader, other: CheckpointReader, forms: dict[s
 def _shared(
     readers: Sequence[CheckpointReader], name: str, read: Callable[[CheckpointReader, str], Any]
 ) -> Any:
-    """Return an entry that has no mean, on which all checkpoints must agree."""
     first, *others = readers
     value = read(first, name)
     for other in others:
@@ -162,7 +160,6 @@ def _shared(
 
 
 def _mean(readers: Sequence[CheckpointReader], factors: Sequence[float], name: str) -> Tensor:
-    """Return the mean of one tensor, in the dtype in which it is saved."""
     # Adding 0 · w would turn -0 into 0: a lone weight is to give its checkpoint bit for bit.
     parts = [(reader, a) for reader, a in zip(readers, factors, strict=True) if a]
     (first, factor), *others = parts

@@ -25,9 +25,6 @@ def check_architecture(
     """Raise `UserError` naming every difference between a checkpoint's model and another.
 
     Args:
-        saved: Architecture record of the checkpoint, of any version.
-        wanted: The record it must agree with, likewise.
-        may_differ: Names that are not compared.
         holder: How the message calls the checkpoint.
         otherwise: Alternative to using the checkpoint's values, for the message.
     """
@@ -71,12 +68,8 @@ def load_model(
     """Build the model of a checkpoint and load its weights on the CPU, one tensor at a time.
 
     Args:
-        checkpoint: The folder of one checkpoint, of any world size.
-        options: Options of the model, from the run's config.
-        max_seq_len: Longest window the rotary table must cover.
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
-        ema: Whether to take the average of the weights instead of the weights.
 
     Returns:
         The model in evaluation mode.

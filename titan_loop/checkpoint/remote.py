@@ -165,7 +165,6 @@ class RemoteCheckpoints:
         return TAGS in self._folder.names(f"step-{step}")
 
     def _claim(self, run: Path, *, adopt: bool) -> None:
-        """Claim the folder for this run; refuse another run's."""
         try:
             own: str | None = read_json_object(run / OWN_RECORD, fix="delete it")["run"]
         except FileNotFoundError:
@@ -207,12 +206,6 @@ class RemoteCheckpoints:
         return self._object(f"step-{step}/{MANIFEST}")
 
     def _object(self, name: str) -> dict[str, Any]:
-        """Return the JSON object in a file of the store.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            UserError: It holds something else.
-        """
         return self._parsed(name, self._folder.read(name))
 
     def _parsed(self, name: str, content: bytes) -> dict[str, Any]:
@@ -233,7 +226,6 @@ class Uploader:
 
     Args:
         wait_seconds: Wait before the second attempt; it doubles each time.
-        policy: Applied there after every copy.
     """
 
     def __init__(

@@ -49,9 +49,6 @@ class SafetensorsFolder:
     Only one file is open at a time, so that at most one shard is in memory if tensors are read in
     the order of `names`.
 
-    Args:
-        folder: Holds `model.safetensors`, or shards and their index.
-
     Raises:
         UserError: There are no safetensors, a file is missing or damaged, or index and files
             disagree.
@@ -141,8 +138,6 @@ def write_folder(
     """Write tensors to one file, or to shards with an index; one tensor in memory at a time.
 
     Args:
-        folder: Exists, and has no safetensors yet.
-        shapes: Every tensor, in the order they are written.
         dtype: float32 or bfloat16; rounds to nearest even where that is narrower.
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
 
@@ -211,9 +206,6 @@ def write_safetensors(
     metadata: Mapping[str, str],
 ) -> None:
     """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
-
-    Args:
-        tensors: Shape and type of each, in the order they are written.
 
     Raises:
         UserError: safetensors has no such type.

@@ -64,7 +64,6 @@ def save_checkpoint(
         checkpoint: Its folder; the remains of an earlier attempt are deleted first.
         state_dict: Returns tensors and objects, which must not change until this function
             returns; an exception counts as a failure of the save.
-        content: The manifest without `files`.
         on_commit: Called on rank 0 after the commit; its errors are logged, since nothing may undo
             a commit.
 

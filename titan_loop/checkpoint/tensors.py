@@ -58,12 +58,9 @@ class CheckpointReader:
     Memory is the tensor that is read and one of its shards.
 
     Args:
-        look_at: How closely to check its files first, see `LookAt`.
         ema: Whether a weight's name stands for its average; frozen ones have none.
 
     Attributes:
-        checkpoint: The folder.
-        manifest: The commit record.
         metadata: DCP's description of every entry.
 
     Raises:
@@ -172,7 +169,6 @@ def write_checkpoint(
     Args:
         checkpoint: Its folder; the remains of an unfinished save are deleted first.
         entries: Flattened key -> tensor, written in this order, or a plain value.
-        content: The manifest without `files`.
 
     Raises:
         UserError: The folder already holds a checkpoint.

@@ -55,9 +55,6 @@ class Upcycling:
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
         """Return, for every new layer, the old layer it is a copy of.
 
-        Args:
-            architecture: Record of the old model, with N looped layers.
-
         Raises:
             UserError: The new model does not have k·N looped layers with k ≥ 2.
         """
@@ -163,7 +160,6 @@ def _new_names(key: str, layers: Sequence[int]) -> list[str]:
 
 
 def _change(key: str, moments: Moments, layers: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return the change to a tensor on its way."""
     match = _LAYER.fullmatch(key)
     if not key.startswith(_STATE) or match is None or moments == "duplicate":
         return _keep

@@ -109,11 +109,6 @@ def check_recomputation(
 ) -> None:
     """Refuse a policy where it cannot work.
 
-    Args:
-        config: Policy; None for none.
-        parallelism: Degrees of parallelism.
-        draws: Whether the layers draw random numbers.
-
     Raises:
         UserError: States to be offloaded are split by tensor parallelism, or random numbers would
             differ when they are drawn again.

@@ -15,9 +15,6 @@ def missing_compiler(device_type: str) -> str | None:
 
     Inductor (`config.cpp.cxx`) and Triton (`triton.runtime.build`) try no other compiler than the
     one named in the environment, if there is one.
-
-    Args:
-        device_type: "cpu" or "cuda".
     """
     if device_type == "cpu":
         variable, language = "CXX", "C++"
@@ -38,9 +35,6 @@ def keep_compiled_code(folder: Path) -> None:
     torch keeps it in the machine's temporary folder, which a reboot empties. A run on several nodes
     leaves it there: hundreds of ranks that write thousands of small files would be slow on a shared
     disk. TORCHINDUCTOR_CACHE_DIR, if set, decides.
-
-    Args:
-        folder: Folder for a run on one node; torch makes it.
     """
     ranks = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if next(ranks) == next(ranks):

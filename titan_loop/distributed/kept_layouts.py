@@ -19,7 +19,6 @@ def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
     """Return an earlier stage's equal layout, or keep and return this one; collective.
 
     Args:
-        new: A stage's layout, without meshes.
         timeout: Time-out of a first step's collectives, which an earlier stage has lowered.
     """
     degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)

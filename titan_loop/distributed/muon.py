@@ -46,7 +46,6 @@ class Muon(torch.optim.Muon):
     """`torch.optim.Muon` for plain matrices and for DTensors of any placements.
 
     Args:
-        params: Parameter groups, with the settings of `torch.optim.Muon`.
         dtype: Dtype of the iteration and the exchanges.
     """
 
@@ -100,14 +99,7 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS(matrix), in its dtype; see the module.
-
-    Args:
-        matrix: (rows, columns).
-        steps: Number of iterations.
-        coefficients: a, b, c.
-        eps: Smallest norm that is divided by.
-    """
+    """Return NS(matrix), in its dtype; see the module."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
@@ -198,7 +190,6 @@ class MatrixOwners:
             write: Called with each matrix that has a gradient and this rank's part, to be filled.
             function: Called with each such matrix that this rank owns and the whole; returns its
                 result, of the same shape.
-            dtype: Type of parts and wholes.
 
         Returns:
             Each such matrix with this rank's part of the result.
@@ -288,7 +279,6 @@ def pack(costs: Sequence[float], bins: int) -> list[int]:
 
 
 def _owned(shapes: Sequence[tuple[int, ...]], ranks: int) -> list[list[int]]:
-    """Return the indices of the matrices that each rank owns."""
     owners = pack([_cost(shape) for shape in shapes], ranks)
     return [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 

@@ -126,13 +126,6 @@ def parallelize_loop_decoder(
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
     Args:
-        model: Changed in place.
-        parallel_dims: Meshes.
-        training: Dtypes and offloading.
-        parallelism: SPMD backend, and when FSDP reshards.
-        compile_config: Compilation of each layer.
-        ac_config: Activation checkpointing policy; None for none.
-        dump_folder: Folder for a policy's debugging output.
         fsdp: FSDP policy between visits; None takes the defaults. Under a policy that holds layers,
             call `reshard_units` after the last backward pass of every step.
         trainable: "exit_gate" freezes everything else, which then keeps no activations to

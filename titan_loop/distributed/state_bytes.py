@@ -50,13 +50,9 @@ def state_bytes(
     """Return the bytes of one rank's share.
 
     Args:
-        config: Architecture of the model.
         shards: Number of ranks that FSDP shards over; replicas of HSDP do not count.
         tensor_parallel: Number of ranks that share a layer's matrices; padding of their parts is
             not counted.
-        trainable: Parameters that have gradients and moments.
-        muon: Whether Muon updates the layers' matrices.
-        averaged: Whether the optimizer keeps an average of the weights.
     """
     sizes, hidden_elements = _measured(config)
     parameters, gradients = (

@@ -23,10 +23,6 @@ class Export:
     """A model on its way out.
 
     Attributes:
-        reader: The checkpoint.
-        shape: Its shape in the format.
-        tokenizer: Its tokenizer; None to write none.
-        dtype: Type of the weights, one of the format's.
         max_shard_bytes: Most tensor bytes in one safetensors file.
         trained_tokens: Tokens that the weights were trained on, in all stages.
     """
@@ -71,9 +67,7 @@ class Format:
 
     Attributes:
         summary: A line for `convert export --list`.
-        shape: Returns a checkpoint's shape.
         write: Writes an export to a new file or folder.
-        dtypes: Types that weights can have.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
     """
 

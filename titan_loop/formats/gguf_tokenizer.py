@@ -25,8 +25,6 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
     """Add tokens, merges, special ids and chat template.
 
     Args:
-        writer: Where no tensor has been written yet.
-        tokenizer: A checked tokenizer.
         rows: Rows of the embedding; rows behind the last token become unused tokens.
 
     Raises:

@@ -72,8 +72,6 @@ class ModelFolder:
         UserError: Anything about it is not as the format says.
 
     Attributes:
-        shape: Shape of its model.
-        tokenizer: Its tokenizer.json; None without one.
         text: How text ends and conversations are rendered; None without a tokenizer.
     """
 
@@ -148,8 +146,6 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
     Memory is one shard of the folder and one tensor.
 
     Args:
-        folder: Checked.
-        checkpoint: New folder.
         dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
     """
     shapes = folder.shape.tensor_shapes()
@@ -185,9 +181,6 @@ def import_run(
     """Write a new run whose one checkpoint, of step 0, has the weights of a folder.
 
     Args:
-        folder: Checked.
-        output: The new run directory.
-        command: Recorded in the new `run.json`.
         dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
 
     Returns:

@@ -36,9 +36,6 @@ class LlamaShape:
         n_kv_heads: Key-value heads.
         hidden_dim: Feed-forward width F.
         vocab_size: Rows of embedding and head, V.
-        tie_weights: Whether embedding and head are one matrix.
-        rope_theta: Base of the rotary embedding.
-        norm_eps: Added to the mean square in every norm.
         recurrent_steps: R.
         max_positions: Window of the last stage, or the imported folder's.
     """
@@ -96,11 +93,6 @@ class LlamaShape:
         cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> Self:
         """Return the shape of a checkpoint's model.
-
-        Args:
-            architecture: Architecture record of the manifest.
-            recurrent_steps: R to export.
-            max_positions: Window of the last stage, in tokens.
 
         Raises:
             UserError: The model is of another family, has an option for which the format has no
@@ -181,7 +173,6 @@ class LlamaShape:
         """Return the content of `config.json`.
 
         Args:
-            dtype: Type of the weights, as torch names it.
             bos_id: First token of a document; None without a tokenizer.
             eos_id: Last token of a document, or of a turn.
         """

@@ -76,10 +76,6 @@ def write_model_folder(
     Memory is one tensor at a time.
 
     Args:
-        export: The model.
-        output: New folder.
-        about: A sentence on the model, for its card.
-        tags: The card's tags.
         remote_code: Package of the Python files that transformers needs beside the weights.
         note: Text after the first paragraph of the card.
         usage: Paragraphs on how to use the model, after the card's example.

@@ -8,10 +8,6 @@ from titan_loop.errors import UserError, first_line
 def push_folder(folder: Path, repo: str) -> str:
     """Upload a folder or a file to a model repository, created private if there is none.
 
-    Args:
-        folder: The export; it stays.
-        repo: OWNER/NAME.
-
     Returns:
         Address of the commit.
 

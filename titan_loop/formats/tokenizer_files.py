@@ -36,9 +36,6 @@ class TokenizerExport:
     """A checked tokenizer and how text ends in it.
 
     Attributes:
-        path: Its `tokenizer.json`.
-        text: How text ends.
-        end_of_text_id: Id of the token between documents.
         turn_end_id: Id of the token that ends a turn; None where only documents end.
     """
 
@@ -92,9 +89,6 @@ def open_tokenizer(
     """Check that a tokenizer belongs to a model.
 
     Args:
-        path: A `tokenizer.json`.
-        vocab_size: Rows of the model's embedding.
-        text: How text ends.
         is_known: Whether this is known to be the tokenizer of the training data; otherwise the size
             of its vocabulary must speak for it.
 

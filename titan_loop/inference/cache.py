@@ -40,7 +40,6 @@ class Places(NamedTuple):
     """Where new tokens of all rows are stored.
 
     Attributes:
-        positions_BL: Their positions.
         seen: S, the number of keys that they may attend to: the largest position plus one.
         in_step: Whether every row has one token, at position S − 1; slices then do for indices.
     """
@@ -71,9 +70,6 @@ class CacheShape(NamedTuple):
 
 class LoopCache(ABC):
     """Keys and values of the rows of one batch.
-
-    Args:
-        shape: Sizes; `rows` is the largest number of rows at once.
 
     Attributes:
         rows: Number of rows now; they come first in memory.
@@ -165,13 +161,7 @@ class LoopCache(ABC):
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle the entries of the E tokens that just left the recurrence.
-
-        Args:
-            rows: (E,) their rows.
-            positions: (E,) their positions.
-            steps: (E,) the last step each of them ran.
-        """
+        """Settle the entries of the E tokens that just left the recurrence."""
 
 
 class FullCache(LoopCache):

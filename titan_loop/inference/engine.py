@@ -88,10 +88,8 @@ class Engine:
         """Generate, yielding each token as soon as its row leaves the recurrence.
 
         Args:
-            requests: Prompts of any lengths.
             rows: Number of rows that run at once; the other requests wait, in order, for a place.
                 None runs all at once. Results are the same up to rounding.
-            sampling: How tokens are chosen; None is greedy.
             generator: A CPU generator that seeds each row's own; required unless greedy.
 
         Raises:

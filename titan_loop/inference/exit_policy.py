@@ -41,7 +41,6 @@ class Evidence(NamedTuple):
     """The tokens a policy looks at: each just finished a step of its own.
 
     Attributes:
-        step_BL: The step each token just ran, from 1.
         hidden_BLD: States after that step, as the head reads them.
         before_BLD: States before that step; meaningless at step 1.
         log_survival_BL: log Π_{j≤r}(1 − λ_j), at least fp32; None unless the policy reads the gate.
@@ -62,8 +61,6 @@ class ExitPolicy(ABC):
     """Decides which tokens leave the recurrence after the step they just ran.
 
     Attributes:
-        name: Its name on the command line.
-        reads_gate: Whether it looks at the exit gate.
         reads_logits: Whether it looks at logits, which costs a readout after every step.
         reads_states: Whether it looks at states, which costs a coda after every step. All tokens of
             a policy that does not leave after its deepest step.
@@ -284,11 +281,6 @@ def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
 class ExitDecider:
     """Applies a policy step by step and keeps the earlier steps that it needs.
 
-    Args:
-        deepest_step: The step after which every token leaves.
-        gate: Maps a state (B, L, D) to exit logits (B, L).
-        readout: Maps a state (B, L, D) to logits (B, L, V).
-
     Attributes:
         log_prob_BLV: Log-probabilities of the next token after the latest step; None before the
             first, and if the policy reads no logits.
@@ -313,11 +305,6 @@ class ExitDecider:
         """Return (B, L) bool, True where the token leaves after the step it just ran.
 
         Call it once per step. At step 1 the memory of the row's previous token is dropped.
-
-        Args:
-            step_BL: The step each token just ran, from 1.
-            hidden_BLD: States after the step.
-            before_BLD: States before it; not used at step 1.
         """
         evidence = Evidence(step_BL, hidden_BLD, before_BLD)
         if self.policy.reads_gate:
@@ -370,7 +357,6 @@ def exit_steps(
     """Return the step after which a policy would leave, for the states of whole windows.
 
     Args:
-        hidden_RBLD: States after steps 1 … R, as in `LoopOutput`.
         gate: Maps a state to exit logits, e.g. `model.gate`.
         readout: Maps a state to logits, e.g. `model.readout`.
 

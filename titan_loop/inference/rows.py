@@ -54,9 +54,7 @@ def text_requests(
     """Return requests whose completions come back as text.
 
     Args:
-        tokenizer: The one the model was trained with.
         prompts: Texts, in which special tokens are recognised, or token ids.
-        stop_tokens: Tokens that end a completion, as `loading.text_ends` finds them.
 
     Raises:
         UserError: A stop string is empty.
@@ -76,7 +74,6 @@ class GeneratedToken(NamedTuple):
     """One event of a stream, in the order in which rows leave the recurrence.
 
     Attributes:
-        row: Index of the request.
         step: The recurrent step whose readout it was sampled from, from 1.
         text: Text that is now certain; "" without a `Detokenizer`, inside a character, or while a
             stop string may have begun.
@@ -95,10 +92,8 @@ class Completion:
     """The result of one request.
 
     Attributes:
-        tokens: Token ids, without the stop token.
         steps: The recurrent step each of them was read from.
         text: Text before the stop string; "" without a `Detokenizer`.
-        finish: Reason why it ended.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -171,10 +166,7 @@ class Batch:
     """State of a decoding loop; row b of every tensor belongs to `rows[b]`.
 
     Attributes:
-        rows: Rows that still run.
         cache: Their keys and values, with room for as many rows as may run at once.
-        decider: The exit policy with its memory of these rows.
-        recurrent_steps: R, the deepest step.
         state: State of each row's newest token after `Row.step` steps; None before any has run one.
     """
 

@@ -38,7 +38,6 @@ class SelfSpeculation:
     Attributes:
         draft_step: Step s that drafts, at least 1 and below R.
         draft_tokens: Largest number k of tokens drafted per round.
-        rounds: Number of rounds, each with one verification.
     """
 
     draft_step: int = 1

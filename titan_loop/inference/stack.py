@@ -25,7 +25,6 @@ class Work:
     """The cost of generating.
 
     Attributes:
-        cache_bytes: Bytes allocated for keys and values.
         applications: Number of calls of the whole stack.
         token_steps: Number of tokens in those calls, summed, with padding.
     """
@@ -40,7 +39,6 @@ class LoopState(NamedTuple):
 
     Attributes:
         carry: Start of the latest step.
-        hidden_BLD: State after it.
         read_BLD: Input of head, gate and exit policies; the state itself where
             none of them looks at it.
     """
@@ -122,8 +120,6 @@ class Stack:
         Args:
             state: State after the step before; None if all rows are at step 1.
             tokens_BL: The tokens that rows at step 1 start from; None if there are none.
-            steps: The step of every row.
-            context: From `prompt_context` or `token_context`.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """
         same = min(steps) == max(steps)

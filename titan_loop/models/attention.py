@@ -50,13 +50,7 @@ def document_mask(positions_BL: Tensor, share: WindowShare | None = None) -> Ten
 def document_block_mask(
     positions_BL: Tensor, share: WindowShare, block_size: int | tuple[int, int]
 ) -> BlockMask:
-    """Return Flex's form of `document_mask` for a share of the window.
-
-    Args:
-        positions_BL: (B, L) positions of whole windows, restarting per document.
-        share: Which queries, and keys in which order.
-        block_size: Block size of the kernel.
-    """
+    """Return Flex's form of `document_mask` for a share of the window."""
     document_BL = (positions_BL == 0).cumsum(dim=1)
     query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
     queries_L, keys_L = share
@@ -104,13 +98,10 @@ class DocumentAttention(Module):
         """Attend; returns (B, L, N, H).
 
         Args:
-            q_BLNH: Rotated queries.
             k_BLNH: Rotated keys, (B, L_key, N_kv, H).
-            v_BLNH: Values, like the keys.
             attention_masks: (B, 1, L, L_key) bool, or None for plain causal attention, which needs
                 as many queries as keys, or a single query that is the last token.
             scale: Factor on the scores; None means 1/sqrt(H).
-            enable_gqa: Whether there are fewer key-value heads than query heads.
             scores_BNLS: Terms added to the products of queries and keys, before scaling.
 
         Raises:
@@ -234,8 +225,6 @@ class LoopAttention(GQAttention):
         """Attend and project back; (B, L, D) in and out.
 
         Args:
-            x_BLD: Normed input.
-            context: Tensors shared by all layer visits of this forward pass.
             cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
                 that a compiled block is not specialised on the step.
         """

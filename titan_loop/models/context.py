@@ -53,7 +53,6 @@ class LoopContext(NamedTuple):
         attention_mask: Mask of the attention backend; None means causal attention that ignores
             document boundaries.
         cache: Keys and values of earlier tokens; None in training.
-        columns: Further model inputs of the batch, by name; None if there are none.
         said_BLV: Log-probabilities of the next token after the previous step, if they are known;
             they save decoding that state again.
     """

@@ -184,12 +184,9 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows.
 
         Args:
-            tokens: (B, L) token ids.
             positions: (B, L) positions restarting per document; None means one document a window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R for this call; None means `self.recurrent_steps`.
-            collect: Which steps' states to return.
-            columns: Further model inputs of the batch, by name.
 
         Returns:
             The collected states and, with a gate, their exit logits.
@@ -224,12 +221,9 @@ class LoopDecoder(Decoder):
         """Gather the inputs that all layer visits of one pass share.
 
         Args:
-            tokens: (B, L) current tokens, for their shape.
             positions: (B, L), restarting per document; None counts from 0.
             attention_masks: None builds a document mask from `positions`, or plain causal attention
                 if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
-            cache: Keys and values of earlier tokens.
-            columns: Further model inputs of the batch, by name.
             key_positions: (B or 1, S) positions of the keys in the cache; None if only the current
                 tokens have keys.
         """
@@ -276,11 +270,8 @@ class LoopDecoder(Decoder):
         """Return the carry of `step` + 1; called only if that step runs, and never recomputed.
 
         Args:
-            carry: Carry that `step` started from.
-            hidden_BLD: State after that step.
             step: Number of the step, from 1, or a (B,) tensor of numbers. The engine may pass rows
                 that begin a new token; it drops their result.
-            context: From `make_context`.
         """
         if self.injection is None:
             return hidden_BLD
@@ -290,10 +281,8 @@ class LoopDecoder(Decoder):
         """Apply every looped layer once, and the final norm if it is there; return h_step.
 
         Args:
-            carry: From `start` or `advance`.
             step: 1-based number of this step, or a (B,) tensor of them, since all steps share their
                 weights; only addresses the cache.
-            context: From `make_context`.
         """
         looped = self.config.looped
         hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
@@ -311,7 +300,6 @@ class LoopDecoder(Decoder):
         return [self.layers[str(index)] for index in self.config.looped]
 
     def _outside(self, layers: range, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
-        """Apply layers outside the loop."""
         if not layers:
             return hidden_BLD
         looped = self.config.looped
@@ -390,12 +378,7 @@ class LoopDecoder(Decoder):
         return recurrent_steps, looped, len(self.layers) - looped
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
-        """Return how an optimiser treats one of this model's parameters.
-
-        Args:
-            name: Its name, as in checkpoints.
-            parameter: Whole or sharded.
-        """
+        """Return how an optimiser treats a parameter, whole or sharded; names as in checkpoints."""
         return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
@@ -405,7 +388,6 @@ class LoopDecoder(Decoder):
 
         Args:
             positions: (B, L) positions of whole windows, restarting per document.
-            share: The part of every window this rank computes; None for all of it.
         """
         if not self._needs_mask():
             return document_mask(positions, share)

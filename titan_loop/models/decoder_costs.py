@@ -38,7 +38,6 @@ class DecoderCosts(Decoder.Config):
         """Return how many layers a micro-batch visits, forward and backward.
 
         Args:
-            recurrent_steps: R, or its mean.
             backward_steps: Number of last steps that the backward pass reaches, or its mean; 0
                 for a frozen model, None for all.
         """

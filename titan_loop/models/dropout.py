@@ -68,7 +68,6 @@ def seed_dropout(model: nn.Module, *key: int) -> None:
     """Seed the default generator, if the model draws from it.
 
     Args:
-        model: Not touched.
         key: Seed of the run, step, micro-batch, and rank among those with other tokens.
     """
     if draws(model):

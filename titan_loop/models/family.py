@@ -112,11 +112,8 @@ class Family:
 
     Attributes:
         name: Its name on the command line and in checkpoints.
-        options: Class of its model options.
-        sizes: Named sizes.
         decoder_config: Takes options, their shape and the longest window; returns the
             architecture.
-        uses: Supported uses of its models.
         exit_policies: Names of the exit policies its models support; None for every policy that
             works on a recurrence over the stack.
         runtime_options: Options that do not stand in the architecture record.
@@ -169,9 +166,6 @@ def default_options() -> ModelOptions:
 def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
     """Return the options that a `config.json` recorded.
 
-    Args:
-        recorded: Its `model`. An option that is absent has its default.
-
     Raises:
         UserError: The family, or an option, is unknown to this version.
     """
@@ -217,10 +211,6 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
 def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Config:
     """Build the architecture of `options`.
 
-    Args:
-        options: Family, size and deviations from it.
-        max_seq_len: Longest window the rotary table must cover.
-
     Raises:
         UserError: Unknown family, size or attention backend, or a shape that does not fit together.
     """
@@ -257,8 +247,6 @@ def build_decoder(
     """Build and initialise one undistributed decoder, e.g. for tests, evaluation and conversion.
 
     Args:
-        options: Family, size and deviations from it.
-        max_seq_len: Longest window the rotary table must cover.
         device: Where its parameters live; "meta" leaves them uninitialised.
     """
     with torch.device(device):
@@ -274,7 +262,6 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
 
     Args:
         asked: Options as requested, before the data's vocabulary was filled in.
-        vocab_size: Rows of the embedding that is trained.
     """
     if asked.vocab_size is None:
         yield f"model.vocab_size={vocab_size}, the vocabulary of the data"

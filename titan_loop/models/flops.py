@@ -18,7 +18,6 @@ class Flops(NamedTuple):
         matrices: Matrix products of all layer visits.
         attention: Scores and weighted sums of all layer visits.
         readouts: Products of states and head.
-        gate: Exit logits.
         decoding: Decoding and re-encoding of states between two steps.
     """
 
@@ -35,12 +34,7 @@ class Flops(NamedTuple):
 
 
 class LayerVisits(NamedTuple):
-    """Number of layers that a micro-batch visits; a layer counts as often as it is visited.
-
-    Attributes:
-        forward: In the forward pass.
-        backward: In the backward pass.
-    """
+    """Number of layers that a micro-batch visits; a layer counts as often as it is visited."""
 
     forward: float
     backward: float
@@ -70,15 +64,8 @@ def training_flops_per_token(
     whose input needs no gradient.
 
     Args:
-        visits: Visits of layers.
         layer_parameters: Number of weights of one layer that take part in matrix products.
-        query_width: N·H.
-        dim: D.
-        vocab_size: V.
-        seq_len: L, the window.
         recurrent_steps: R, or its mean.
-        gate: Whether there is an exit gate.
-        trainable: Parameters that train.
         backward_steps: Number of last steps that the backward pass reaches, or its mean; None for
             all.
     """

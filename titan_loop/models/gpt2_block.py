@@ -189,11 +189,7 @@ def block_config(
     """Return the block of one layer.
 
     Args:
-        shape: Sizes of the model.
-        kernel: As `model.attention`.
-        rotation: Rotation of queries and keys by their positions.
         output_init: Initial weights of both output projections.
-        dropout: Share that is zeroed in training.
     """
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 

@@ -12,12 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def normal_matrix(parameter: torch.Tensor, *, std: float) -> None:
-    """Fill a matrix from a normal distribution truncated at three standard deviations.
-
-    Args:
-        parameter: Plain, or a DTensor with any placements.
-        std: Standard deviation before truncation.
-    """
+    """Fill a matrix from a normal distribution truncated at three standard deviations."""
     if not isinstance(parameter, DTensor):
         nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
         return

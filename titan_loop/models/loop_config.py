@@ -155,10 +155,6 @@ def loop_config(
     """Return the architecture of a looped decoder.
 
     Args:
-        kind: Config class of the decoder to build.
-        options: Options of the run.
-        shape: Size of the model, with every deviation from the named one.
-        max_seq_len: Longest window, in tokens.
         **own: Fields that `kind` adds to the generic decoder's, or sets differently.
 
     Raises:

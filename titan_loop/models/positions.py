@@ -43,7 +43,6 @@ class Positions(Module):
     """Positions that act nowhere; the base of those that do.
 
     Args:
-        config: Settings of the kind.
         rope: The layers' rotation, which holds the longest window, too.
     """
 
@@ -63,13 +62,7 @@ class Positions(Module):
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
         ) -> "DistanceScores.Config | None":
-            """Return the part of a layer's scores that depends on distances, if there is one.
-
-            Args:
-                head_dim: H, width of a head.
-                n_heads: Number of query heads.
-                matrix: Initialisation of weights.
-            """
+            """Return the part of a layer's scores that depends on distances, if there is one."""
             return None
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
@@ -102,9 +95,6 @@ class RopeTable(CosSinRoPE):
 
     def rows(self, positions_BL: Tensor) -> Tensor:
         """Gather the rows of `positions_BL`.
-
-        Args:
-            positions_BL: (B or 1, L) integers in [0, max_seq_len).
 
         Returns:
             (B or 1, L, 1, 2·H) fp32: cosines, then sines.

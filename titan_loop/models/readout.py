@@ -117,7 +117,6 @@ class LMHead(Linear):
             z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            decoding: How Φ makes a distribution of logits.
             encoder: Table with the embeddings that Φ takes the mean of; it may share this weight.
                 It must be gathered together with the head.
 
@@ -337,11 +336,7 @@ def _cross_entropy_to_gradient_(
 
     Args:
         logits_CV: z, this rank's slice, in the dtype of the products. Overwritten.
-        labels_C: Global token ids.
         weight_C: Loss weights, 0 at ignored labels, in the dtype to compute in.
-        vocabulary: Rows of the slice, and reductions over the others.
-        z_loss: ζ.
-        needs_gradient: Whether to compute the gradient; the logits are lost in any case.
 
     Returns:
         (C,) cross entropy in nats and (C,) Z, both 0 at ignored labels and equal on all ranks that

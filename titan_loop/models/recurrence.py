@@ -73,12 +73,6 @@ class Recurrence(Module):
         With `backward_steps` = k the steps before the last k, and the advances between them, run
         without recording anything for the backward pass, which treats their results as constants.
         Parts of a carry that come unchanged from the start keep their gradient.
-
-        Args:
-            model: Owns the layers.
-            carry: From `model.start`.
-            recurrent_steps: R.
-            context: Shared by all visits.
         """
         run_step: Callable[..., Tensor] = self.wrapped(model.step)
         recorded_from = 1

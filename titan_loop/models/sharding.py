@@ -27,11 +27,7 @@ from titan_loop.models.positions import LearnedPositions
 
 
 def gathered_state(*, enable_sp: bool) -> ShardingConfig:
-    """Gather the state for readout and gate.
-
-    Args:
-        enable_sp: Whether states are sharded over the sequence between layers.
-    """
+    """Gather the state for readout and gate; `enable_sp`: states are sharded between layers."""
     return ShardingConfig(
         in_src_shardings={"input": state_placement(enable_sp)},
         in_dst_shardings={"input": dense_activation_placement(tp=spmd.R)},
@@ -53,11 +49,7 @@ def replicated_gate() -> ShardingConfig:
 
 
 def replicated_table(*, enable_sp: bool) -> ShardingConfig:
-    """Replicate a table whose rows are added to the embedding, and count its gradient once.
-
-    Args:
-        enable_sp: Whether states are sharded over the sequence between layers.
-    """
+    """Replicate a table whose rows are added to the embedding, and count its gradient once."""
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.I)},
         in_src_shardings={"input": dense_activation_placement(tp=spmd.R)},
@@ -69,11 +61,7 @@ def replicated_table(*, enable_sp: bool) -> ShardingConfig:
 
 
 def scattered_state(*, enable_sp: bool) -> ShardingConfig:
-    """Sum the tensor-parallel ranks' decoded parts, and place the sum like a state.
-
-    Args:
-        enable_sp: Whether states are sharded over the sequence between layers.
-    """
+    """Sum the tensor-parallel ranks' decoded parts, and place the sum like a state."""
     return ShardingConfig(
         in_src_shardings={"input": dense_activation_placement(tp=spmd.P)},
         in_dst_shardings={"input": state_placement(enable_sp)},
@@ -86,9 +74,7 @@ def mixed_states(
     """Mix states where they are, with weights placed like a norm's gain.
 
     Args:
-        names: Arguments that are states.
         weights: Parameters of width D or 1.
-        enable_sp: Whether states are sharded over the sequence between layers.
     """
     state = state_placement(enable_sp)
     gain = norm_config(enable_sp=enable_sp).state_shardings["weight"]
@@ -107,12 +93,7 @@ def state_placement(enable_sp: bool) -> SpmdLayout:
 
 
 def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
-    """Place the parts of a looped decoder outside its layers.
-
-    Args:
-        decoder: A `LoopDecoder.Config`, changed in place.
-        enable_sp: Whether states are sharded over the sequence between layers.
-    """
+    """Place the parts of a looped decoder, a `LoopDecoder.Config`, outside its layers."""
     set_decoder_sharding_config(decoder, enable_sp=enable_sp)
     decoder.norm.sharding_config = norm_config(enable_sp=enable_sp)
     decoder.state_gather.sharding_config = gathered_state(enable_sp=enable_sp)
@@ -127,12 +108,7 @@ def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
 
 
 def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
-    """Shard a layer's heads and feed-forward width over the tensor-parallel ranks.
-
-    Args:
-        layer: Changed in place.
-        enable_sp: Whether states are sharded over the sequence between layers.
-    """
+    """Shard a layer's heads and feed-forward width over the tensor-parallel ranks."""
     for norm in layer.norms:
         norm.sharding_config = norm_config(enable_sp=enable_sp)
     set_attention_sharding(layer.attention, enable_sp=enable_sp)

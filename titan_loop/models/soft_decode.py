@@ -39,7 +39,6 @@ class Decoding:
 
     Attributes:
         temperature: τ > 0.
-        top_k: Number of tokens kept; None keeps all of them.
         normalised_over: Tokens whose probabilities add up to 1.
     """
 
@@ -85,7 +84,6 @@ class Tables(NamedTuple):
         decoder_VD: The rows w_v on this rank.
         encoder_VD: The rows e_v on this rank; None if they are the same tensor.
         vocabulary: The rows' place in the vocabulary, and reductions over the other ranks' rows.
-        chunk_tokens: Tokens whose logits may exist at a time.
     """
 
     decoder_VD: Tensor
@@ -95,13 +93,7 @@ class Tables(NamedTuple):
 
 
 def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tensor:
-    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables.
-
-    Args:
-        hidden_BLD: h, whole on every rank.
-        tables: The weights.
-        decoding: Temperature, tokens kept and normalisation.
-    """
+    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables."""
     function = _AllTokens if decoding.top_k is None else _KeptTokens
     decoded_TD = function.apply(
         hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
@@ -115,13 +107,7 @@ def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tenso
 
 
 def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
-    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients.
-
-    Args:
-        log_prob_BLV: Over the whole vocabulary.
-        encoder_VD: All rows e_v.
-        decoding: Temperature, tokens kept and normalisation.
-    """
+    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients."""
     log_prob_CV = log_prob_BLV.flatten(0, -2) / decoding.temperature
     prob_CV = log_prob_CV.softmax(dim=-1)
     if decoding.top_k is not None:
@@ -307,14 +293,7 @@ def _chunks(tokens: int, chunk_tokens: int, parts: float = 1) -> list[slice]:
 
 
 def kept_chunks(kept: int, tokens: int, chunk_tokens: int, shape: tuple[int, ...]) -> list[slice]:
-    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings.
-
-    Args:
-        kept: K.
-        tokens: T.
-        chunk_tokens: Tokens whose logits may exist at a time.
-        shape: Rows of the table on this rank, and D.
-    """
+    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings."""
     return _chunks(tokens, chunk_tokens, 3 + kept * shape[1] / shape[0])
 
 

@@ -92,12 +92,7 @@ def innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
 
 
 def unit_sizes_of(model: nn.Module, units: Sequence[Unit]) -> list[UnitSize]:
-    """Return the parameters of each unit; every parameter of the model belongs to one.
-
-    Args:
-        model: Best on the meta device.
-        units: Its units.
-    """
+    """Return the parameters of each unit; every parameter of the model belongs to one."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     shapes: dict[Unit, dict[str, tuple[int, ...]]] = {}
     for unit in innermost_first(model, units):

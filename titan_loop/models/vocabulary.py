@@ -39,7 +39,6 @@ class Vocabulary:
 
         Args:
             id_CK: Token ids, ascending, at most `kept`.
-            value_CK: Their values.
             kept: Number that every slice contributes if it has as many rows.
         """
         return id_CK, value_CK

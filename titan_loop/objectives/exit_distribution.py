@@ -57,9 +57,6 @@ def exit_log_pmf(exit_logit_RBL: Tensor) -> Tensor:
 def exit_pmf(exit_logit_RBL: Tensor) -> Tensor:
     """Return p_r, the probability of exiting exactly at each recurrent step.
 
-    Args:
-        exit_logit_RBL: Gate logits.
-
     Returns:
         Probabilities in [0, 1] that sum to 1 over the first dimension, same shape, at least fp32.
 
@@ -95,9 +92,6 @@ def exit_entropy_nats(exit_logit_RBL: Tensor) -> Tensor:
 
         H(p) = −Σ_r p_r log p_r,  with 0 · log 0 = 0
 
-    Args:
-        exit_logit_RBL: Gate logits.
-
     Returns:
         Entropy in nats, in [0, log R], the shape without its first dimension, at least fp32.
 
@@ -109,9 +103,6 @@ def exit_entropy_nats(exit_logit_RBL: Tensor) -> Tensor:
 
 def mean_exit_step(exit_logit_RBL: Tensor) -> Tensor:
     """Return the expected exit step Σ_r r · p_r.
-
-    Args:
-        exit_logit_RBL: Gate logits.
 
     Returns:
         Steps in [1, R], the shape without its first dimension, at least fp32.
@@ -128,9 +119,7 @@ def geometric_prior(
         π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
 
     Args:
-        recurrent_steps: R, at least 1.
         eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform prior.
-        device: Where the result lives.
 
     Returns:
         (R,) fp32 probabilities, strictly positive.
@@ -158,7 +147,6 @@ def kl_to_prior(exit_logit_RBL: Tensor, prior_R: Tensor) -> Tensor:
     With the uniform prior this is log R − H(p).
 
     Args:
-        exit_logit_RBL: Gate logits.
         prior_R: (R,) strictly positive probabilities, 1/R each or from `geometric_prior`.
 
     Returns:

@@ -83,7 +83,6 @@ def expected_loss(
     1/N Σ_i Σ_r p_r ζ z_r² is added, in which p is a constant: see `LMHead`.
 
     Args:
-        head: The streamed readout.
         hidden_RBLD: R hidden states (B, L, D).
         exit_logit_RBL: Gate logits, (R, B, L); the arithmetic on them is fp32 or float64.
         labels_BL: Next-token ids. Ignored labels have neither cross entropy nor entropy.
@@ -132,14 +131,6 @@ def last_step_loss(
 
         L = 1/N Σ_i (CE_R + ζ z_R²)
 
-    Args:
-        head: The streamed readout.
-        hidden_RBLD: Hidden states; only the last one is read.
-        labels_BL: Next-token ids; ignored labels do not count.
-        valid_tokens: N, the valid tokens of the global batch.
-        z_loss: ζ ≥ 0.
-        rows_T: As in `LMHead`: tokens with a label, where the others are to be skipped.
-
     Returns:
         The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
     """
@@ -160,9 +151,6 @@ class ExpectedExitLoss(StreamedLoss):
 
     Its metrics come from `exit_metrics`. A model without a gate has its last state's plain cross
     entropy as its loss and `ce/step_R` as its only metric.
-
-    Attributes:
-        entropy_weight: β of the training step, from `set_schedules`; 0 until then.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -261,7 +249,6 @@ def collapse_warning(
     Args:
         metrics: *Global* means under the keys of `exit_metrics`, numbers or scalar tensors.
             Without exit metrics, or with a single recurrent step, nothing can collapse.
-        fix: Remedy.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:

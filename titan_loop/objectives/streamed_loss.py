@@ -97,11 +97,7 @@ class StreamedLoss(ChunkedLossWrapper):
         loss_fn: BaseLoss.Config = field(default_factory=CrossEntropyLoss.Config, init=False)
 
         def collect(self, *, exit_gate: bool) -> Collect:
-            """Return which steps' states the objective reads.
-
-            Args:
-                exit_gate: Whether the model has an exit gate.
-            """
+            """Return which steps' states the objective reads."""
             return "all"
 
         def aux(self) -> Mapping[str, str]:
@@ -114,8 +110,6 @@ class StreamedLoss(ChunkedLossWrapper):
             """Yield why this objective cannot train such a run.
 
             Args:
-                trainable: Parameters that are to train.
-                exit_gate: Whether the model has an exit gate.
                 fewest_steps: Smallest R of any training step.
             """
             if trainable == "exit_gate":

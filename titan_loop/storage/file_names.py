@@ -44,7 +44,6 @@ def path_below(folder: Path, name: str, named_in: str | Path) -> Path:
     """Return the path of a file that may be written, in a folder or in folders below it.
 
     Args:
-        folder: The folder; it need not exist.
         name: Names separated by "/".
         named_in: Where the name stands, for the message.
 

@@ -32,7 +32,6 @@ class LostFolder(NamedTuple):
     """A folder that the holder of its lock lost.
 
     Attributes:
-        problem: Sentence about the event.
         folder: Where the folder is now; None if it is gone, or another process's.
     """
 
@@ -67,7 +66,6 @@ class FolderLock:
     an error that shows only when the first of the two is released, which releases both.
 
     Args:
-        folder: Created if it is missing.
         name: Name of the file in it that is locked.
         called: How messages call the folder, such as "output sources/my".
         user: How messages call the holder, such as "run".
@@ -109,11 +107,9 @@ class FolderLock:
         self._name_owner()
 
     def __enter__(self) -> Self:
-        """Return the lock, which is held already."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Release it."""
         self.release()
 
     def release(self) -> None:

@@ -32,10 +32,6 @@ _NO_OBJECT = "not a JSON object"
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees the old content or the new, never a part.
 
-    Args:
-        path: The file; missing parent folders are created.
-        record: The content; non-finite numbers become null.
-
     Raises:
         OSError: If the folder cannot be written.
     """
@@ -99,10 +95,6 @@ def read_json_object(path: Path, *, fix: str) -> dict[str, Any]:
 
 def read_versioned_json(path: Path, *, format_version: int, fix: str) -> dict[str, Any]:
     """Return a JSON object whose `format_version` this program knows.
-
-    Args:
-        format_version: The newest version that is known.
-        fix: Remedy for a damaged file, for the message.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -180,7 +172,6 @@ def read_jsonl(path: Path, fields: Mapping[str, type] | None = None) -> list[dic
 
 
 def _or_none(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file, none if it does not exist."""
     with suppress(FileNotFoundError):
         yield from lines
 

@@ -36,10 +36,6 @@ _files: dict[Path, _Kept] = {}
 def append_or_keep(path: Path, record: Mapping[str, Any], append: Append = append_jsonl) -> None:
     """Append one record; a failing disk is warned of, and the record is kept for the next time.
 
-    Args:
-        record: The record; not changed later.
-        append: Appends one record to the file.
-
     Raises:
         UserError: The file is damaged, or may not be written.
     """

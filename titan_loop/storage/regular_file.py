@@ -24,11 +24,7 @@ _NOT_THE_FILE = (
 
 
 class DamagedFileError(UserError):
-    """A file does not have the content that its name promises.
-
-    Args:
-        fix: Remedy, as a phrase.
-    """
+    """A file does not have the content that its name promises; `fix` is a phrase."""
 
     def __init__(self, path: Path, reason: str, fix: str) -> None:
         super().__init__(path, reason, fix)  # all of them, so that it travels between ranks
@@ -42,9 +38,6 @@ class DamagedFileError(UserError):
 
 def open_regular(path: Path, *, fix: str) -> BufferedReader:
     """Open a regular file to read it.
-
-    Args:
-        fix: Remedy for a damaged file, for the message.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -22,9 +22,6 @@ _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCred
 class RemoteFolder:
     """One folder; it need not exist, but its bucket must.
 
-    Args:
-        field: The field that names it, for messages.
-
     Raises:
         UserError: The scheme is unknown, its package is missing, the address holds credentials,
             there are none in the environment or they do not suffice, or the bucket is not there.

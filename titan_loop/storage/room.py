@@ -27,10 +27,6 @@ def require_writable(folder: Path, called: str) -> None:
     A folder's permissions do not tell: some file systems let nobody create a file, so one without a
     name is tried. A full disk passes: `wait_for_room` waits for it.
 
-    Args:
-        folder: The folder, which need not be there yet.
-        called: As for `unwritable`.
-
     Raises:
         UserError: The folder may not be written.
         RunFailedError: Its disk fails.
@@ -47,10 +43,6 @@ def wait_for_room(folder: Path, needed_bytes: int) -> None:
 
     Room for small files is needed in any case. If only the rest is missing in the end, that is a
     warning: saves will fail, and training goes on.
-
-    Args:
-        folder: The folder, which need not be there yet.
-        needed_bytes: Size of the next checkpoint, as far as it is known.
 
     Raises:
         RunFailedError: Not even small files can be written.

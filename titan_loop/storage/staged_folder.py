@@ -19,9 +19,6 @@ def staged_folder(output: Path) -> Iterator[Path]:
     If the block raises, nothing is left. If the process is killed, `.NAME.unfinished` is left
     beside `output`, and the next attempt removes it.
 
-    Args:
-        output: Must not exist, or be an empty folder.
-
     Raises:
         UserError: There is something already, or the folder may not be written.
         RunFailedError: The disk fails, or is full.
@@ -37,9 +34,6 @@ def staged_folder(output: Path) -> Iterator[Path]:
 @contextmanager
 def staged_file(output: Path) -> Iterator[Path]:
     """Yield a path whose file becomes `output` when the block ends well; as `staged_folder`.
-
-    Args:
-        output: Must not exist.
 
     Raises:
         UserError: There is something already, or the file may not be written.

@@ -82,12 +82,7 @@ def retries() -> int:
 
 
 def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFailedError:
-    """Return the error for a file that cannot be read: the user's, or the machine's.
-
-    Args:
-        error: The system's last error.
-        fix: Remedy, as a phrase.
-    """
+    """Return the error for a file that cannot be read: the user's, or the machine's."""
     return disk_error(error, f"{path} cannot be read ({error.strerror}); {fix}")
 
 
@@ -96,7 +91,6 @@ def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
 
     Args:
         called: Name of the folder in the message, such as "output sources/my".
-        error: Error of the system after the last attempt.
     """
     problem = f"{called} cannot be written ({error.strerror or error})"
     if error.errno == errno.ENOENT:  # nothing can be created in some folders, such as /proc

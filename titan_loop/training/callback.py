@@ -51,9 +51,7 @@ class TrainingState(Protocol):
     Attributes:
         step: Training steps done; during a step its own number.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        seed: Seed of the run.
         plan: Schedules' values of the newest training step; before the first, of the next.
-        callbacks: All of them, in the order of their calls.
         window_share: The part of every window this rank computes; None for all of it.
         stop_listener: Must hear of progress during long work.
     """
@@ -128,7 +126,6 @@ class Callback:
         All ranks skip the update if one disagrees. None has no opinion.
 
         Args:
-            trainer: The trainer.
             loss: This rank's share of the loss.
             grad_norm: Gradient norm before clipping, of all ranks.
         """
@@ -147,7 +144,6 @@ class Callback:
         """Run after a training step, skipped updates included; its time counts as no training.
 
         Args:
-            trainer: The trainer; `trainer.step` is the step that ended.
             metrics: The step's record as in `metrics.jsonl`, empty on steps that are not logged.
         """
 

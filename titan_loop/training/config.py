@@ -246,10 +246,6 @@ class RunConfig(Trainer.Config):
         """Read the schedules of a run without refusals.
 
         Args:
-            step: Number of the step, from 1.
-            tokens: Global tokens consumed before it.
-            seed: Seed of the draw, where R is random.
-            rate_start_tokens: Tokens at which the schedule of the learning rate began.
             deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
                 asked where R follows from the data.
         """

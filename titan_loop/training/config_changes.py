@@ -33,13 +33,7 @@ _NOT_SETTINGS = (
 
 
 class SettingChange(NamedTuple):
-    """A field that differs from the last start.
-
-    Attributes:
-        field: Dotted name.
-        before: Value at the last start, as text.
-        now: Value now, as text.
-    """
+    """A field that differs from the last start: its dotted name, and both values as text."""
 
     field: str
     before: str

@@ -129,10 +129,7 @@ def recurrent_steps_at(
     """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
     Args:
-        config: The schedule and its limits.
-        tokens: Global tokens consumed before this step.
         step: The training step, which with the seed, ≥ 0, keys the random draw.
-        seed: The run's.
         deepest: Steps that the deepest example of the global batch needs; None if not known.
     """
     if config.from_data and deepest is not None:

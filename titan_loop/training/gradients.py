@@ -30,8 +30,6 @@ class MicroBatch(NamedTuple):
     Attributes:
         inputs: Token ids, (b, L).
         labels: Next-token ids, same shape.
-        for_model: Other arguments of the forward pass.
-        for_loss: Other arguments of the loss.
     """
 
     inputs: Tensor
@@ -44,10 +42,6 @@ def forward_backward(
     trainer: TrainingState, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulate the gradients of a training step.
-
-    Args:
-        trainer: Its `plan` is the step's.
-        batches: This rank's micro-batches.
 
     Returns:
         This rank's share of the loss and of the objective's metrics: ranks' shares add up.

@@ -20,12 +20,6 @@ class FolderWatch:
     """Looks from a thread whether a run still has its folder, from `start` to `end`.
 
     A file system whose server stalls would stall every training step that looks for itself.
-
-    Args:
-        lock: The run's lock; None on other ranks than 0.
-
-    Attributes:
-        lost: Result of the thread's newest look.
     """
 
     def __init__(self, lock: FolderLock | None) -> None:

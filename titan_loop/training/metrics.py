@@ -64,18 +64,12 @@ class StepRecord:
     """The trainer's numbers of one step; every value is global, equal on all ranks.
 
     Attributes:
-        total_steps: Steps planned for the whole run.
         tokens: Global tokens consumed after this step.
         loss: Mean over the valid tokens of the global batch.
-        grad_norm: Gradient norm before clipping.
         own_rates: Rates of the groups of parameters that have others than the plan's.
-        data_hash: Rolling hash of the data read.
         windows_consumed: Global windows consumed after this step.
         sources: How far each source was read; none for generated data.
-        objective: The objective's metrics: cross entropies, exit pmf and so on.
-        summary: The objective's part of the console line.
         io_retries: Reads that the rank with the most had to repeat since it started.
-        added: Further entries, from callbacks.
     """
 
     plan: StepPlan

@@ -317,7 +317,6 @@ class LoopOptimizers(OptimizersContainer):
             yield from zip(optimizer.param_groups, members, strict=True)
 
     def _log_optimizer(self, optimizer: Optimizer, part_idx: int, patterns: list[str]) -> None:
-        """As upstream's, with a group's first parameter instead of a pattern of all names."""
         first = [f"{group['param_names'][0]}, …" for group in optimizer.param_groups]
         super()._log_optimizer(optimizer, part_idx, first)
 

@@ -121,7 +121,6 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
     """Yield settings that contradict each other, with any data and any number of ranks.
 
     Args:
-        config: A run without `value_refusals`.
         starts_trained: Whether the run starts from weights that were trained before; None looks
             at `checkpoint.carry.parent` and the run directory.
     """

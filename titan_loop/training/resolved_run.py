@@ -36,7 +36,6 @@ class ResolvedRun:
         config: The user's, with the vocabulary of the model, `model_spec`, `optimizer` and
             `lr_scheduler` filled in. Not to be changed.
         model: Architecture of the model. Not to be changed.
-        world_size: Number of ranks.
     """
 
     config: RunConfig
@@ -89,7 +88,6 @@ def resolve(
     Touches neither a process group nor a device, and leaves `config` as it is.
 
     Args:
-        world_size: Number of ranks that will train.
         saved: From `saved_architecture`; None looks for it.
 
     Raises:

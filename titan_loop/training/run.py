@@ -80,9 +80,7 @@ def run_training(
     group stays for the next run of a recipe: call `shutdown` after the last.
 
     Args:
-        config: The user's; not changed.
         command: Recorded in `run.json`; None takes this process' command line.
-        stop_listener: Hears requests to stop; None for none.
         evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
             after the callbacks of the config; needed where one is on, since training imports no
             evaluation.
@@ -198,7 +196,6 @@ def _begin(
     changes: Sequence[SettingChange],
     others: Sequence[SettingChange],
 ) -> None:
-    """Record and log a start of the user's `config`, and copy its checkpoints; on rank 0."""
     run, started_by = RunDirectory(config.dump_folder), sys.argv if command is None else command
     run.create_or_open(started_by, config=trainer.run.config.to_dict())
     for note in size_notes(config.model, trainer.run.model.vocab_size):
@@ -331,7 +328,6 @@ def _checkpoint_bytes(config: RunConfig, newest: Newest) -> int:
 
 
 def _require_readable(run_directory: RunDirectory) -> None:
-    """Refuse a run directory of a newer format or with damaged files."""
     if run_directory.run_json.exists():
         run_directory.read_run()
     if run_directory.config_json.exists():

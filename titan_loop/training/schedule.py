@@ -35,7 +35,6 @@ class Knot:
 
     Attributes:
         tokens: Global tokens consumed at this point, ≥ 0.
-        value: The schedule's value there.
         interpolation: How the value moves to the next knot; "constant" keeps it and jumps.
     """
 
@@ -86,7 +85,6 @@ class Schedule:
         object.__setattr__(self, "knots", (*self.knots[:-1], Knot(last.tokens, last.value)))
 
     def __call__(self, tokens: int) -> float:
-        """Return the value after `tokens` global tokens (exactly the knot's value on a knot)."""
         index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
         if index < 0:
             return self.knots[0].value
@@ -200,7 +198,6 @@ class Schedule:
         return cls(tuple(knots))
 
     def __str__(self) -> str:
-        """Return the text form that `parse` reads back to an equal schedule."""
         if len(self.knots) == 1 and self.knots[0].tokens == 0:
             return _format_value(self.knots[0].value)
         words: list[str] = []
@@ -255,7 +252,6 @@ def _warmup(start: float, warmup_tokens: int) -> tuple[Knot, ...]:
 
 
 def _parse_number(word: str, text: str) -> int | float:
-    """Return the number in `word`, a part of `text`; exact for whole numbers."""
     match = _NUMBER.fullmatch(word)
     if match is None or not math.isfinite(float(match[1])):
         raise UserError(f"schedule {text!r} has {word!r} where a number belongs, such as 2e6 or 4M")
@@ -279,7 +275,6 @@ def _format_tokens(tokens: int) -> str:
 
 
 def _format_value(value: float) -> str:
-    """Return a short text that reads back to the same float."""
     if value == int(value) and abs(value) < 2**53:
         return _format_tokens(int(value))
     return repr(value)

@@ -30,9 +30,6 @@ class StartupClock:
     Args:
         since_process_start: Whether the first part begins with the process, as far as the system
             tells (Linux does), or now.
-
-    Attributes:
-        seconds: Duration of each part, in their order.
     """
 
     def __init__(self, *, since_process_start: bool = False) -> None:

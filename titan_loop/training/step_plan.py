@@ -14,12 +14,9 @@ class StepPlan:
     """One training step, from `RunConfig.plan_step`.
 
     Attributes:
-        step: Number of the step, from 1.
         tokens: Global tokens consumed before it.
-        windows: Windows in its global batch.
         recurrent_steps: R.
         backward_steps: k, the number of last steps that are trained through; None for all.
-        learning_rate: Learning rate as scheduled.
         schedules: Values of the objective's schedules by name, and 0 for each of
             `OBJECTIVE_SCHEDULES` that it has no use for.
     """

@@ -163,7 +163,6 @@ class StopListener:
         self._writer = -1
 
     def _wake(self) -> None:
-        """Let the thread look at its deadline again."""
         if self._writer >= 0:
             os.write(self._writer, bytes([signal.SIGCONT]))
 
@@ -223,7 +222,6 @@ class StopListener:
             self._give_up(f"a second signal, {number.name}")
 
     def _leave_it_to_the_thread(self, number: int, frame: FrameType | None) -> None:
-        """Do nothing, since the thread hears the signal; but Ctrl-C before training ends here."""
         if number == signal.SIGINT and not self._trains:
             raise KeyboardInterrupt
 

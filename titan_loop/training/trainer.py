@@ -62,16 +62,11 @@ from titan_loop.training.verdict import (
 class LoopTrainer(Trainer):
     """Trains a `LoopDecoder` through the steps that the module's docstring draws.
 
-    Args:
-        run: The run, from `resolve`.
-
     Attributes:
         config: The trainer's copy of the run's config. `training.steps`, which ends upstream's
             loop, is the only field that changes: it follows the plan to the end.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        plan: The newest training step's; before the first, the plan of the next.
         callbacks: The config's switches (`built_in`), the recipe's, then all that is appended.
-        window_share: The part of every window this rank computes; None for all of it.
         startup: Measures this start up to its first step; `run_training` brings its own.
     """
 
@@ -248,11 +243,9 @@ class LoopTrainer(Trainer):
             callback.on_phase(self, phase)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether a checkpoint is due after this step."""
         return step % self.config.checkpoint.interval == 0 or step == self.config.training.steps
 
     def _finish_step(self, trained: TrainedStep) -> None:
-        """Log the step if that is due, and call the callbacks."""
         self._enter("log")
         record = self._log(trained) if self.metrics_processor.should_log(self.step) else {}
         self.startup.finish(self.metrics_processor.run_directory)

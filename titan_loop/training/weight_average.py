@@ -49,7 +49,6 @@ class WeightAverage:
     """The average of a model's weights.
 
     Args:
-        config: Has a decay above 0.
         weights: Name → parameter, whole or sharded; read at every update.
 
     Attributes:

@@ -45,10 +45,7 @@ class NormsLog(Callback):
     """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
 
     Args:
-        interval: Training steps from one measurement to the next.
-        states: Collects the norms of states, at these steps at least.
         window_elements: Elements of one window's state, L x D.
-        run: Directory of `norms.jsonl`.
     """
 
     def __init__(
@@ -97,12 +94,9 @@ def norms_record(
     """Return the record of one step; waits for the device.
 
     Args:
-        step: The training step.
         tokens: Global tokens consumed after it.
         recurrent_steps: R of the step; later rows are left out.
-        sums: `StateNorms.sums`.
         elements: Elements of one state of the global batch.
-        of: Norms of the weights, finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()

@@ -24,7 +24,6 @@ class RollingMedian:
         window: Number W of values in the median.
         threshold: k.
         floors: Smallest spread of each number.
-        device: The numbers' device.
     """
 
     def __init__(

@@ -62,13 +62,6 @@ class SpikesError(Exception):
 class SpikeSkipping(Callback):
     """Has the updates of spikes and of non-finite steps left out, and counts them.
 
-    Args:
-        config: Says how many of them, within how many steps, end this start.
-        judge: Compares steps.
-        states: Collects the norms of states of every step.
-        looped: Numbers of the layers inside the loop.
-        run: Directory of `decisions.jsonl`.
-
     Attributes:
         skipped: Skipped steps that still count.
     """

@@ -39,7 +39,6 @@ class Evidence(NamedTuple):
 
     Attributes:
         values: Loss of the global batch, log gradient norm.
-        bounds: The largest values that are no spike.
         states: (2, R + 1, N) norms of states and gradients.
         places: (2, 2, R + 1, N) their scores and ratios, see `Baseline.compare`.
     """
@@ -58,10 +57,8 @@ class SpikeJudge:
     """Judges steps, and remembers the accepted ones.
 
     Args:
-        window: Accepted steps in the window.
         threshold: Spreads above the median at which a number is an outlier.
         shape: (R + 1, N) of the norms of states.
-        device: Device of the model.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class SpikeJudge:
         Args:
             loss: This rank's share of the loss.
             grad_norm: Gradient norm before clipping, of all ranks.
-            sums: `StateNorms.sums` of the step.
             share: Factor of this rank's loss: one over the ranks that hold the same.
         """
         total = loss.detach().double().reshape(()) * share
@@ -158,9 +154,7 @@ class Place(NamedTuple):
     """Beginning of a spike.
 
     Attributes:
-        kind: "state" or "gradient".
         step: Recurrent step; 0 for a layer outside the loop.
-        layer: Number of the layer.
         ratio: Norm over its usual one; infinity if it is not finite.
     """
 
@@ -179,10 +173,6 @@ def where_it_began(places: Tensor, looped: range) -> Place | None:
     """Return the first visit whose state stands out, else the first gradient; None if none does.
 
     States are in the order of the forward pass, gradients in the order of the backward pass.
-
-    Args:
-        places: From `Baseline.compare`; the host reads it.
-        looped: Numbers of the layers inside the loop.
     """
     (state_score, gradient_score), (state_ratio, gradient_ratio) = places.tolist()
     rows, layers = len(state_score), len(state_score[0])

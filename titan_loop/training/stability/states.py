@@ -26,10 +26,7 @@ class StateNorms(Callback):
     """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
     Args:
-        layers: Number of unique layers N, with those outside the loop.
         recurrent_steps: Largest R; later steps of a batch that runs more are left out.
-        device: Device of the model.
-        interval: Training steps from one measurement to the next.
 
     Attributes:
         sums: Σ h², elements of h, Σ g², elements of g over all ranks, (4, R + 1, N), from the

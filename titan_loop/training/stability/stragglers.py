@@ -31,8 +31,6 @@ class RankTimes(NamedTuple):
 
     Attributes:
         step: Wall time of a training step, on average since the last record.
-        data: Wait for data in a step.
-        products: Time for the fixed products, now.
     """
 
     step: float
@@ -45,7 +43,6 @@ class Stragglers(Callback):
 
     Args:
         factor: Ratio of a rank's own time to the median from which it is a straggler, above 1.
-        device: Device of the model.
     """
 
     def __init__(self, factor: float, device: torch.device) -> None:
@@ -72,11 +69,7 @@ class Stragglers(Callback):
         return record
 
     def gather(self, data_seconds: float) -> dict[str, Any]:
-        """Return all ranks' times since the last record; collective.
-
-        Args:
-            data_seconds: Seconds that this rank waited for data since then.
-        """
+        """Return all ranks' times since the last record; collective."""
         steps, self._steps = max(1, self._steps), 0
         elapsed = time.perf_counter() - self._began
         own = RankTimes(elapsed / steps, data_seconds / steps, self._time_products())
@@ -116,12 +109,7 @@ class Stragglers(Callback):
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank whose own time is furthest above the others', and the reason; or None.
-
-    Args:
-        times: In the order of ranks.
-        factor: Smallest ratio to the median.
-    """
+    """Return the rank whose own time is furthest above the others', and the reason; or None."""
     if len(times) < 2:
         return None
     found: list[tuple[float, int, str]] = []

@@ -14,7 +14,6 @@ class WeightNorms:
 
     Attributes:
         gradient: Norm of the gradient before clipping; 0 where none arrived.
-        weight: Norm of the weights before the update.
         update: Norm of the weights' change, once finished; 0 if the update was skipped.
     """
 
