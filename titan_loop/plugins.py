@@ -103,11 +103,7 @@ def find(kind: str, name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`.
-
-    Raises:
-        UserError: As `find`.
-    """
+    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`."""
     _import_own()
     import_plugins()
     return sorted(_known[kind])
@@ -130,11 +126,7 @@ def _import_own() -> None:
 
 
 def import_plugins() -> None:
-    """Import the modules that the environment names; each registers its own plugin.
-
-    Raises:
-        UserError: There is no such module.
-    """
+    """Import the modules that the environment names; each registers its own plugin."""
     listed = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
     for name in filter(None, listed):
         import_user_module(

@@ -53,11 +53,7 @@ def newest_best_step(folder: Path) -> int | None:
 
 
 def named_checkpoint(path: Path) -> Path:
-    """Return the folder of a checkpoint that a path means: step-N for `best`, else the path itself.
-
-    Raises:
-        UserError: The run keeps no best checkpoint, or it is gone.
-    """
+    """Return the checkpoint that a path means: its step-N for `best`, which must be there."""
     if path.name != BEST or path.exists():
         return path
     step = newest_best_step(path.parent)

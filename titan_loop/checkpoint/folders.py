@@ -35,11 +35,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def is_committed(checkpoint: Path) -> bool:
-    """Return whether the save of a checkpoint finished, even if it was damaged since.
-
-    Raises:
-        OSError: Something hides the answer.
-    """
+    """Return whether the save of a checkpoint finished, even if it was damaged since."""
     try:
         retried((checkpoint / MANIFEST).stat)
     except FileNotFoundError:
@@ -75,9 +71,6 @@ def discard(checkpoint: Path) -> None:
     """Delete a checkpoint, its commit record first; nothing happens if there is none.
 
     If it is a symbolic link, only the link is deleted; the checkpoint it points to stays whole.
-
-    Raises:
-        OSError: It cannot be deleted.
     """
     if checkpoint.is_symlink():
         target = checkpoint.readlink()
@@ -118,11 +111,7 @@ def add_tag(checkpoint: Path, tag: str) -> None:
 
 
 def remove_tag(checkpoint: Path, tag: str) -> None:
-    """Take a name away.
-
-    Raises:
-        UserError: It has no such name.
-    """
+    """Take a name away; raises `UserError` if there is no such name."""
     tags = read_tags(checkpoint)
     if tag not in tags:
         raise UserError(f"{checkpoint} has no tag {tag!r}; it has {', '.join(tags) or 'none'}")

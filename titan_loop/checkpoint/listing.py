@@ -49,11 +49,7 @@ class ListedCheckpoint:
 def list_checkpoints(
     folder: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL
 ) -> list[ListedCheckpoint]:
-    """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too.
-
-    Args:
-        hashes: Whether to read every file; sizes are always compared.
-    """
+    """Return all checkpoints in `folder` by increasing step, set aside and unfinished ones too."""
     if not folder.is_dir():
         return []
     named = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)]
@@ -63,11 +59,7 @@ def list_checkpoints(
 
 
 def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
-    """Describe one checkpoint's folder; arguments as for `list_checkpoints`.
-
-    Raises:
-        UserError: The folder does not exist, or is not named like a checkpoint.
-    """
+    """Describe one checkpoint's folder; arguments as for `list_checkpoints`."""
     match = _NAME.fullmatch(path.name)
     if match is None or not (path.is_dir() or _leads_nowhere(path)):
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
@@ -123,11 +115,7 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
 
 
 def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may be deleted.
-
-    Raises:
-        UserError: The folder is not a checkpoint.
-    """
+    """Return the reasons to keep a checkpoint; empty if it may be deleted."""
     checkpoint = look_at(path, policy=policy)
     if not checkpoint.committed:
         return []

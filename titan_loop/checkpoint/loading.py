@@ -118,11 +118,7 @@ class StrictLoadPlanner(PlainLoadPlanner):
         self.match: KeyMatch | None = None
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan to read the entries that are loaded.
-
-        Raises:
-            UserError: The entries differ in a way that the policy does not cover.
-        """
+        """Plan to read the loaded entries; raises as `check_keys`."""
         assert self.metadata is not None
         wanted = {
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None

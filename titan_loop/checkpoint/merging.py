@@ -88,9 +88,6 @@ def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
     """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
 
     Scaling is exact, and keeps products far from overflow.
-
-    Raises:
-        UserError: There are fewer than two checkpoints, or the weights do not fit.
     """
     if count < 2:
         raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")

@@ -43,11 +43,7 @@ def check_architecture(
 
 
 def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
-    """Return the names in which two architecture records, each of any version, do not agree.
-
-    Raises:
-        UserError: This version does not know the family of one of them.
-    """
+    """Return the names in which two architecture records, each of any version, do not agree."""
     first, second = completed_architecture(first), completed_architecture(second)
     missing = object()
     return {
@@ -70,9 +66,6 @@ def load_model(
     Args:
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
-
-    Returns:
-        The model in evaluation mode.
 
     Raises:
         UserError: The folder is not a committed checkpoint, not of such a model, or has no average.

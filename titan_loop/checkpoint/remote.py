@@ -68,11 +68,7 @@ class RemoteCheckpoints:
         return sorted(step for step in self._all_steps() if self._is_committed(step))
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint: its files, then its manifest.
-
-        Raises:
-            OSError: Something did not arrive.
-        """
+        """Copy a committed checkpoint: its files, then its manifest."""
         manifest, name = read_manifest(checkpoint), checkpoint.name
         self._folder.delete(f"{name}/{MANIFEST}")
         self._folder.delete(name)
@@ -114,11 +110,7 @@ class RemoteCheckpoints:
         self._folder.write(name, json.dumps(record).encode())
 
     def fetch_newest(self) -> int | None:
-        """Copy the newest whole remote checkpoint here; return its step, None if there is none.
-
-        Raises:
-            RunFailedError: There are some, and none arrives whole.
-        """
+        """Copy the newest whole remote checkpoint here; return its step, None if there is none."""
         steps = self.steps()
         for step in reversed(steps):
             arriving = self._checkpoints / f".fetching-step-{step}"
@@ -277,12 +269,7 @@ class Uploader:
 
 
 def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:
-    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0.
-
-    Raises:
-        UserError: All local checkpoints are damaged, and there is no remote one.
-        RunFailedError: There are remote checkpoints, and none arrives whole.
-    """
+    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0."""
     try:
         if newest_good(run / CHECKPOINTS, look_at="sizes") is None:
             remote.fetch_newest()

@@ -53,11 +53,7 @@ class Upcycling:
                 raise UserError(f"upcycling {name}={value} is unknown{nearest(value, known)}")
 
     def sources(self, architecture: Mapping[str, Any]) -> list[int]:
-        """Return, for every new layer, the old layer it is a copy of.
-
-        Raises:
-            UserError: The new model does not have k·N looped layers with k ≥ 2.
-        """
+        """Return the old layer of every new one; the looped ones must be k·N, k ≥ 2."""
         n_layers, looped = architecture["n_layers"], looped_layers(architecture)
         outside = n_layers - len(looped)
         copies, rest = divmod(self.n_layers - outside, len(looped))

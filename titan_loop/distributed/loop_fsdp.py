@@ -71,9 +71,6 @@ class FSDPConfig:
         """Return this config with `auto` decided, and why; training and `plan` both ask here.
 
         Args:
-            sizes: The model's units.
-            parallelism: Degrees, and when FSDP reshards.
-            compute_bytes: Bytes of a parameter in the forward pass.
             device_bytes: Memory of the smallest device, or a rank's share of the host's.
         """
         if self.policy != "auto":
@@ -102,14 +99,10 @@ def shard_units(
     """Apply FSDP2 to the units of a decoder.
 
     Args:
-        model: Changed in place.
         mesh: Data-parallel mesh; two-dimensional for HSDP.
         mesh_dims: Axes that shard and that replicate; None for all.
-        mixed_precision: Policy of the units that do not compute in fp32.
-        offload: Device of the sharded parameters.
         reshard_after_forward: torchtitan's `parallelism.fsdp_reshard_after_forward`.
         hold_layers: Keep units that are visited R times gathered until `reshard_units`.
-        fp32_visit_sum: Sum the visits' gradients in fp32.
     """
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:

@@ -20,13 +20,7 @@ _VALUE_BYTES = 4  # of parameters, gradients and each moment
 
 
 class StateBytes(NamedTuple):
-    """Bytes that one rank holds from step to step, in fp32.
-
-    Attributes:
-        parameters: Sharded parameters.
-        gradients: Sharded gradients of the parameters that train.
-        optimizer: Moments, and the average of the weights.
-    """
+    """Bytes that one rank holds from step to step, in fp32; `optimizer` has an average, too."""
 
     parameters: float
     gradients: float

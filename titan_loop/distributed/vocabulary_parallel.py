@@ -22,10 +22,6 @@ from titan_loop.models.vocabulary import Vocabulary
 class SlicedVocabulary(Vocabulary):
     """The rows that this rank holds.
 
-    Args:
-        rows: Number of rows of the whole head.
-        group: Ranks that share the rows.
-
     Raises:
         UserError: A rank would be left without a row.
     """

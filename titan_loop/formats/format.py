@@ -53,11 +53,7 @@ class ShapeOf(Protocol):
     def __call__(
         self, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
     ) -> LlamaShape:
-        """Return the shape.
-
-        Raises:
-            UserError: The format cannot hold the model.
-        """
+        """Raises `UserError` if the format cannot hold the model."""
         ...
 
 
@@ -79,11 +75,7 @@ class Format:
 
 
 def get_format(name: str) -> Format:
-    """Return a format.
-
-    Raises:
-        UserError: There is none of this name.
-    """
+    """Return a format; raises `UserError` if there is none of this name."""
     found = find("formats", name)
     if found is None:
         raise UserError(f"--to={name} is unknown{nearest(name, names('formats'))}")
@@ -91,11 +83,7 @@ def get_format(name: str) -> Format:
 
 
 def check_tensors(reader: CheckpointReader, shape: LlamaShape) -> None:
-    """Compare a checkpoint's tensors with its manifest.
-
-    Raises:
-        UserError: One is missing or has another shape.
-    """
+    """Raise `UserError` if a tensor is missing or has another shape than the manifest says."""
     for name, expected in shape.tensor_shapes().items():
         if shape.fill(name) is not None:
             continue

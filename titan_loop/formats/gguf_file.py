@@ -64,12 +64,7 @@ def tensor_name(tensor: str) -> str | None:
 
 
 def neighbours(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of a query or key matrix with the halves of every head interleaved.
-
-    Args:
-        weight: (heads·H, D).
-        heads: Heads that the matrix makes.
-    """
+    """Return the rows of a query or key matrix with the halves of every head interleaved."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
@@ -180,11 +175,6 @@ def _announce_tensors(
 
 
 def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) -> LlamaShape:
-    """Return a model's shape in llama.cpp; arguments as of `LlamaShape.from_architecture`.
-
-    Raises:
-        UserError: llama.cpp has nothing for the family, or its architecture cannot hold the model.
-    """
     family = completed_architecture(architecture)["family"]
     for folder in (find("formats", name).folder for name in names("formats")):
         if folder is None or folder.family != family or folder.gguf_architecture is None:

@@ -70,11 +70,7 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
 
 
 def _pre_tokenizer(record: dict[str, Any], path: str) -> str:
-    """Return llama.cpp's name of a pre-tokenizer.
-
-    Raises:
-        UserError: It has none, or the model or the normaliser is another than llama.cpp computes.
-    """
+    """Return llama.cpp's name of a pre-tokenizer; refuse all that it has none for."""
     model = record["model"]
     if model["type"] != "BPE" or model.get("byte_fallback") or model.get("ignore_merges"):
         raise UserError(f"tokenizer {path} is no byte-level BPE, as llama.cpp needs; {_ADVICE}")

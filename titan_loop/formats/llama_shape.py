@@ -123,12 +123,7 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`.
-
-        Raises:
-            UserError: A field is missing, of the wrong kind, or asks for a feature that titan_loop
-            lacks.
-        """
+        """Read a `config.json`."""
         return cls(**cls.read_fields(config))
 
     @classmethod
@@ -261,11 +256,7 @@ class LlamaShape:
 def integer(
     config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = _MOST_ROWS
 ) -> int:
-    """Return a field of `config.json` that is a number of something.
-
-    Raises:
-        UserError: It is not an integer in 1…`most`.
-    """
+    """Return a field of `config.json` that is an integer in 1…`most`."""
     value = config.get(name)
     value = default if value is None else value
     if type(value) is not int or value < 1:
@@ -276,11 +267,7 @@ def integer(
 
 
 def positive(name: str, value: Any) -> float:
-    """Return a field of `config.json` that is a positive number.
-
-    Raises:
-        UserError: It is something else.
-    """
+    """Return a field of `config.json` that is a positive number; `UserError` for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= sys.float_info.max:
         raise UserError(f"config.json: {name}={value!r:.40} must be a positive number")

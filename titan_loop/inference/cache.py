@@ -153,11 +153,7 @@ class LoopCache(ABC):
     def write_tokens(
         self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
-        """Store one layer's keys and values of new tokens; return all they may attend to.
-
-        Returns:
-            Keys and values, (B, S, N, H) each.
-        """
+        """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:

@@ -17,11 +17,7 @@ class Detokenizer:
     """The text of one row.
 
     Args:
-        tokenizer: Decodes the tokens; special tokens give no text.
         stop: Strings that end the row; the text is cut before the first that occurs.
-
-    Attributes:
-        stopped: Whether a stop string has occurred.
 
     Raises:
         UserError: A stop string is empty.

@@ -23,10 +23,8 @@ class Loaded:
     """A model and its run.
 
     Attributes:
-        model: The model, in evaluation mode.
         manifest: Its commit record, which outlives a deletion of the folder.
         recurrent_steps: R at the end of its training so far.
-        ema: Whether the weights are the average over training.
     """
 
     model: LoopDecoder
@@ -53,7 +51,6 @@ def load_checkpoint(
         use: Purpose, if not every family serves it.
         context_tokens: Tokens the rotary table covers; None for the trained window.
         dtype: Type of its weights; the exit gate stays in fp32.
-        ema: Whether to take the average of the weights instead of the weights.
 
     Raises:
         UserError: No committed checkpoint there, no run around it, no average, a context below
@@ -97,12 +94,7 @@ def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> 
 
 
 class TextEnds(NamedTuple):
-    """Ids of the tokens that end a text.
-
-    Attributes:
-        end_of_text: The token between documents; None if the tokenizer has none.
-        turn_end: The token that ends a chat turn; None if the tokenizer has none.
-    """
+    """Ids of the tokens that end a text and a chat turn; None if the tokenizer has none."""
 
     end_of_text: int | None
     turn_end: int | None

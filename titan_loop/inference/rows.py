@@ -55,9 +55,6 @@ def text_requests(
 
     Args:
         prompts: Texts, in which special tokens are recognised, or token ids.
-
-    Raises:
-        UserError: A stop string is empty.
     """
     return [
         Request(

@@ -14,11 +14,7 @@ from titan_loop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How a token is chosen; by default greedily.
-
-    Raises:
-        UserError: A value is out of range.
-    """
+    """How a token is chosen; by default greedily. Raises `UserError` for a value out of range."""
 
     temperature: float = 0.0
     """Divisor of the logits; 0 takes the most likely token."""

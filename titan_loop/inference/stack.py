@@ -49,11 +49,7 @@ class LoopState(NamedTuple):
 
 
 class Stack:
-    """A looped decoder as the engine calls it.
-
-    Raises:
-        UserError: The model's attention cannot read a cache.
-    """
+    """A looped decoder as the engine calls it; raises `UserError` if it cannot read a cache."""
 
     def __init__(self, model: LoopDecoder) -> None:
         attention = model.layers["0"].attention

@@ -91,11 +91,7 @@ class LoopDecoder(Decoder):
             self.set_sharding(enable_sp=config.parallelism.enable_sequence_parallel)
 
         def set_sharding(self, *, enable_sp: bool) -> None:
-            """Declare every sub-module's placements; the mesh decides later which of them apply.
-
-            Args:
-                enable_sp: Whether states are sharded over the sequence between layers.
-            """
+            """Declare every sub-module's placements; the mesh decides later which of them apply."""
             set_parts_sharding(self, enable_sp=enable_sp)
             for layer in self.layers:
                 self.set_layer_sharding(layer, enable_sp=enable_sp)
@@ -328,11 +324,7 @@ class LoopDecoder(Decoder):
         return self.lm_head(self.state_gather(read_BLD))
 
     def gate(self, read_BLD: Tensor) -> Tensor:
-        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32.
-
-        Raises:
-            ValueError: The model has no exit gate.
-        """
+        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32."""
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
         return self.exit_gate(self.state_gather(read_BLD))

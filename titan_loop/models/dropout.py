@@ -49,11 +49,7 @@ class Dropout(Drawing):
 
 
 def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:
-    """Return the config of a model option's rate, None for 0.
-
-    Raises:
-        UserError: The rate is outside [0, 1).
-    """
+    """Return the config of a model option's rate in [0, 1), None for 0; `UserError` for another."""
     if not 0.0 <= rate < 1.0:
         raise UserError(f"model.{option}={rate} must be at least 0 and below 1")
     return Dropout.Config(rate=rate) if rate else None

@@ -143,11 +143,7 @@ class Family:
 
 
 def get_family(name: str) -> Family:
-    """Return a family.
-
-    Raises:
-        UserError: There is none of this name.
-    """
+    """Return a family; raises `UserError` if there is none of this name."""
     family = find("families", name)
     if family is None:
         raise UserError(
@@ -182,11 +178,7 @@ def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
 
 
 def resolved_shape(options: ModelOptions) -> ModelSize:
-    """Return the named size with the deviations from it.
-
-    Raises:
-        UserError: The size is unknown, or the shape does not fit together.
-    """
+    """Return the named size with the deviations from it, which must fit together."""
     size = get_family(options.family).size(options.size)
     values = {
         option.name: getattr(size, option.name)
@@ -229,9 +221,6 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         recorded: `architecture` of its manifest. The family, and options younger than the
             checkpoint, may be absent; the shape never is.
-
-    Raises:
-        UserError: The family is unknown.
     """
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")

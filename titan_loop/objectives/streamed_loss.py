@@ -129,11 +129,7 @@ class StreamedLoss(ChunkedLossWrapper):
             )
 
     def set_schedules(self, values: Mapping[str, float]) -> None:
-        """Take the values of this training step.
-
-        Args:
-            values: Name → value for every name in `Config.schedules`.
-        """
+        """Take the step's value of each of `Config.schedules`."""
 
     def warning(self, metrics: Mapping[str, Any]) -> str | None:
         """Return one line if a step's metrics show that training went wrong, else None.
@@ -144,11 +140,7 @@ class StreamedLoss(ChunkedLossWrapper):
         return None
 
     def summary(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return short entries for the console line of a step, besides the loss.
-
-        Args:
-            metrics: *Global* means under the keys `compute` returns.
-        """
+        """Return the objective's part of the console line, from global means."""
         ce = [value for key, value in metrics.items() if key.startswith("ce/step_")]
         parts = [f"CE {ce[0]:.3f}→{ce[-1]:.3f}"] if len(ce) > 1 else []
         if "exit/mean_step" in metrics:

@@ -11,9 +11,7 @@ class Cluster:
     """Hosts and their GPUs.
 
     Attributes:
-        nodes: Number of hosts.
         gpus_per_node: Number of GPUs per host, one rank each.
-        gpu: Memory and peak of one GPU.
         mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
     """
 

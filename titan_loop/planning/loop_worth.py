@@ -28,7 +28,6 @@ class FittedWorth:
     """The joint law of a study, and the range of its points.
 
     Attributes:
-        fit: The law with its coefficients.
         range: Smallest and largest value of parameters, tokens and recurrent_steps.
     """
 

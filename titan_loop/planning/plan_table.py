@@ -32,14 +32,7 @@ T = TypeVar("T")
 
 
 def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNeeds]) -> list[str]:
-    """Return a heading, a table with one column per stage, and the total.
-
-    Args:
-        recipe: Name of the recipe.
-        gpu: Name of the GPU model.
-        cluster: Cluster that was planned for.
-        needs: Needs of each stage.
-    """
+    """Return a heading, a table with one column per stage, and the total."""
     dtypes = _each(needs, lambda need: "bf16" if _compute_bytes(need) == 2 else "fp32")
     optimizers = _each(needs, _optimizer)
     peaks = _each(needs, lambda need: f"{need.gpu_flops / 1e12:g}")
@@ -59,12 +52,7 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
 
 
 def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
-    """Return a table with one column per stage, and why stages were not assembled.
-
-    Args:
-        found: Stages, of which at least one.
-        cluster: The cluster that they were rehearsed for.
-    """
+    """Return a table with one column per stage, and why stages were not assembled."""
     assembled = [one for one in found if one.measured is not None]
     lines = [f"rehearsed as rank 0 of {cluster.ranks:,}, fake tensors on a fake process group"]
     for some in _side_by_side(assembled):

@@ -56,12 +56,10 @@ class Rehearsed:
     """The rehearsal of one stage.
 
     Attributes:
-        needs: Needs of the stage.
         measured: The measured step; None if the stage was not assembled.
         fault: The reason in one line; empty if it was assembled.
         like: "as STAGE" if that was rehearsed in its place, `KEPT` for the result of an earlier
             command; empty if it was rehearsed itself.
-        cpu_seconds: Processor time of the rehearsal.
     """
 
     needs: StageNeeds
@@ -82,8 +80,6 @@ def rehearse(
     Args:
         planned: Stages and their needs on the cluster, none of them refused. Neither their data nor
             their parents' checkpoints need to be there.
-        cluster: The cluster to run on.
-        anew: Do not read results of earlier commands.
 
     Yields:
         Every stage's rehearsal, in order.

@@ -42,24 +42,15 @@ class StageNeeds:
     """One stage on a cluster; `refusals` says why it cannot run there.
 
     Attributes:
-        name: Name of the stage.
         config: Config of the run, not resolved.
         model: Architecture, for the vocabulary of the data or the default.
-        units: FSDP units and their parameters.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
-        mean_recurrent_steps: Mean R over the stage's tokens.
-        recurrent_steps: The largest R.
-        tokens: Tokens of the whole stage.
-        steps: Number of training steps.
         batch_windows: Smallest and largest global batch, in windows.
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
-        states: Bytes of weights, gradients and moments on one rank.
         gpu_flops: Peak FLOP/s of one GPU in the precision of the forward pass.
-        gpu_days: GPU-days of the whole cluster.
         data: "enough", "too little" or "not here".
-        refusals: Reasons why the stage cannot run, each with a fix.
     """
 
     name: str
@@ -95,8 +86,6 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     Args:
         recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
             not be here.
-        cluster: The cluster to run on.
-        only: Name of the only stage to plan; None for all.
 
     Raises:
         UserError: As `stage_needs`, with the name of the stage.
@@ -116,9 +105,7 @@ def stage_needs(
     """Compute the needs of one stage.
 
     Args:
-        name: Name of the stage.
         config: Config of its run, not resolved: the data need not be here.
-        cluster: The cluster to run on.
         recipe: The recipe of the stage, for checks against its parent; None for a run alone.
 
     Raises:

@@ -39,7 +39,6 @@ class Moved:
     """Collectives of one kind, and the bytes they bring to this rank.
 
     Attributes:
-        count: Number of collectives.
         received_bytes: Bytes received in a ring of n ranks: (n − 1)/n of the whole for a gather or
             a reduce-scatter, twice that for an all-reduce; in an all-to-all, the other ranks'
             parts.
@@ -56,9 +55,7 @@ class StepMeter(TorchDispatchMode):
         fake_mode: Tensors of other modes, as of a graph that is traced, do not count.
 
     Attributes:
-        live_bytes: Bytes of all live storages.
         peak_bytes: Most live bytes since `reset`.
-        moved: Collectives since `reset` by kind.
     """
 
     supports_higher_order_operators = True
@@ -91,7 +88,6 @@ class StepMeter(TorchDispatchMode):
             self._paused = before
 
     def __enter__(self) -> "StepMeter":
-        """Measure from here on, including storages that FSDP resizes."""
         self._resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> None:
@@ -103,14 +99,12 @@ class StepMeter(TorchDispatchMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """Stop measuring."""
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, and count its new storages and its collective."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # come back with the local tensors
         result = func(*args, **(kwargs or {}))

@@ -27,9 +27,6 @@ def upcycle_run(
     The configuration is the parent's with the new number of layers; the step and token counters go
     on.
 
-    Args:
-        parent: A run, whose newest checkpoint is taken, or one of its checkpoints.
-
     Returns:
         The parent checkpoint and the new one.
 
@@ -67,7 +64,6 @@ def merge_runs(
 
     Args:
         parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
-        weights: One for each parent, see `merge_checkpoints`; empty for equal ones.
 
     Returns:
         The new checkpoint.
@@ -100,13 +96,11 @@ def merge_runs(
 
 
 def _copy_tokenizer(run: SavedRun, folder: Path) -> None:
-    """Copy the tokenizer that an import left, which is in none of the run's sources."""
     if (run.path / TOKENIZER_NAME).is_file():
         shutil.copyfile(run.path / TOKENIZER_NAME, folder / TOKENIZER_NAME)
 
 
 def _check_vocabularies(runs: Sequence[SavedRun]) -> None:
-    """Raise `UserError` for two runs whose token ids are known to mean different things."""
     known = [(run, name) for run in runs if (name := run.vocabulary()) is not None]
     for run, name in known[1:]:
         if name != known[0][1]:

@@ -6,11 +6,7 @@ from typing import Any
 
 
 def decision_rows(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row for every decision, header first.
-
-    Args:
-        records: From `RunDirectory.read_decisions`.
-    """
+    """Return a row for each of `RunDirectory.read_decisions`, header first."""
     rows = [
         ["step", "windows", "loss (at most)", "gradient norm (at most)", "began in the", "then"]
     ]

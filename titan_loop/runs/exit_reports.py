@@ -21,13 +21,7 @@ REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
 
 
 class RankExit(NamedTuple):
-    """How a rank ended.
-
-    Attributes:
-        rank: Number of the rank.
-        node: Name of its node; empty if it is not known.
-        code: Exit code.
-    """
+    """How a rank ended; `node` is empty if it is not known."""
 
     rank: int
     node: str
@@ -59,11 +53,7 @@ def read_exits(folder: Path) -> list[RankExit]:
 
 
 def describe_exits(exits: list[RankExit], ranks: int) -> str:
-    """Return how many ranks ended with which code.
-
-    Args:
-        exits: From `read_exits`.
-    """
+    """Return how many ranks ended with which code."""
     counts = Counter(each.code for each in exits)
     counted = [f"{count} with code {code}" for code, count in sorted(counts.items())]
     silent = [f"{ranks - len(exits)} without a report"] if len(exits) < ranks else []

@@ -26,15 +26,7 @@ class Heartbeat:
     """A rank's report of itself; times are seconds since the epoch.
 
     Attributes:
-        rank: Its number.
-        host: Name of its node.
-        pid: Its process there.
-        step: Training step that it is in.
-        phase: Part of that step, such as "update".
-        progress: When that part began.
         collective: Oldest collective operation that has not ended; empty if there is none.
-        written: When this was written.
-        seconds: Time between two writings.
     """
 
     rank: int
@@ -65,11 +57,7 @@ def heartbeat_file(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it."""
     path = heartbeat_file(run, heartbeat.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
@@ -113,7 +101,6 @@ def silent_ranks(
     in another collective than most.
 
     Args:
-        now: Time of the look; None for this moment.
         hung: Whether the run is known to make no progress.
     """
     now = time.time() if now is None else now

@@ -32,11 +32,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def kept_log(path: Path) -> Iterator[None]:
-    """Append to a file, inside the context, everything that is logged, and the error that ends it.
-
-    Args:
-        path: The file; its folder is there.
-    """
+    """Append to a file everything that is logged in the block, and the error that ends it."""
     file = retried(lambda: _LogFile(path, encoding="utf-8"))
     file.setFormatter(_FORMAT)
     root = logging.getLogger()

@@ -14,7 +14,6 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
     """Return the run to look at; in a recipe's folder, a stage's run.
 
     Args:
-        folder: A run, a checkpoint, or a recipe's folder.
         stage: Name of a stage or fork; None for the one trained last, which the log names.
 
     Raises:

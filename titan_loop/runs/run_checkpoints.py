@@ -32,9 +32,6 @@ def checkpoint_meant(path: Path) -> Path:
 def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
     """Return the folder of a run's checkpoints, and the run's reasons to keep them.
 
-    Args:
-        path: The run, or that folder.
-
     Raises:
         UserError: There are no checkpoints; stages in the folder are named.
     """
@@ -49,11 +46,7 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run, and return the findings.
-
-    Raises:
-        UserError: As `checkpoints_folder`.
-    """
+    """Read every file of a checkpoint, or of all checkpoints of a run; return the findings."""
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
@@ -61,9 +54,6 @@ def verified(path: Path) -> list[ListedCheckpoint]:
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
     """Give checkpoints of older versions their table of entries.
-
-    Args:
-        paths: Checkpoints, or runs, which stand for all of theirs.
 
     Yields:
         Each checkpoint, and whether it had no table.
@@ -84,9 +74,6 @@ def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
     """Delete checkpoints, and yield each that is gone.
-
-    Args:
-        force: Also delete the newest good one and those that are kept for ever.
 
     Raises:
         UserError: One of them is kept, or a job may be writing it; nothing was deleted then.

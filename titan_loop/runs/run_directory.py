@@ -60,19 +60,6 @@ class RunDirectory:
 
     Args:
         path: The run's folder; nothing is touched until something is written.
-
-    Attributes:
-        run_json: Format version, creation, command, versions, restarts.
-        config_json: The fully resolved configuration of the latest start.
-        metrics_jsonl: One record per logged training step.
-        norms_jsonl: One record per measured step (keys: `titan_loop.training.stability.norms`).
-        decisions_jsonl: One record per decision (keys: `titan_loop.training.stability.recovery`).
-        log_txt: The log of rank 0.
-        evals_jsonl: One record per evaluation, during training or by `eval watch`.
-        checkpoints: The folder of all checkpoints.
-        wandb_run_id: The id under which all starts of the run log to W&B.
-        plots: PNG plots.
-        evaluations: Evaluation results.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -112,9 +99,6 @@ class RunDirectory:
         Args:
             config: The resolved configuration, written to `config.json` when given. A restart
                 with another one first keeps the old as `config-before-restart-K.json`.
-
-        Returns:
-            The content of `run.json`.
 
         Raises:
             UserError: If the folder may not be written, holds a run of a newer format, or has a
@@ -164,9 +148,6 @@ class RunDirectory:
         """Add `startup_seconds` to this start in `run.json`, if there is one; on rank 0.
 
         A disk that fails costs this record, not the run.
-
-        Args:
-            seconds: Duration of each part, see `titan_loop.training.startup`.
         """
         try:
             if not self.run_json.exists():
@@ -179,11 +160,7 @@ class RunDirectory:
             logger.warning("%s has no startup_seconds: %s", self.run_json, error)
 
     def read_run(self) -> dict[str, Any]:
-        """Return the content of `run.json`.
-
-        Raises:
-            UserError: If it is not readable as this or an older format version.
-        """
+        """Return the content of `run.json`, of this format version or an older one."""
         try:
             return read_versioned_json(
                 self.run_json, format_version=FORMAT_VERSION, fix="choose another run directory"
@@ -204,14 +181,7 @@ class RunDirectory:
         return Path(start["working_directory"]) if "working_directory" in start else None
 
     def read_config(self, path: Path | None = None) -> dict[str, Any]:
-        """Return the content of `config.json`.
-
-        Args:
-            path: A kept config to read instead.
-
-        Raises:
-            UserError: If there is none, or it is not JSON.
-        """
+        """Return the content of `config.json`, or of a kept config; it must be there."""
         path = path or self.config_json
         fix = "repair it, or move it away and start the run once more to write it"
         try:

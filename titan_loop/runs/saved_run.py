@@ -44,12 +44,7 @@ T = TypeVar("T")
 
 
 class SavedCheckpoint(NamedTuple):
-    """A committed checkpoint.
-
-    Attributes:
-        path: Its folder.
-        manifest: Its commit record, which outlives a deletion of the folder.
-    """
+    """A committed checkpoint: its folder and its manifest, which outlives the folder."""
 
     path: Path
     manifest: dict[str, Any]
@@ -71,12 +66,7 @@ class SavedCheckpoint(NamedTuple):
 
 
 class RunTokenizer(NamedTuple):
-    """The tokenizer of a run.
-
-    Attributes:
-        path: A `tokenizer.json`.
-        is_known: Whether it is known to be the one the model was trained with.
-    """
+    """A `tokenizer.json`, and whether the model is known to be trained with it."""
 
     path: Path
     is_known: bool
@@ -86,7 +76,6 @@ class Ancestor(NamedTuple):
     """One run of a lineage, which ends with the run itself.
 
     Attributes:
-        run: Folder of the run.
         stage: Name of the stage; empty for a run outside a recipe.
         checkpoint: The checkpoint from which the next run started, or the newest one.
         manifest: The manifest of that checkpoint; None if it is gone or damaged.
@@ -102,7 +91,6 @@ class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
     Args:
-        checkpoint: The checkpoint in it that is meant; None for the newest whole one.
         config_json: A config that a restart kept, to read instead of `config.json`.
 
     Raises:
@@ -121,11 +109,7 @@ class SavedRun:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
-        """Open a run by its folder, or by one of its checkpoints, such as `best`.
-
-        Raises:
-            UserError: There is neither, or no run around the checkpoint.
-        """
+        """Open a run by its folder, or by one of its checkpoints, such as `best`."""
         path = named_checkpoint(Path(path))
         if not path.is_dir():
             raise UserError(
@@ -157,11 +141,7 @@ class SavedRun:
 
     @property
     def model_options(self) -> "ModelOptions":
-        """Options of the model, of the class of its family.
-
-        Raises:
-            UserError: The family, or an option, is unknown to this version.
-        """
+        """Options of the model, of the class of its family, which must be known."""
         from titan_loop.models.family import read_options
 
         try:
@@ -206,14 +186,7 @@ class SavedRun:
         return self.found(parent) if parent else None
 
     def _option(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return the option with a dotted name.
-
-        Args:
-            default: Value of an option that is absent or null; None if it must be there.
-
-        Raises:
-            UserError: It is missing, or of another type.
-        """
+        """Return the option with a dotted name; without a default it must be there."""
         value = nested(self._config, name)
         if value is None and default is not None:
             return default
@@ -344,11 +317,7 @@ class SavedRun:
         return committed_steps(self.directory.checkpoints)
 
     def newest(self, look_at: LookAt = "sizes") -> SavedCheckpoint | None:
-        """Return the newest whole checkpoint; None before the first.
-
-        Raises:
-            UserError: Checkpoints were committed, but none is whole.
-        """
+        """Return the newest whole checkpoint, None before the first; raises as `newest_good`."""
         found = newest_good(self.directory.checkpoints, look_at=look_at)
         if found is None:
             return None
@@ -356,11 +325,7 @@ class SavedRun:
         return SavedCheckpoint(self.directory.checkpoint(step), manifest)
 
     def checkpoint(self) -> SavedCheckpoint:
-        """Return the checkpoint by which the run was opened, or the newest whole one.
-
-        Raises:
-            UserError: There is none.
-        """
+        """Return the checkpoint by which the run was opened, or the newest whole one."""
         if self._checkpoint is not None:
             return self._checkpoint
         newest = self.newest()

@@ -28,8 +28,6 @@ class PlannedStage(NamedTuple):
 
     Attributes:
         name: The stage's name, which is also its folder's.
-        parent: Name of the stage it starts from; None for initial weights.
-        total_tokens: Global tokens it trains on.
         control: Whether studies of the recipe leave it out.
     """
 
@@ -40,14 +38,7 @@ class PlannedStage(NamedTuple):
 
 
 def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
-    """Record a recipe's stages in its folder; call it on one rank.
-
-    Args:
-        stages: The stages in the order in which they run.
-
-    Raises:
-        OSError: The folder cannot be written.
-    """
+    """Record a recipe's stages, in their order, in its folder; call it on one rank."""
     plan = {
         "format_version": FORMAT_VERSION,
         "name": recipe,
@@ -63,18 +54,12 @@ class StageStatus:
     Attributes:
         name: Name of its run directory.
         parent: Name of the run that it starts from; empty for initial weights.
-        total_tokens: Global tokens to train on.
-        tokens: Global tokens of its last logged step.
-        saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
-        tokens_per_second: Speed at that step.
         runs: Whether a job trains it now; None where that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
         position: Position in the recipe; forks come after all stages.
-        troubles: Faults of the job that trains it: silent ranks, a straggler.
         decisions: Skipped spikes and rewinds, as a phrase; empty if there were none.
         damage: Why none of its checkpoints can be used; empty if one can, or none was written.
-        children: Stages and forks that start from it.
     """
 
     name: str
@@ -106,14 +91,7 @@ class StageStatus:
 
 
 def read_status(folder: Path) -> list[StageStatus]:
-    """Return the stages that start from initial weights, with their descendants.
-
-    Args:
-        folder: A recipe's folder, or one run directory.
-
-    Raises:
-        UserError: It is neither.
-    """
+    """Return the stages that start from initial weights, with their descendants."""
     plan = read_plan(folder)
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
@@ -220,11 +198,7 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
 
 
 def read_plan(folder: Path) -> list[PlannedStage]:
-    """Return the stages of a recipe's folder; none for a run's.
-
-    Raises:
-        UserError: The folder is missing, or its record is damaged.
-    """
+    """Return the stages of a recipe's folder; none for a run's."""
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():

@@ -23,9 +23,7 @@ class Allocation:
     """A job's nodes and tasks.
 
     Attributes:
-        restarts: Number of times that SLURM has started it again.
         nodes: Names of the nodes; the batch step runs on the first.
-        gpus_per_node: Number of GPUs the job asked for on a node; 0 for none.
     """
 
     job: str

@@ -17,9 +17,6 @@ class JobStatus:
     Attributes:
         state: SLURM's name for its state, or "GONE" once SLURM has forgotten it.
         reason: Reason for waiting; empty if it does not wait.
-        restarts: Number of times that it was started again.
-        elapsed: Time since its latest start, as SLURM writes it.
-        nodes: Nodes that it runs on, as SLURM writes them.
     """
 
     stage: str
@@ -37,11 +34,7 @@ class JobStatus:
 
 
 def read_chain(folder: Path) -> list[JobStatus]:
-    """Return the jobs submitted for a recipe's folder, in the order of submission.
-
-    Raises:
-        UserError: No job was submitted, or this machine has no SLURM.
-    """
+    """Return the jobs submitted for a recipe's folder, in the order of submission."""
     return [_status(stage, job) for stage, job in read_jobs(folder).items()]
 
 
@@ -70,11 +63,7 @@ def chain_lines(jobs: list[JobStatus]) -> list[str]:
 
 
 def cancel_chain(folder: Path) -> list[JobStatus]:
-    """Cancel the jobs that wait or run, and return them.
-
-    Raises:
-        UserError: Nothing was submitted for `folder`, or this machine has no SLURM.
-    """
+    """Cancel the jobs that wait or run, and return them."""
     active = [job for job in read_chain(folder) if job.active]
     # The last one first, so that no job begins because its parent has ended.
     for job in reversed(active):

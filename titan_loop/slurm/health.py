@@ -25,7 +25,6 @@ class NodeCheck:
 
     Attributes:
         free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
-        free_memory_share: Free share of every GPU's memory.
     """
 
     free_disk_gigabytes: float = 1.0

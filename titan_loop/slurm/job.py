@@ -67,7 +67,6 @@ class Job:
 
     Attributes:
         train: Arguments of `titan-loop train`, without folder and stage.
-        stage: The stage to train; None for all that are not complete.
         save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
     """
 
@@ -114,7 +113,6 @@ def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
 def _train(
     job: Job, allocation: Allocation, site: Site, steps: "_Steps"
 ) -> tuple[int | None, dict[str, str]]:
-    """Train; return the job's exit code, None if it is to be started again, and the bad nodes."""
     stage = [] if job.stage is None else ["--stage", job.stage]
     command = ["train", *job.train, *stage, "--dump-folder", str(job.folder)]
     variables = allocation.rank_environment(site, port=allocation.port())

@@ -24,8 +24,6 @@ def memory_remarks(
     """Return a line for each stage that hardly fits, or one that says why nothing was checked.
 
     Args:
-        recipe: The recipe, whose data are here.
-        gpus_per_node: Number of GPUs per node, one rank each.
         gpu: Kind of GPU: a name of `plan --gpu`, or SLURM's, such as a100.
 
     Raises:

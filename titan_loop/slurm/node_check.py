@@ -42,9 +42,7 @@ def check_node(
     """Check this rank's node and write a report; faults are reported, not raised.
 
     Args:
-        gpus: Number of GPUs that the node must have; 0 checks none.
         node_port: First port at which the ranks of a node meet.
-        environment: SLURM's variables of a task, MASTER_ADDR and MASTER_PORT.
     """
     task = slurm_task(environment)
     assert task is not None
@@ -138,11 +136,7 @@ class _Group:
         dist.destroy_process_group()
 
     def all_reduce(self) -> None:
-        """Add up 4 MiB a few times and compare with the exact sum.
-
-        Raises:
-            RuntimeError: A sum is wrong, or a rank is missing.
-        """
+        """Add up 4 MiB a few times; raise `RuntimeError` unless the sums are exact."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         expected = self._world_size * (self._world_size + 1) // 2
         for _ in range(_ROUNDS):

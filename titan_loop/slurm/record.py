@@ -27,11 +27,7 @@ def slurm_folder(folder: Path) -> Path:
 
 
 def read_jobs(folder: Path) -> dict[str, str]:
-    """Return stage → job number, in the order of submission.
-
-    Raises:
-        UserError: No job was submitted for `folder`, or the record is damaged.
-    """
+    """Return stage → job number, in the order of submission; there must be some."""
     path = slurm_folder(folder) / "jobs.json"
     try:
         return dict(_read(path)["jobs"])
@@ -63,7 +59,6 @@ class Restarts:
     Attributes:
         fruitless: Number of restarts in a row without a new checkpoint before them.
         checkpoints: Run → newest checkpointed step at the job's latest start.
-        bad_nodes: Node → its fault.
     """
 
     fruitless: int = 0
@@ -74,7 +69,6 @@ class Restarts:
         """Count a start.
 
         Args:
-            checkpoints: Run → newest checkpointed step now.
             is_restart: Whether the job, or the job that it continues, was started before.
         """
         if not is_restart:

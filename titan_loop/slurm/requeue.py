@@ -67,7 +67,6 @@ def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) ->
 
     Args:
         folder: Folder of the recipe; its record of jobs is updated for a successor.
-        name: Name of the job's files in that folder.
 
     Returns:
         A line for the log about the restart.

@@ -42,12 +42,8 @@ class Site:
 
     Attributes:
         container: Words in front of a rank's command; empty for none.
-        sbatch_flags: Flags of every batch script.
-        srun_flags: Flags of every srun.
         network_interface: Network interface of NCCL and gloo; empty lets them choose.
         rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
-        partition: SLURM partition; empty for the cluster's default.
-        account: SLURM account; empty for the user's default.
     """
 
     container: tuple[str, ...] = ()
@@ -77,11 +73,7 @@ class Site:
 
 
 def split_words(name: str, text: str) -> tuple[str, ...]:
-    """Return the words of `text`, the value of `name`, as a shell reads them.
-
-    Raises:
-        UserError: A quotation mark has no partner.
-    """
+    """Return the words of a value as a shell reads them; raises `UserError` for an open quote."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -89,11 +81,7 @@ def split_words(name: str, text: str) -> tuple[str, ...]:
 
 
 def find_site(given: str | None) -> Path | None:
-    """Return the given site file, or else `slurm/site.sh` if it exists.
-
-    Raises:
-        UserError: The given file is missing.
-    """
+    """Return the given site file, which must be there, or else `slurm/site.sh` if it exists."""
     path = DEFAULT_SITE if given is None else Path(given)
     if path.is_file():
         return path.absolute()

@@ -51,7 +51,6 @@ class Resources:
         ranks_per_node: Processes on a node, one for each GPU.
         gpu_type: SLURM's name for the kind of GPU; empty for any.
         time: Time limit of one start, as `sbatch --time` takes it.
-        save_seconds: Seconds between the signal to save and the time limit.
         sbatch_flags: Further flags of the batch script, in front of which the site's stand.
     """
 
@@ -69,12 +68,9 @@ class Request:
     """A recipe to submit.
 
     Attributes:
-        recipe: The recipe, with the flags of the command line applied.
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
         folder: Folder for the stages' run directories; empty for the recipe's own.
-        site_file: File with those settings; None without one.
-        environment: Environment variables that `sbatch` is run with.
     """
 
     recipe: Recipe
@@ -98,11 +94,7 @@ class Planned:
 
 
 def plan_jobs(request: Request) -> tuple[Path, list[Planned]]:
-    """Return the recipe's folder and the jobs that remain; nothing is written or submitted.
-
-    Raises:
-        UserError: One line naming field, value and fix.
-    """
+    """Return the recipe's folder and the jobs that remain; nothing is written or submitted."""
     resources = request.resources
     _check_resources(resources)
     _check_sbatch_flags((*request.site.sbatch_flags, *resources.sbatch_flags))
@@ -157,12 +149,7 @@ def render_script(
     site_file: Path | None,
     log: Path,
 ) -> str:
-    """Return the batch script of a training job.
-
-    Args:
-        site: Partition and account.
-        log: File that every start of the job appends to.
-    """
+    """Return the batch script of a training job, whose starts all append to `log`."""
     extra = (*site.sbatch_flags, *resources.sbatch_flags)
     gpus = f"{resources.gpu_type}:" * bool(resources.gpu_type) + str(resources.gpus_per_node)
     asks_for_gpus = resources.gpus_per_node and not any(flag.startswith("--gres") for flag in extra)
@@ -263,11 +250,7 @@ def _check_sbatch_flags(flags: Sequence[str]) -> None:
 
 
 def remarks(request: Request, jobs: Sequence[Planned]) -> list[str]:
-    """Return lines about resources that a job would probably lack.
-
-    Raises:
-        UserError: A stage needs more memory than its GPUs have.
-    """
+    """Return lines about resources that a job would probably lack; raises as `memory_remarks`."""
     site, resources = request.site, request.resources
     flags = (*site.sbatch_flags, *resources.sbatch_flags)
     names = {name.partition("=")[0] for name in flags}

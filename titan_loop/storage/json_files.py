@@ -41,11 +41,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as `write_json` does: a reader sees the old content or the new.
-
-    Raises:
-        OSError: If the folder cannot be written, also when it is tried again.
-    """
+    """Write a text file as `write_json` does: a reader sees the old content or the new."""
     retried(lambda: _write_text(path, text))
 
 
@@ -212,11 +208,7 @@ def finite_or_null(value: Any) -> Any:
 
 
 def _parse(content: bytes) -> Any:
-    """Return a JSON value.
-
-    Raises:
-        ValueError: It is not one, is nested too deeply, or holds a number that Python refuses.
-    """
+    """Return a JSON value; raise `ValueError` for another, and for deep nesting."""
     try:
         value = json.loads(content.decode())
     except RecursionError as error:

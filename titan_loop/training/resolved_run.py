@@ -87,9 +87,6 @@ def resolve(
 
     Touches neither a process group nor a device, and leaves `config` as it is.
 
-    Args:
-        saved: From `saved_architecture`; None looks for it.
-
     Raises:
         UserError: The first of the config's `refusals`.
     """

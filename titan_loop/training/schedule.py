@@ -85,6 +85,7 @@ class Schedule:
         object.__setattr__(self, "knots", (*self.knots[:-1], Knot(last.tokens, last.value)))
 
     def __call__(self, tokens: int) -> float:
+        """Return the value after `tokens` global tokens (exactly the knot's value on a knot)."""
         index = bisect.bisect_right(self.knots, tokens, key=lambda knot: knot.tokens) - 1
         if index < 0:
             return self.knots[0].value
@@ -165,9 +166,6 @@ class Schedule:
         """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
 
         For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
-
-        Raises:
-            UserError: The text is not a schedule.
         """
         words = text.split()
         if len(words) == 1 and ":" not in words[0]:
@@ -212,11 +210,7 @@ class Schedule:
 
 
 def parse_tokens(word: str) -> int:
-    """Return a token count from its text, such as `200000`, `4M` or `1.4T`.
-
-    Raises:
-        UserError: If it is not a whole number.
-    """
+    """Return a token count from its text, such as `200000`, `4M` or `1.4T`."""
     tokens = _parse_number(word, word)
     if tokens != int(tokens):
         raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")

@@ -52,11 +52,7 @@ _CLOSE = 0
 
 
 def grace_seconds(environment: Mapping[str, str]) -> float:
-    """Return the value of `GRACE_VARIABLE`, or the default.
-
-    Raises:
-        UserError: It is not a positive number.
-    """
+    """Return the value of `GRACE_VARIABLE`, a positive number, or the default."""
     text = environment.get(GRACE_VARIABLE, str(GRACE_SECONDS))
     try:
         seconds = float(text)

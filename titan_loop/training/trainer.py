@@ -375,11 +375,7 @@ class LoopTrainer(Trainer):
         check_parent(state_dict["architecture"], self.run.architecture, carry)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            UserError: The checkpoint is of another architecture; R may differ.
-        """
+        """Continue from a state; raises `UserError` for another architecture."""
         check_architecture(state_dict["architecture"], self.run.architecture)
         self.step = state_dict["step"]
         self.tokens = state_dict["tokens"]
