@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig

@@ -39,8 +39,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.families.ouro.model import SIZES, OuroOptions
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig

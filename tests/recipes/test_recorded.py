@@ -17,8 +17,8 @@ from titan_loop.data.tasks.mqar import MQAR
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.testing.tiny import tiny_config

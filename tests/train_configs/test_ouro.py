@@ -16,10 +16,10 @@ from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.shards import index_path
 from titan_loop.data.source_card import ShardCard, SourceCard, SplitCard
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss, expected_loss
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Stage
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.training.optimizer import AdamWConfig

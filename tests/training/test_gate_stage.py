@@ -18,7 +18,7 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.prepare.tokenize_source import tokenize_source
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory

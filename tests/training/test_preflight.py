@@ -15,8 +15,8 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.source_card import CARD_NAME
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.objectives.gate_loss import AdaptiveGateLoss
 from titan_loop.testing.multiprocess import preloaded_context
 from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.resolved_run import resolve

@@ -4,10 +4,9 @@
                                                        │ weights p_r / N
     LoopOutput.hidden_RBLD ─── LMHead (streamed) ◄─────┘
                                    ├─► Σ_r p_r CE_r ─ expected_loss ─► loss, metrics    (Stage I)
-                                   └─► CE_r ────────── gate_loss ────► loss, metrics    (Stage II)
-    LoopOutput.hidden_RBLD ─── FactorHead ─► CE of every step and factor ─ latent_supervision
+                                   └─► CE_r ────── a family's own objective
 
-An objective sees a `LoopOutput` and the head, never a model family.
+An objective sees a `LoopOutput` and the head, never a model.
 """
 
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)

@@ -35,5 +35,7 @@ register(
             "scaling": f"{_HERE}.suites:SCALING",
         },
         formats={"transformers": f"{_HERE}.hugging_face.exporting:FORMAT"},
+        objectives={"AdaptiveGateLoss": f"{_HERE}.objective:AdaptiveGateLoss"},
+        formats={"transformers": "titan_loop.families.ouro.hugging_face.exporting:FORMAT"},
     )
 )

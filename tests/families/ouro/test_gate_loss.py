@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from titan_loop.models.exit_gate import ExitGate
-from titan_loop.models.output import LoopOutput
-from titan_loop.models.readout import LMHead
-from titan_loop.objectives.gate_loss import (
+from titan_loop.families.ouro.objective import (
     AdaptiveGateLoss,
     adaptive_loss,
     continue_target,
     improvement_nats,
 )
+from titan_loop.models.exit_gate import ExitGate
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
 
 EXACT = 1e-12
 """float64 against float64: only the order of sums differs."""
