@@ -36,6 +36,5 @@ register(
         },
         formats={"transformers": f"{_HERE}.hugging_face.exporting:FORMAT"},
         objectives={"AdaptiveGateLoss": f"{_HERE}.objective:AdaptiveGateLoss"},
-        formats={"transformers": "titan_loop.families.ouro.hugging_face.exporting:FORMAT"},
     )
 )
