@@ -53,6 +53,7 @@ class Plugin:
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/charts.py`).
         suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
         formats: Formats of other programs (`titan_loop/formats/format.py`).
+        verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.
     """
 
     families: Mapping[str, Any] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Plugin:
     charts: Mapping[str, Any] = field(default_factory=dict)
     suites: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
+    verbs: Mapping[str, Verb] = field(default_factory=dict)
 
 
 _known: dict[str, dict[str, Any]] = {kind.name: {} for kind in fields(Plugin)}

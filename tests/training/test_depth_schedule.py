@@ -76,6 +76,20 @@ def test_memory_is_provided_for_the_largest_r():
     assert most_recurrent_steps(config) == 8
 
 
+@pytest.mark.parametrize("mean", [1, 2, 4, 16])
+def test_a_lognormal_rate_keeps_the_mean_and_widens_the_draw(mean: int):
+    config = RecurrenceConfig(
+        steps=Schedule.constant(mean), poisson=True, lognormal_sigma=0.5, max_steps=None
+    )
+    draws = [recurrent_steps_at(config, tokens=0, step=s, seed=3) for s in range(20_000)]
+    variance = (mean - 1) + (mean - 1) ** 2 * math.expm1(0.25)
+    # 20,000 draws: six standard errors, false failures below 1e-8
+    assert abs(np.mean(draws) - mean) < 6 * math.sqrt(variance / 20_000) + 1e-9
+    assert np.var(draws) == pytest.approx(variance, rel=0.15)
+    assert min(draws) == 1 == fewest_recurrent_steps(config)
+    assert np.mean(np.array(draws) > most_recurrent_steps(config)) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
@@ -84,6 +98,8 @@ def test_memory_is_provided_for_the_largest_r():
         ({"from_data": True}, "needs recurrence.max_steps"),
         ({"from_data": True, "max_steps": 4, "poisson": True}, "no recurrence.poisson"),
         ({"min_steps": 3, "max_steps": 2}, "max_steps=2 is below min_steps=3"),
+        ({"lognormal_sigma": 0.5}, "no effect without recurrence.poisson"),
+        ({"lognormal_sigma": -1.0, "poisson": True}, "must be 0 or more"),
     ],
 )
 def test_bad_recurrence(fields: dict, complaint: str):

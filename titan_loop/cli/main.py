@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Sequence
 
 from titan_loop import __version__
+from titan_loop.cli.arguments import command
 from titan_loop.errors import (
     EXIT_CODES,
     EXIT_CRASH,
@@ -28,6 +29,7 @@ from titan_loop.errors import (
     nearest,
 )
 from titan_loop.launcher import slurm_job
+from titan_loop.plugins import find, names, summary
 from titan_loop.runs.exit_reports import report_exit
 
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -53,12 +55,12 @@ VERBS = {
     "doctor": "check this machine, and suggest a fix for every problem",
 }
 
-USAGE = f"""usage: titan-loop VERB [ARGUMENTS]
+_USAGE = """usage: titan-loop VERB [ARGUMENTS]
 
-titan_loop {__version__}: pretraining of looped language models
+titan_loop {version}: pretraining of looped language models
 
 verbs:
-{chr(10).join(f"  {verb:10} {text}" for verb, text in VERBS.items())}
+{verbs}
 
 titan-loop VERB --help says more. On several processes:
   torchrun --nproc-per-node 4 -m titan_loop train RECIPE ..."""
@@ -121,6 +123,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
 
 
+def _usage() -> str:
+    verbs = {**VERBS, **{verb: summary("verbs", verb) for verb in names("verbs")}}
+    lines = "\n".join(f"  {verb:10} {text}" for verb, text in verbs.items())
+    return _USAGE.format(version=__version__, verbs=lines)
+
+
 def _trace_fault_of_the_machine(error: Exception) -> None:
     """Leave in a job's log where a rank was when a disk failed, before the one line."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"  # a process by itself has RANK set, too
@@ -153,15 +161,19 @@ def _reader_has_left() -> bool:
 def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments or ["--help"]
     if verb in ("-h", "--help"):
-        print(USAGE)
+        print(_usage())
         return EXIT_OK
     if verb == "--version":
         print(f"titan_loop {__version__}")
         return EXIT_OK
-    if verb not in VERBS:
-        raise UserError(f"unknown verb {verb!r}{nearest(verb, VERBS)}")
     try:
-        return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
+        if verb in VERBS:
+            return importlib.import_module(f"titan_loop.cli.{verb}").run(rest)
+        function = find("verbs", verb)
+        if function is None:
+            known = [*VERBS, *names("verbs")]
+            raise UserError(f"unknown verb {verb!r}{nearest(verb, known)}")
+        return command(verb, function)(rest)
     except SystemExit as stop:  # tyro leaves this way after printing help
         if stop.code in (None, EXIT_OK):
             return EXIT_OK

@@ -1,12 +1,17 @@
 """The number R of recurrent steps in a training step: scheduled, drawn, or as examples need.
 
 R follows a schedule of global tokens, or is as deep as the deepest example of the global batch, or
-is drawn: R ~ clip(Poisson(λ), R_min, R_max) once per training step. The draw is a pure function of
-(seed, step), the depth one of the windows' identities, so all ranks agree without communication and
-a resumed run repeats it.
+is drawn once per training step:
+
+    R ~ clip(Poisson(λ), R_min, R_max), or
+    R ~ clip(1 + Poisson(exp τ), R_min, R_max),   τ ~ N(log(λ − 1) − σ²/2, σ)
+
+The mean before clipping is λ. The draw is a pure function of (seed, step), the depth one of the
+windows' identities, so all ranks agree without communication and a resumed run repeats it.
 
 Source: recurrent-depth transformers with dynamic R (arXiv 2604.07822):
-(λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2.
+(λ, R_max) = (4, 8), (6, 12), (8, 16) with R_min = 2. Log-normal rate: Geiping et al. 2025, arXiv
+2502.05171, §3.3, with σ = 0.5; their λ is ours less 1.
 """
 
 import math
@@ -31,6 +36,10 @@ class RecurrenceConfig:
 
     poisson: bool = False
     """Draw R ~ Poisson(steps) for every training step instead of using the scheduled value."""
+
+    lognormal_sigma: float = 0.0
+    """σ of the logarithm of the drawn R's rate, for `poisson`: above 0 the draw is 1 plus a Poisson
+    number with a log-normal rate, which now and then is far above its mean."""
 
     from_data: bool = False
     """Run as many steps as the deepest example of the global batch needs, within the limits; for
@@ -76,6 +85,10 @@ class RecurrenceConfig:
                 "recurrence.poisson",
                 "set max_steps to the deepest example's, and poisson to False",
             )
+        sigma = self.lognormal_sigma
+        if not 0 <= sigma < math.inf or (sigma and not self.poisson):
+            problem = "must be 0 or more, and has no effect without recurrence.poisson"
+            yield of("recurrence.lognormal_sigma", sigma, problem, "0.5 is usual")
         if self.min_steps < 1:
             yield of("recurrence.min_steps", self.min_steps, "is below 1", "use at least 1")
         reached, growth = self.backward_steps, self.backward_growth
@@ -105,8 +118,13 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
     if config.from_data and config.max_steps is not None:
         return config.max_steps
     largest = config.steps.largest
-    spread = 4 * math.sqrt(largest) if config.poisson else 0  # a Poisson draw's deviation is √λ
-    return _clip(math.ceil(largest + spread), config)
+    if not config.poisson:
+        return _clip(math.ceil(largest), config)
+    sigma = config.lognormal_sigma
+    rate = largest - (1 if sigma else 0)
+    deviation = math.sqrt(rate + rate**2 * math.expm1(sigma**2))  # √λ without σ
+    spread = 4 if not sigma else 5  # its tail is longer
+    return _clip(math.ceil(largest + spread * deviation), config)
 
 
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float]]:
@@ -136,8 +154,12 @@ def recurrent_steps_at(
         return _clip(deepest, config)
     if not config.poisson:
         return typical_recurrent_steps(config, tokens)
-    bits = np.random.Philox(np.random.SeedSequence((seed, step)))
-    return _clip(int(np.random.Generator(bits).poisson(config.steps(tokens))), config)
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, step))))
+    mean, sigma = config.steps(tokens), config.lognormal_sigma
+    if not sigma:
+        return _clip(int(generator.poisson(mean)), config)
+    rate = (mean - 1) * math.exp(generator.normal(-(sigma**2) / 2, sigma))
+    return _clip(1 + int(generator.poisson(rate)), config)
 
 
 def typical_recurrent_steps(config: RecurrenceConfig, tokens: int) -> int:

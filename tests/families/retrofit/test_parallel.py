@@ -1,0 +1,33 @@
+"""Retrofitted models on several ranks: losses and gradients of one process."""
+
+import pytest
+
+from tests.distributed.test_parity import HELD, Case, check_parity, runnable
+from titan_loop.families.retrofit.model import RetrofitOptions
+
+SPLIT = (("n_layers", 4), ("prelude_layers", 1), ("coda_layers", 1))
+CASES = {
+    "bridge": Case(
+        family=RetrofitOptions, exit_gate=False, options=(*SPLIT, ("bridge", True)), fsdp=HELD
+    ),
+    "truncated": Case(
+        family=RetrofitOptions,
+        exit_gate=False,
+        tie_weights=True,
+        options=(*SPLIT, ("bridge", True), ("damping", 2)),
+        backward_steps=2,
+        checkpointing="recurrent-step",
+    ),
+}
+PAIRS = [
+    *(("dp2", case) for case in CASES),
+    ("tp2", "bridge"),
+    ("tp2-no-sp", "bridge"),
+    ("dp2-tp2", "truncated"),
+    ("cp2", "bridge"),
+]
+
+
+@pytest.mark.parametrize(("layout", "case"), runnable(PAIRS))
+def test_losses_and_gradients_equal_one_process(gloo_pool, layout, case):
+    check_parity(gloo_pool, layout, CASES[case])

@@ -1,0 +1,161 @@
+"""A dense model becomes a loop: what it keeps, what it records, and what is refused."""
+
+import pytest
+import torch
+
+from tests.families.nanbeige.test_formats import convert
+from tests.families.retrofit.conftest import TOKENS, Made, Retrofit, logits, opened
+from titan_loop.cli import main as cli
+from titan_loop.runs.saved_run import SavedRun
+
+
+@pytest.mark.parametrize("mode", ["identity", "plain"])
+def test_one_step_is_the_dense_model_bit_by_bit(dense: Made, retrofit: Retrofit, mode: str):
+    assert torch.equal(logits(retrofit(mode).model, 1), logits(dense.model, 1))
+
+
+def test_untrained_every_number_of_steps_is_the_bare_loop(retrofit: Retrofit):
+    plain, identity = retrofit("plain").model, retrofit("identity").model
+    for steps in (2, 3):
+        assert torch.equal(logits(identity, steps), logits(plain, steps))
+
+
+def test_one_damped_step_is_the_dense_model_and_more_are_parts_of_it(
+    dense: Made, retrofit: Retrofit
+):
+    whole = retrofit("damped", "--recurrent-steps", 1).model
+    assert torch.equal(logits(whole, 1), logits(dense.model, 1))
+    model, layers = retrofit("damped", "--recurrent-steps", 3).model, dense.model.layers
+    context = dense.model.make_context(TOKENS)
+    with torch.no_grad():
+        state = layers["0"](dense.model.tok_embeddings(TOKENS), context)
+        for _ in range(3):
+            state = state + (layers["2"](layers["1"](state, context), context) - state) / 3
+        want = dense.model.readout(dense.model.norm(layers["3"](state, context)))
+    torch.testing.assert_close(logits(model, 3), want, atol=1e-4, rtol=0)
+
+
+def test_the_bridge_reads_the_prelude_from_the_second_step_on(retrofit: Retrofit):
+    model = retrofit("identity").model
+    before = [logits(model, steps) for steps in (1, 2)]
+    with torch.no_grad():
+        model.bridge.weight.normal_(std=0.1)  # type: ignore[union-attr]
+        model.bridge.norm.weight.fill_(2.0)  # type: ignore[union-attr]
+    assert torch.equal(logits(model, 1), before[0])
+    context = model.make_context(TOKENS)
+    with torch.no_grad():
+        prelude = model.layers["0"](model.tok_embeddings(TOKENS), context)
+        state = model.layers["2"](model.layers["1"](prelude, context), context)
+        normed = prelude * (prelude.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        state = state + 2.0 * normed @ model.bridge.weight.T  # type: ignore[union-attr]
+        state = model.layers["2"](model.layers["1"](state, context), context)
+        want = model.readout(model.norm(model.layers["3"](state, context)))
+    assert not torch.equal(logits(model, 2), before[1])
+    torch.testing.assert_close(logits(model, 2), want, atol=1e-4, rtol=0)
+
+
+def test_the_manifest_names_parent_and_surgery(dense: Made, retrofit: Retrofit):
+    looped = retrofit("identity", "--recurrent-steps", 3)
+    manifest = SavedRun.open(looped.run).checkpoint().manifest
+    assert manifest["lineage"]["parent"]["path"] == str(
+        SavedRun.open(dense.run).checkpoint().path.resolve()
+    )
+    assert manifest["lineage"]["retrofit"] == {
+        "mode": "identity",
+        "prelude": 1,
+        "core": 2,
+        "coda": 1,
+        "recurrent_steps": 3,
+    }
+    assert manifest["trainer"]["recurrent_steps"] == 3
+    assert manifest["trainer"]["architecture"]["bridge"] is True
+
+
+def test_plain_is_of_the_family_that_engines_run(retrofit: Retrofit):
+    assert SavedRun.open(retrofit("plain").run).model_options.family == "nanbeige"
+
+
+def test_a_folder_is_as_good_as_a_run(dense: Made, retrofit: Retrofit, ascii_tokenizer, tmp_path):
+    folder = tmp_path / "llama"
+    flags = ("--to", "llama-unrolled", "--tokenizer", ascii_tokenizer)
+    convert("export", dense.run, "--output", folder, *flags)
+    looped = retrofit("identity", source=folder)
+    assert torch.equal(logits(looped.model, 1), logits(dense.model, 1))
+    lineage = SavedRun.open(looped.run).checkpoint().manifest["lineage"]
+    assert lineage["imported_from"] == str(folder)
+    assert (looped.run / "tokenizer.json").read_bytes() == ascii_tokenizer.read_bytes()
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run `titan-loop retrofit`, which must refuse, and return its line."""
+    capsys.readouterr()
+    assert cli.main(["retrofit", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prelude", 2, "--core", 2, "--coda", 1), "are 5 layers, and the model has 4"),
+        (("--prelude", 0, "--core", 2, "--coda", 1), "are 3 layers, and the model has 4"),
+        (("--prelude", 2, "--core", 0, "--coda", 2), "--core=0 must be at least 1"),
+        (("--prelude", -1, "--core", 4, "--coda", 1), "--prelude=-1 must be at least 0"),
+        (("--prelude", 1, "--core", 2), "--coda is missing; --scan recommends layers"),
+        (
+            ("--prelude", 1, "--core", 2, "--coda", 1, "--recurrent-steps", 0),
+            "--recurrent-steps=0 must be at least 1",
+        ),
+        (("--mode", "plane"), "invalid choice 'plane'"),
+    ],
+)
+def test_spans_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
+    assert message in error_of(capsys, dense.run, "--output", tmp_path / "run", *flags)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recurrent_steps": 2}, "runs 2 recurrent steps; retrofit starts from a dense model"),
+        ({"recurrent_steps": 1, "exit_gate": True}, "has model.exit_gate=True; retrofit starts"),
+        (
+            {"recurrent_steps": 1, "n_layers": 3, "prelude_layers": 1},
+            "has model.prelude_layers=1; retrofit starts from a dense model, which has 0",
+        ),
+    ],
+)
+def test_only_a_dense_model_is_retrofitted(make_run, capsys, tmp_path, options, message):
+    run = make_run(**options).run
+    spans = ("--prelude", 0, "--core", 1, "--coda", 1)
+    assert message in error_of(capsys, run, "--output", tmp_path / "run", *spans)
+
+
+def test_a_looped_model_is_not_retrofitted_again(retrofit: Retrofit, capsys, tmp_path):
+    spans = ("--prelude", 1, "--core", 2, "--coda", 1)
+    run = retrofit("identity").run
+    error = error_of(capsys, run, "--output", tmp_path / "run", *spans)
+    assert "is of family retrofit; retrofit starts from Llama's blocks" in error
+
+
+def test_an_output_that_exists_stays(dense: Made, capsys, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    spans = ("--prelude", 1, "--core", 2, "--coda", 1)
+    assert "not empty" in error_of(capsys, dense.run, "--output", tmp_path, *spans)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_is_no_llama(capsys, tmp_path):
+    (tmp_path / "qwen").mkdir()
+    (tmp_path / "qwen" / "config.json").write_text('{"model_type": "qwen2"}')
+    error = error_of(capsys, tmp_path / "qwen", "--output", tmp_path / "run")
+    assert "is missing" in error  # flags first
+    spans = ("--prelude", 1, "--core", 2, "--coda", 1)
+    error = error_of(capsys, tmp_path / "qwen", "--output", tmp_path / "run", *spans)
+    assert "model_type='qwen2' cannot be imported" in error
+
+
+def test_checkpoints_of_a_run_are_taken(dense: Made, retrofit: Retrofit):
+    checkpoint = SavedRun.open(dense.run).checkpoint().path
+    assert torch.equal(
+        logits(opened(retrofit("plain", source=checkpoint).run), 1), logits(dense.model, 1)
+    )

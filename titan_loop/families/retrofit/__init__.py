@@ -1,0 +1,16 @@
+"""Retrofit: a dense model that exists becomes one that loops."""
+
+from titan_loop.plugins import Plugin, Verb, register
+
+_PLACE = "titan_loop.families.retrofit"
+
+register(
+    Plugin(
+        families={"retrofit": f"{_PLACE}.model:RETROFIT"},
+        verbs={
+            "retrofit": Verb(
+                f"{_PLACE}.command:retrofit", "loop layers of a dense model that exists"
+            ),
+        },
+    )
+)

@@ -1,0 +1,73 @@
+"""`titan-loop retrofit MODEL --output RUN …`: a dense model that loops; `--scan`: which layers."""
+
+import logging
+import sys
+from pathlib import Path
+
+from titan_loop.errors import UserError
+from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
+
+
+def retrofit(
+    model: Path,
+    *,
+    output: Path | None = None,
+    mode: Mode = "identity",
+    prelude: int | None = None,
+    core: int | None = None,
+    coda: int | None = None,
+    recurrent_steps: int = 2,
+    scan: bool = False,
+    lengths: list[int] | None = None,
+    sources: list[str] | None = None,
+    windows: int = 6,
+    seq_len: int | None = None,
+) -> None:
+    """Loop layers of a dense model, in a new run directory that train and eval take like any other.
+
+    With --scan nothing is written but a table: the cost of looping each span of layers, before any
+    training. See titan_loop/families/retrofit/README.md.
+
+    Args:
+        model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
+        output: New run directory; with --scan a JSON file for the table, if wanted.
+        mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes a step a
+            part of a pass.
+        prelude: Number of layers before the loop.
+        core: Number of looped layers.
+        coda: Number of layers after the loop.
+        recurrent_steps: R that the model is used at; with damped also the steps of one pass.
+        scan: Measure spans instead.
+        lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
+        sources: Prepared sources whose held-out text is read; the run's by default.
+        windows: Held-out windows per source.
+        seq_len: Tokens of such a window; the run's by default.
+    """
+    if scan:
+        from titan_loop.families.retrofit.scan import scan as measured
+
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        table = measured(
+            model,
+            sources=sources or (),
+            lengths=lengths or (4, 8, 12),
+            windows=windows,
+            seq_len=seq_len,
+            command=sys.argv,
+        )
+        print(table.table())
+        if output is not None:
+            print(table.save(output))
+        return
+    for name, value in {"output": output, "prelude": prelude, "core": core, "coda": coda}.items():
+        if value is None:
+            raise UserError(f"--{name} is missing; --scan recommends layers")
+    assert output is not None
+    assert prelude is not None
+    assert core is not None
+    assert coda is not None
+    surgery = Surgery(
+        mode=mode, prelude=prelude, core=core, coda=coda, recurrent_steps=recurrent_steps
+    )
+    print(retrofit_run(model, output, surgery, sys.argv))
+    print(f"To train it: titan-loop train RECIPE --from {output}")

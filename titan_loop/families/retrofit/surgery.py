@@ -1,0 +1,253 @@
+"""A dense checkpoint becomes the first checkpoint of a looped one.
+
+    run or folder ─► Dense: options, tensors by name ─► a mode ─► options and tensors of the loop
+    ─► a run whose manifest names the parent and the surgery
+
+| mode | layers | new parameters | with R = 1 |
+|---|---|---|---|
+| identity | all | a bridge of zeros | the dense model |
+| plain | all | none; family `nanbeige` | the dense model |
+| damped | all | none; a step is 1/K of a pass, K = R | with R = K = 1 the dense model |
+
+One tensor is in memory at a time. The dense model's optimiser state is left behind.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
+from titan_loop.checkpoint.manifest import reference
+from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
+from titan_loop.errors import UserError, nearest, seen_from
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
+from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.models.llama import LlamaOptions
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.staged_folder import staged_folder
+from titan_loop.text.tokenizer import TOKENIZER_NAME
+
+Mode: TypeAlias = Literal["identity", "plain", "damped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surgery:
+    """Layers that are looped, and how.
+
+    Attributes:
+        mode: See the module.
+        prelude: Number of layers before the loop, P.
+        core: Number of looped layers, C.
+        coda: Number of layers after the loop, K.
+        recurrent_steps: R that the model is used at; for `damped` also the steps of one pass.
+    """
+
+    mode: Mode
+    prelude: int
+    core: int
+    coda: int
+    recurrent_steps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise UserError(f"--mode={self.mode} is unknown{nearest(self.mode, get_args(Mode))}")
+        for name, least in (("prelude", 0), ("core", 1), ("coda", 0), ("recurrent_steps", 1)):
+            value = getattr(self, name)
+            if value < least:
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag}={value} must be at least {least}")
+
+    def check_layers(self, n_layers: int) -> None:
+        """Raise `UserError` unless the spans make up a dense model of so many layers."""
+        total = self.prelude + self.core + self.coda
+        if total != n_layers:
+            raise UserError(
+                f"--prelude={self.prelude} --core={self.core} --coda={self.coda} are {total} "
+                f"layers, and the model has {n_layers}; --mode={self.mode} keeps every layer once"
+            )
+
+    def options(self, dense: LlamaOptions) -> LlamaOptions:
+        """Return the looped model's options.
+
+        Raises:
+            UserError: The spans are not the dense model's layers.
+        """
+        n_layers = decoder_config(dense, max_seq_len=1).architecture()["n_layers"]
+        self.check_layers(n_layers)
+        loop = replace(
+            dense,
+            n_layers=n_layers,
+            prelude_layers=self.prelude,
+            coda_layers=self.coda,
+            recurrent_steps=self.recurrent_steps,
+        )
+        if self.mode == "plain":
+            return loop
+        shared = {
+            field.name: getattr(loop, field.name) for field in fields(LlamaOptions) if field.init
+        }
+        if self.mode == "damped":
+            return RetrofitOptions(**shared, damping=self.recurrent_steps)
+        return RetrofitOptions(**shared, bridge=True)
+
+
+class Dense:
+    """The model to begin with.
+
+    Args:
+        run: Its run.
+
+    Raises:
+        UserError: It is not one stack of Llama's blocks that runs once.
+    """
+
+    def __init__(self, run: SavedRun) -> None:
+        self.run = run
+        self.checkpoint = run.checkpoint()
+        architecture = self.checkpoint.manifest["trainer"]["architecture"]
+        options = run.model_options
+        if not isinstance(options, NanbeigeOptions):
+            raise UserError(
+                f"{run.path} is of family {options.family}; retrofit starts from Llama's blocks, "
+                "family nanbeige or a LlamaForCausalLM folder"
+            )
+        looped = {
+            "prelude_layers": 0,
+            "coda_layers": 0,
+            "exit_gate": False,
+            "norm_placement": "readout",
+            "injection": "none",
+        }
+        for name, wanted in looped.items():
+            if architecture[name] != wanted:
+                raise UserError(
+                    f"{run.path} has model.{name}={architecture[name]}; retrofit starts from a "
+                    f"dense model, which has {wanted}"
+                )
+        if self.checkpoint.recurrent_steps != 1:
+            raise UserError(
+                f"{run.path} runs {self.checkpoint.recurrent_steps} recurrent steps; retrofit "
+                "starts from a dense model, which runs one"
+            )
+        self.options = options
+        self._reader = CheckpointReader(self.checkpoint.path)
+
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Return the model's tensors by name."""
+        return {
+            name: LazyTensor(
+                tuple(self._reader.shape(name)),
+                self._reader.dtype(name),
+                partial(self._reader.read, name),
+            )
+            for name in self._reader.tensor_keys()
+            if not name.startswith(OPTIMIZER_PREFIX)
+        }
+
+
+@contextmanager
+def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[str, Any]]]:
+    """Open a run, a checkpoint, or a folder that `convert import` reads.
+
+    Args:
+        path: One of them. A folder is imported into a temporary run.
+        command: Recorded in that run.
+
+    Yields:
+        The model, and the lineage that its descendants record.
+
+    Raises:
+        UserError: There is no such model, or it is not dense.
+    """
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is not a folder{seen_from(path)}; give a LlamaForCausalLM folder, a run or a "
+            "checkpoint"
+        )
+    if not (path / CONFIG).exists() or RunDirectory(path).run_json.exists():
+        dense = Dense(SavedRun.open(path))
+        yield dense, {"parent": reference(dense.checkpoint.path)}
+        return
+    folder = ModelFolder(path)
+    with tempfile.TemporaryDirectory(prefix="retrofit-") as place:
+        import_run(folder, Path(place) / "dense", command, dtype=torch.float32)
+        yield Dense(SavedRun(Path(place) / "dense")), {"parent": None, **folder.lineage()}
+
+
+def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[str]) -> Path:
+    """Write a new run with one checkpoint of step 0, the looped model.
+
+    Its configuration is the dense run's with the new model; its `lineage.retrofit` has the fields
+    of `surgery`.
+
+    Args:
+        path: As in `opened`.
+        output: The new run directory.
+        surgery: Cuts and mode.
+        command: Recorded in the new `run.json`.
+
+    Returns:
+        The new checkpoint.
+
+    Raises:
+        UserError: As `opened`; `output` is not empty, or the spans do not fit.
+    """
+    with opened(path, command) as (dense, lineage), staged_folder(output) as staged:
+        options = surgery.options(dense.options)
+        config = {
+            **dense.run.config,
+            "dump_folder": str(output),
+            "dataloader": dense.run.dataloader,
+            "model": asdict(options),
+        }
+        new = RunDirectory(staged)
+        content = {
+            "step": 0,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stage_end": True,
+            "trainer": {
+                "step": 0,
+                "tokens": 0,
+                "recurrent_steps": surgery.recurrent_steps,
+                "architecture": decoder_config(options, max_seq_len=1).architecture(),
+            },
+            "data": dense.checkpoint.manifest["data"],
+            "lineage": {**lineage, "retrofit": asdict(surgery)},
+        }
+        write_checkpoint(new.checkpoint(0), _entries(dense, options), content)
+        tokenizer = dense.run.path / TOKENIZER_NAME
+        if tokenizer.is_file():
+            shutil.copyfile(tokenizer, staged / TOKENIZER_NAME)
+        new.create_or_open(command, config=config)
+    return RunDirectory(output).checkpoint(0)
+
+
+def _entries(dense: Dense, options: LlamaOptions) -> dict[str, LazyTensor]:
+    """Return the looped model's tensors: the dense model's, and initial values of the new ones."""
+    old = dense.tensors()
+    dtype = next(iter(old.values())).dtype
+    with torch.device("meta"):
+        wanted = build_decoder(options, max_seq_len=1, device="meta").state_dict()
+    new = {name: tuple(tensor.shape) for name, tensor in wanted.items() if name not in old}
+    initial = {
+        name: LazyTensor(shape, dtype, _initial(name, shape, dtype)) for name, shape in new.items()
+    }
+    return {**old, **initial}
+
+
+def _initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return a producer of ones for the gain of a norm, and of zeros for the rest."""
+    fill = torch.ones if name.endswith("norm.weight") else torch.zeros
+    return partial(fill, shape, dtype=dtype)

