@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from titan_loop.training.depth_schedule import (

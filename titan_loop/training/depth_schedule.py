@@ -123,7 +123,7 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
     sigma = config.lognormal_sigma
     rate = largest - (1 if sigma else 0)
     deviation = math.sqrt(rate + rate**2 * math.expm1(sigma**2))  # √λ without σ
-    spread = 4 if not sigma else 5  # its tail is longer
+    spread = 4 if not sigma else 7  # a longer tail
     return _clip(math.ceil(largest + spread * deviation), config)
 
 
