@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_loop.analysis.scaling.law import JOINT
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 
@@ -15,14 +14,15 @@ TOTAL, LOOPED = 1_434_652_673, 1_434_652_673 - 2 * 2048 * 49_152
 TOKENS = -(-3 * 10**12 // 2**23) * 2**23
 
 
-def write_fit(path: Path, formula: str = JOINT.formula) -> Path:
+def write_fit(path: Path, **change: object) -> Path:
     law = {
-        "name": "worth of a step", "formula": formula, "coefficients": LAW, "rmse": 0.01,
+        "name": "worth of a step, power", "form": "power", "chosen": True, "source": "a test",
+        "coefficients": LAW, "rmse": 0.01,
         "range": {
             "parameters": [1e8, 2e9], "tokens": [1e9, 4e12], "recurrent_steps": [1, 4],
         },
     }  # fmt: skip
-    path.write_text(json.dumps({"format_version": 1, "laws": [law]}))
+    path.write_text(json.dumps({"format_version": 2, "laws": [{**law, **change}]}))
     return path
 
 
@@ -34,7 +34,7 @@ def predicted(parameters: float, looped: float, steps: float) -> float:
 def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
     fit = write_fit(tmp_path / "scaling.json")
     words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", "--no-memory"]
-    words += ["--scaling-fit", str(fit)]
+    words += ["--law", str(fit)]
     assert main(words) == 0
     printed = capsys.readouterr().out
     table = printed[printed.index("worth of the recurrent steps") :]
@@ -55,16 +55,25 @@ def test_plan_prints_the_law_beside_the_gpu_days(tmp_path: Path, capsys):
 def test_a_prediction_outside_of_the_fitted_range_says_so(tmp_path: Path, capsys):
     fit = write_fit(tmp_path / "scaling.json")
     words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1a", "--no-memory"]
-    words += ["--scaling-fit", str(fit)]
+    words += ["--law", str(fit)]
     assert main(words) == 0
     assert "extrapolated: the law was fitted to recurrent_steps 1 to 4" in capsys.readouterr().out
 
 
-def test_what_is_no_fit_is_refused(tmp_path: Path, capsys):
-    other = write_fit(tmp_path / "other.json", formula="L = E")
-    for path, message in (
-        (other, "has no joint law; write it with titan-loop scaling"),
-        (tmp_path / "gone.json", "does not exist; write it with titan-loop scaling"),
+def test_a_form_that_was_not_chosen_is_read_by_its_name(tmp_path: Path, capsys):
+    fit = write_fit(tmp_path / "scaling.json", chosen=False)
+    words = ["plan", "ouro_1_4b", "--nodes", "64", "--stage", "1b", "--no-memory"]
+    assert main([*words, "--law", f"{fit}:power"]) == 0
+    assert "R^phi" in capsys.readouterr().out
+
+
+def test_what_is_no_law_is_refused(tmp_path: Path, capsys):
+    unchosen = write_fit(tmp_path / "other.json", chosen=False)
+    for law, message in (
+        (unchosen, "has no chosen law; write it with titan-loop scaling"),
+        (f"{unchosen}:bounded", "has no law of the form bounded; write it with titan-loop"),
+        (tmp_path / "gone.json", "is no file and no published law (loop-moe, iso-depth, ouro)"),
+        ("iso-depth", "its source publishes no A, B (Schwethelm et al. 2026"),
     ):
-        assert main(["plan", "quickstart", "--scaling-fit", str(path)]) == EXIT_USER_ERROR
+        assert main(["plan", "quickstart", "--law", str(law)]) == EXIT_USER_ERROR
         assert message in capsys.readouterr().err

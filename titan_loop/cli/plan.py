@@ -1,13 +1,12 @@
-"""`titan-loop plan RECIPE [--nodes N …]`: the needs of every stage, without a GPU."""
+"""`titan-loop plan RECIPE | --budget FLOPS`: needs of every stage, or the best model to train."""
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from titan_loop.cli.arguments import command, recipe_first
+from titan_loop.cli.arguments import Run, command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
 from titan_loop.errors import UserError
 
@@ -33,7 +32,7 @@ def plan(
     gpu: Annotated[str, tyro.conf.arg(help_behavior_hint=_known_gpus)] = "h100-80gb",
     mfu: float = 0.4,
     stage: str | None = None,
-    scaling_fit: Path | None = None,
+    law: str | None = None,
     memory: bool = True,
     rehearse: bool = False,
 ) -> None:
@@ -45,6 +44,7 @@ def plan(
     memory of a GPU and the communication of a step; that takes up to half a minute a stage the
     first time, and nothing again until the stage's assembly or the software changes. Ends with code
     2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop train.
+    With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -58,8 +58,9 @@ def plan(
         gpu: GPU model.
         mfu: Assumed model FLOPs over peak FLOPs, for the GPU-days.
         stage: Plan this stage alone.
-        scaling_fit: The scaling.json of titan-loop scaling; adds the gain of the recurrent steps in
-            nats and GPU-days over the same model without loops and over an unrolled one.
+        law: Published scaling law, or a scaling.json of titan-loop scaling; adds the gain of the
+            recurrent steps in nats and GPU-days over the same model without loops and over an
+            unrolled one.
         memory: Measure peak memory and communication; --no-memory prints the arithmetic alone.
         rehearse: Assemble every stage anew, list the facts that only a GPU can tell, and end with
             code 2 if a stage cannot be assembled.
@@ -69,15 +70,16 @@ def plan(
     with compat.assuming("cuda"):
         resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
 
+    from titan_loop.analysis.scaling.published import read_law
     from titan_loop.distributed.devices import get_device
     from titan_loop.planning.cluster import Cluster
-    from titan_loop.planning.loop_worth import read_fit, worth_lines
+    from titan_loop.planning.loop_worth import worth_lines
     from titan_loop.planning.plan_table import plan_lines
     from titan_loop.planning.stage_needs import recipe_needs
 
     cluster = Cluster(nodes=nodes, gpus_per_node=gpus_per_node, gpu=get_device(gpu), mfu=mfu)
     cluster.check()
-    worth = None if scaling_fit is None else read_fit(scaling_fit)
+    worth = None if law is None else read_law(law)
     needs = recipe_needs(resolved, cluster, only=stage)
     print("\n".join(plan_lines(recipe, gpu, cluster, needs)))
     if worth is not None:
@@ -124,4 +126,81 @@ def _refuse(refused: Sequence[tuple[str, str]], stages: int) -> None:
         raise UserError(f"plan: {len(names)} of {stages} stages do not fit; {name}: {refusal}")
 
 
-run = command("plan", plan)
+RECIPE_OF_BLOCKS = "nanbeige_quickstart"
+"""Recipe that takes the shape of a chosen model."""
+
+_BYTES = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def best(
+    flags: Sequence[str],
+    *,
+    budget: float,
+    law: str = "loop-moe",
+    memory: str | None = None,
+    tokens: float | None = None,
+    inference_tokens: float = 0.0,
+    weight_bits: float = 4.0,
+    context_tokens: int = 0,
+    vocabulary: int = 128_256,
+    most_experts: int = 1024,
+) -> None:
+    """Print the best models for a budget by a scaling law, then the plan of the best one.
+
+    For example:
+      titan-loop plan --budget 5e21 --memory 3GB
+      titan-loop plan --budget 5e21 --law scaling/scaling.json --inference-tokens 1e12 --nodes 16
+
+    Args:
+        flags: Flags of `titan-loop plan RECIPE`, such as --nodes.
+        budget: FLOPs of training and serving together.
+        law: Published law (loop-moe), or FILE[:FORM] of a scaling.json.
+        memory: Most bytes of weights and cache, such as 3GB.
+        tokens: Training tokens; left out, the budget pays for as many as it can.
+        inference_tokens: Tokens served over the model's life.
+        weight_bits: Bits of a stored weight.
+        context_tokens: Tokens in the cache of keys and values.
+        vocabulary: Rows of the embedding.
+        most_experts: Largest number of experts; 1 for dense models.
+    """
+    from titan_loop.analysis.scaling.published import read_law
+    from titan_loop.planning.budget import Budget, budget_lines, ranking, recipe_flags
+
+    limits = Budget(
+        flops=budget,
+        memory_bytes=None if memory is None else _bytes(memory),
+        tokens=tokens,
+        inference_tokens=inference_tokens,
+        weight_bits=weight_bits,
+        context_tokens=context_tokens,
+        vocabulary=vocabulary,
+        most_experts=most_experts,
+    )
+    chosen = read_law(law)
+    found = ranking(chosen, limits)
+    print("\n".join(budget_lines(chosen, limits, found)))
+    dense = next((choice for choice in found if choice.experts == 1), None)
+    if dense is None:
+        print("no dense model fits, and no family has experts, so there is no recipe to plan")
+        return
+    words = [RECIPE_OF_BLOCKS, *recipe_flags(dense, vocabulary), *flags]
+    place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
+    print(f"\nthe {place}: titan-loop plan {' '.join(words)}\n", flush=True)
+    command("plan", plan)(words)
+
+
+def _bytes(text: str) -> float:
+    unit = next((unit for unit in _BYTES if text.endswith(unit)), "")
+    try:
+        return float(text.removesuffix(unit)) * _BYTES.get(unit, 1.0)
+    except ValueError:
+        raise UserError(
+            f"--memory {text} is no number of bytes; write it as 3GB ({', '.join(_BYTES)})"
+        ) from None
+
+
+def run(words: Sequence[str]) -> int:
+    """Run `plan --budget …` without a recipe, or `plan RECIPE …`."""
+    by_budget = any(word.split("=")[0] == "--budget" for word in words)
+    verb: Run = command("plan", best if by_budget else plan)
+    return verb(words)

@@ -18,13 +18,15 @@ def scaling(
     """Fit scaling laws to runs or to a table of losses, with intervals and hold-outs.
 
     Fits the additive law of Ouro's Appendix D to the total loss and to the loss after each step,
-    and the joint law whose phi is the worth of a recurrent step in parameters. Prints the
-    coefficients and writes scaling.json and scaling.html, a page with the residuals.
+    and three forms of the worth of a recurrent step in parameters: linear, power and bounded. The
+    error on held-out sizes, budgets and R chooses among them. Prints the coefficients and writes
+    scaling.json, which `titan-loop plan --law` reads, and scaling.html, a page with plots.
 
     Args:
         runs: Run directories and recipe folders, all trained on the same data.
-        csv: File with the columns parameters, tokens, recurrent_steps and loss, and optionally
-            step, looped_parameters and run; instead of runs.
+        csv: File with the columns parameters, tokens, recurrent_steps and loss (or N, D, R, loss),
+            and optionally step, looped_parameters, experts with total_parameters, unique_tokens and
+            run; instead of runs.
         output: Folder for the results.
         exit_pmf: Mean probability of leaving after each step, for the composition of the total
             loss; runs with an exit gate logged their own.

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,17 @@ import pytest
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from titan_loop.analysis.scaling.data import STRETCHES, ScalingData, read_csv, read_runs
-from titan_loop.analysis.scaling.law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
+from titan_loop.analysis.scaling.law import (
+    ADDITIVE,
+    DENSE,
+    POWER,
+    SPARSE,
+    Law,
+    Losses,
+    with_repeats,
+)
+from titan_loop.analysis.scaling.published import PUBLISHED
 from titan_loop.analysis.scaling.study import _subsets, sizes_of, study
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR, UserError
@@ -24,7 +35,13 @@ PLANTED = {
     "E": 1.7, "A": 400.0, "alpha": 0.34, "t1": 2e6, "B": 410.0, "beta": 0.28, "t2": 2e8,
     "C": 0.3, "gamma": 0.7, "t3": 0.5,
 }  # fmt: skip
-JOINTLY = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28, "phi": 0.46}
+BASE = {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28}
+BY_POWER = {**BASE, "phi": 0.46}
+GAINS = {
+    "linear": {"kappa": 0.2},
+    "power": {"phi": 0.46},
+    "bounded": {"kappa1": 0.9, "kappa2": 1.4},
+}
 NOISE = 0.01  # nats; twice the spread of three seeds of the quick start
 
 
@@ -41,26 +58,51 @@ def additive(n: float, d: float, r: float) -> float:
 
 def joint(n: float, d: float, r: float) -> float:
     """The law written out; 80 % of the parameters are looped."""
-    c = JOINTLY
+    c = BY_POWER
     effective = 0.2 * n + 0.8 * n * r ** c["phi"]
     return c["E"] + c["A"] / effective ** c["alpha"] + c["B"] / d ** c["beta"]
 
 
-def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0) -> Losses:
-    grid = np.array(list(itertools.product(SIZES, TOKENS, steps)))
+def by_gain(form: str):
+    """A mapping's law written out; 80 % of the parameters are looped."""
+
+    def law(n: float, d: float, r: float) -> float:
+        c = GAINS[form]
+        gain = {
+            "linear": lambda: c["kappa"] * (r - 1),
+            "power": lambda: r ** c["phi"] - 1,
+            "bounded": lambda: c["kappa1"] * (1 - np.exp(-(r - 1) / c["kappa2"])),
+        }[form]()
+        effective = n + 0.8 * n * gain
+        return BASE["E"] + BASE["A"] / effective ** BASE["alpha"] + BASE["B"] / d ** BASE["beta"]
+
+    return law
+
+
+def losses(law, steps=(1, 2, 4, 8), noise: float = 0.0, seed: int = 0, tokens=TOKENS) -> Losses:
+    grid = np.array(list(itertools.product(SIZES, tokens, steps)))
     exact = np.array([law(*row) for row in grid])
     return Losses(
         parameters=grid[:, 0],
         looped=0.8 * grid[:, 0],
+        total=grid[:, 0],
+        experts=np.ones(len(grid)),
         tokens=grid[:, 1],
+        unique=grid[:, 1],
         steps=grid[:, 2],
-        loss=exact + noise * np.random.default_rng(0).normal(size=len(grid)),
+        loss=exact + noise * np.random.default_rng(seed).normal(size=len(grid)),
         run=np.array([f"{n}-{r}" for n, _, r in grid]),
     )
 
 
 @pytest.mark.parametrize(
-    ("law", "reference", "planted"), [(ADDITIVE, additive, PLANTED), (JOINT, joint, JOINTLY)]
+    ("law", "reference", "planted"),
+    [
+        (ADDITIVE, additive, PLANTED),
+        (POWER, joint, BY_POWER),
+        (DENSE["linear"], by_gain("linear"), BASE | GAINS["linear"]),
+        (DENSE["bounded"], by_gain("bounded"), BASE | GAINS["bounded"]),
+    ],
 )
 def test_planted_coefficients_are_recovered(law: Law, reference, planted: dict[str, float]):
     points = losses(reference)
@@ -74,12 +116,60 @@ def test_planted_coefficients_are_recovered(law: Law, reference, planted: dict[s
 
 def test_phi_is_recovered_from_noisy_losses_and_lies_in_its_interval():
     points = losses(joint, noise=NOISE)
-    fitted = bootstrap(fit(JOINT, points), points, samples=40)
-    assert fitted.values["phi"] == pytest.approx(JOINTLY["phi"], abs=0.03)
+    fitted = bootstrap(fit(POWER, points), points, samples=40)
+    assert fitted.values["phi"] == pytest.approx(BY_POWER["phi"], abs=0.03)
     low, high = fitted.intervals["phi"]
     assert low < fitted.values["phi"] < high
     assert high - low < 0.2
     assert fitted.rmse == pytest.approx(NOISE, rel=0.15)
+
+
+def test_the_published_law_with_experts_is_recovered_from_its_own_losses():
+    law, values = SPARSE["bounded"], PUBLISHED["loop-moe"]["coefficients"]
+    grid = np.array(list(itertools.product(SIZES, TOKENS[::4], (1, 2, 4, 8), (1, 2, 4, 8, 16))))
+    points = Losses(
+        parameters=grid[:, 0],
+        looped=0.8 * grid[:, 0],
+        total=grid[:, 0] * (1 + 2 / 3 * (grid[:, 3] - 1)),
+        experts=grid[:, 3],
+        tokens=grid[:, 1],
+        unique=grid[:, 1],
+        steps=grid[:, 2],
+        loss=np.ones(len(grid)),
+        run=np.array([str(row) for row in grid]),
+    )
+    points = replace(points, loss=law.predict(values, points))
+    fitted = fit(law, points)
+    assert {n: v / values[n] for n, v in fitted.values.items()} == pytest.approx(
+        dict.fromkeys(values, 1.0), rel=1e-3
+    )
+
+
+def test_tokens_read_again_count_for_less():
+    """Muennighoff et al., Eq. 5, written out for one point; then fitted."""
+    points = replace(losses(joint), unique=np.minimum(losses(joint).tokens, 4e9))
+    law, values = with_repeats(POWER), {**BY_POWER, "reuse": 15.4}
+    counted = 4e9 + 4e9 * 15.4 * (1 - np.exp(-(20e9 / 4e9 - 1) / 15.4))
+    assert law.predict(values, points)[-1] == pytest.approx(joint(SIZES[-1], counted, 8), rel=1e-12)
+    points = replace(points, loss=law.predict(values, points))
+    assert fit(law, points).values["reuse"] == pytest.approx(15.4, rel=0.01)
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_held_out_error_chooses_the_form_that_made_the_losses(form: str):
+    """Noise of 0.005 nats; tools/bench/law_choice.py has twenty seeds."""
+    points = losses(by_gain(form), noise=0.005, seed=1, tokens=TOKENS[::3])
+    laws = study(ScalingData(points, {}, 0, {}), samples=0).laws
+    (chosen,) = (law for law in laws if law.chosen)
+    assert chosen.fit.law.name == form
+    kinds = [hold_out.kind for hold_out in chosen.hold_outs]
+    assert kinds == [
+        "all but the largest size", "first half of the tokens", "all but the largest R",
+    ]  # fmt: skip
+    mask = points.steps < 8
+    again = fit(DENSE[form], points[mask], starts=2).predict(points[~mask])
+    expected = np.sqrt(np.mean((again - points.loss[~mask]) ** 2))
+    assert chosen.hold_outs[2].rmse[0] == pytest.approx(expected, rel=1e-9)
 
 
 def test_r_squared_is_that_of_the_definition():
@@ -99,9 +189,11 @@ def test_r_squared_is_that_of_the_definition():
 
 
 def test_a_gate_makes_no_size_of_its_own():
-    gated = losses(additive, steps=(1, 2, 4))
+    gated = losses(additive, steps=(1, 2, 4), tokens=TOKENS[::4])
     gated.parameters[gated.steps > 1] += 2e3 + 1  # R = 1 has no exit gate
-    assert np.array_equal(sizes_of(gated), sizes_of(losses(additive, steps=(1, 2, 4))))
+    assert np.array_equal(
+        sizes_of(gated), sizes_of(losses(additive, steps=(1, 2, 4), tokens=TOKENS[::4]))
+    )
     by_size, *_ = study(ScalingData(gated, {}, 0, {}), samples=0).laws[0].hold_outs
     assert (by_size.kind, len(by_size.r_squared)) == ("3 of 5 sizes", 10)
 
@@ -119,7 +211,7 @@ def write_csv(path: Path, *, rising: bool = False) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["parameters", "tokens", "recurrent_steps", "step", "loss"])
-        for n, steps, d in itertools.product(SIZES[:4], (2, 4), TOKENS[::3]):
+        for n, steps, d in itertools.product(SIZES[:4], (2, 4), TOKENS[::4]):
             by_step = [additive(n, d, r) for r in range(1, steps + 1)]
             if rising and n == SIZES[0]:
                 by_step[0] = 3 + d / 1e11
@@ -149,7 +241,7 @@ def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
     whole = read_csv(write_csv(tmp_path / "whole.csv"))
     cut = read_csv(write_csv(tmp_path / "cut.csv", rising=True))
     assert (whole.rising, cut.rising) == (0, 2)
-    assert len(whole.by_step[4]) - len(cut.by_step[4]) == len(TOKENS[::3])
+    assert len(whole.by_step[4]) - len(cut.by_step[4]) == len(TOKENS[::4])
 
 
 def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
@@ -160,7 +252,7 @@ def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
     assert "total loss: L = E + A/(N + t1)^alpha" in printed
     assert "phi" in printed
     page = (output / "scaling.html").read_text()
-    assert page.count("<img") == 4
+    assert page.count("<img") == 8
     assert "0.9596" in page
     record = json.loads((output / "scaling.json").read_text())
     (total,) = (law for law in record["laws"] if law["name"] == "total loss")
@@ -170,7 +262,8 @@ def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.replace("recurrent_steps", "R"), "lacks the columns recurrent_steps"),
+        (lambda t: t.replace("recurrent_steps", "loops"), "lacks the columns recurrent_steps"),
+        (lambda t: t.replace("step,", "R,", 1), "has two columns for recurrent_steps"),
         (lambda t: t.replace("374000000.0", "-1"), "parameters='-1' must be a positive number"),
         (lambda t: t.replace("374000000.0", "many"), "parameters='many' must be a positive"),
         (lambda t: "\n".join(t.splitlines()[:1]), "has no rows below its header"),
@@ -186,6 +279,36 @@ def test_a_table_that_cannot_be_fitted_is_refused(tmp_path: Path, capsys, change
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_short_names_of_columns_do_and_unknown_ones_are_named(tmp_path: Path, caplog):
+    points = losses(joint)
+    path = tmp_path / "table.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["N", "N_rec", "D", "R", "loss", "gpu"])
+        for row in zip(points.parameters, points.looped, points.tokens, points.steps, points.loss,
+                       strict=True):  # fmt: skip
+            writer.writerow([*row, "a100"])
+    read = read_csv(path)
+    assert "columns that are not used: gpu" in caplog.text
+    assert read.total.looped == pytest.approx(points.looped)
+    assert fit(POWER, read.total).values["phi"] == pytest.approx(0.46, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        ("N,D,R,loss,E", "1e8,1e9,2,3,4", "experts=4 needs total_parameters"),
+        ("N,D,R,loss,U", "1e8,1e9,2,3,2e9", r"unique_tokens=2e\+09 must be at most tokens=1e\+09"),
+        ("N,D,R,loss,N_rec", "1e8,1e9,2,3,2e8", r"looped_parameters=2e\+08 must be at most"),
+    ],
+)
+def test_rows_that_contradict_themselves_are_refused(tmp_path: Path, header, row, message):
+    path = tmp_path / "table.csv"
+    path.write_text(f"{header}\n{row}\n")
+    with pytest.raises(UserError, match=message):
+        read_csv(path)
 
 
 def test_a_wrong_exit_distribution_is_refused(tmp_path: Path):

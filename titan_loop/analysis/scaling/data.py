@@ -9,7 +9,7 @@ import csv
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,20 @@ logger = logging.getLogger(__name__)
 
 STRETCHES = 20
 REQUIRED = ("parameters", "tokens", "recurrent_steps", "loss")
+OPTIONAL = ("step", "looped_parameters", "total_parameters", "experts", "unique_tokens")
+ALIASES = {
+    "N": "parameters",
+    "D": "tokens",
+    "R": "recurrent_steps",
+    "r": "recurrent_steps",
+    "L": "loss",
+    "E": "experts",
+    "N_looped": "looped_parameters",
+    "N_rec": "looped_parameters",
+    "N_total": "total_parameters",
+    "U": "unique_tokens",
+}
+"""Other names of columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +48,14 @@ class Point:
     """One measured loss.
 
     Attributes:
-        parameters: N, shared weights once.
-        looped: Parameters visited at every step.
+        parameters: N, parameters that act on a token, shared weights once.
+        looped: Parameters among N that are visited at every step.
         tokens: Tokens trained on.
         steps: R trained with.
         step: Recurrent step after which the loss was read; None for the total loss.
+        total: Stored parameters, experts that rest included; None for N.
+        experts: Number of experts of a sparse layer; 1 without.
+        unique: Tokens that were read for the first time; None for all.
     """
 
     run: str
@@ -48,6 +65,9 @@ class Point:
     steps: float
     step: float | None
     loss: float
+    total: float | None = None
+    experts: float = 1.0
+    unique: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,52 +90,78 @@ class ScalingData:
 def read_csv(path: Path) -> ScalingData:
     """Read points from a CSV file with a header.
 
-    Columns: `parameters`, `tokens`, `recurrent_steps` and `loss` (nats per token); optionally
-    `step` (the loss was read after this step; empty for the total loss), `looped_parameters` (those
-    visited at every step; all if absent) and `run` (a name; points of a run share their noise).
+    Columns: `parameters` (or `N`), `tokens` (`D`), `recurrent_steps` (`R`) and `loss` in nats per
+    token; optionally `step` (the loss was read after this step; empty for the total loss),
+    `looped_parameters` (`N_looped`; all if absent), `experts` (`E`) with `total_parameters`
+    (`N_total`), `unique_tokens` (`U`, those read for the first time), and `run` (a name; points of
+    a run share their noise). Other columns are logged and left.
 
     Raises:
         UserError: The file cannot be read, lacks a column, or has a value that is not positive.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            found = reader.fieldnames or []
+            rows = [{ALIASES.get(name, name): row[name] for name in found} for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"csv={path} cannot be read ({reason}); give a CSV file") from error
+    known = [ALIASES.get(name, name) for name in found]
+    twice = sorted({name for name in known if known.count(name) > 1})
+    if twice:
+        raise UserError(f"csv={path} has two columns for {', '.join(twice)}; keep one of each")
     if not rows:
         raise UserError(f"csv={path} has no rows below its header; add measured losses")
     missing = [name for name in REQUIRED if name not in rows[0]]
     if missing:
         raise UserError(
-            f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)}"
+            f"csv={path} lacks the columns {', '.join(missing)}; it needs {', '.join(REQUIRED)} "
+            "(or N, D, R and loss)"
         )
-    points = []
-    for line, row in enumerate(rows, start=2):
-        number = {
-            name: _positive(path, line, name, row[name])
-            for name in (*REQUIRED, "looped_parameters", "step")
-            if row.get(name) or name in REQUIRED
-        }
-        run = row.get("run") or f"{number['parameters']:g}-r{number['recurrent_steps']:g}"
-        looped = number.get("looped_parameters", number["parameters"])
-        if looped > number["parameters"]:
-            raise UserError(
-                f"csv={path} line {line}: looped_parameters={looped:g} must be at most "
-                f"parameters={number['parameters']:g}"
-            )
-        points.append(
-            Point(
-                run=run,
-                parameters=number["parameters"],
-                looped=looped,
-                tokens=number["tokens"],
-                steps=number["recurrent_steps"],
-                step=number.get("step"),
-                loss=number["loss"],
-            )
+    unknown = [name for name in rows[0] if name not in (*REQUIRED, *OPTIONAL, "run")]
+    if unknown:
+        logger.warning("csv=%s: columns that are not used: %s", path, ", ".join(unknown))
+    return _data([_row_point(path, line, row) for line, row in enumerate(rows, start=2)], {})
+
+
+def _row_point(path: Path, line: int, row: Mapping[str, str]) -> Point:
+    number = {
+        name: _positive(path, line, name, row[name])
+        for name in (*REQUIRED, *OPTIONAL)
+        if row.get(name) or name in REQUIRED
+    }
+    parameters = number["parameters"]
+    looped = number.get("looped_parameters", parameters)
+    total, experts = number.get("total_parameters"), number.get("experts", 1.0)
+    unique = number.get("unique_tokens", number["tokens"])
+    if unique > number["tokens"]:
+        raise UserError(
+            f"csv={path} line {line}: unique_tokens={unique:g} must be at most "
+            f"tokens={number['tokens']:g}"
         )
-    return _data(points, {})
+    if looped > parameters:
+        raise UserError(
+            f"csv={path} line {line}: looped_parameters={looped:g} must be at most "
+            f"parameters={parameters:g}"
+        )
+    if experts > 1 and total is None:
+        raise UserError(
+            f"csv={path} line {line}: experts={experts:g} needs total_parameters, which counts all "
+            "experts, while parameters counts those that act on a token"
+        )
+    return Point(
+        run=row.get("run") or f"{parameters:g}-e{experts:g}-r{number['recurrent_steps']:g}",
+        parameters=parameters,
+        looped=looped,
+        tokens=number["tokens"],
+        steps=number["recurrent_steps"],
+        step=number.get("step"),
+        loss=number["loss"],
+        total=total,
+        experts=experts,
+        unique=unique,
+    )
 
 
 def read_runs(folders: Sequence[Path]) -> ScalingData:
@@ -195,6 +241,7 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
         "looped": sum(unit.parameters() for unit in units if unit.unit.is_looped),
         "steps": steps,
     }
+    read_once = _unique_tokens(run)
     tokens = np.array([record["tokens"] for record in records], dtype=np.float64)
     ends = np.linspace(0, tokens[-1], STRETCHES + 1)[1:-1]
     edges = np.searchsorted(tokens, ends, side="right")
@@ -205,11 +252,32 @@ def _points(folder: Path, pmfs: dict[int, list[np.ndarray]]) -> Iterator[Point]:
             losses = [records[index].get(key) for index in stretch]
             if None not in losses:  # null stands for a loss that was not finite
                 mean = float(np.mean(tokens[stretch]))
-                yield Point(**size, tokens=mean, step=step, loss=float(np.mean(losses)))
+                yield Point(
+                    **size,
+                    tokens=mean,
+                    unique=read_once(mean),
+                    step=step,
+                    loss=float(np.mean(losses)),
+                )
     last = [records[index] for index in stretches[-1]]
     pmf = [[record.get(f"exit/pmf_{r}") for record in last] for r in range(1, steps + 1)]
     if all(value is not None for values in pmf for value in values):
         pmfs.setdefault(steps, []).append(np.mean(pmf, axis=1))
+
+
+def _unique_tokens(run: SavedRun) -> Callable[[float], float]:
+    """Return a function that maps tokens trained on to those that were read for the first time."""
+    data = {"data": {}, **run.checkpoint().manifest["data"]}
+    windows, epochs = (data.get("read", {}).get(name, []) for name in ("windows", "epochs"))
+    pairs = [(count, epoch) for count, epoch in zip(windows, epochs, strict=True) if count]
+    most = data["data"].get("repeat_after_windows", math.inf) * run.seq_len
+
+    def read_once(tokens: float) -> float:
+        share = tokens / (run.seq_len * sum(count for count, _ in pairs)) if pairs else 0.0
+        found = sum(min(share * n, n / epoch) * run.seq_len for n, epoch in pairs) or tokens
+        return min(found, most)
+
+    return read_once
 
 
 def _data(points: Sequence[Point], exit_pmf: dict[int, np.ndarray]) -> ScalingData:
@@ -246,7 +314,10 @@ def _losses(points: Sequence[Point], steps: Any) -> Losses:
     return Losses(
         parameters=column("parameters"),
         looped=column("looped"),
+        total=np.array([point.total or point.parameters for point in points]),
+        experts=column("experts"),
         tokens=column("tokens"),
+        unique=np.array([point.unique or point.tokens for point in points]),
         steps=np.array([steps(point) for point in points], dtype=np.float64),
         loss=column("loss"),
         run=np.array([point.run for point in points]),

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.drawing import depth_colors, draw_panels, short
+from titan_loop.analysis.drawing import depth_colors, draw_axes, draw_panels, short
 from titan_loop.analysis.page import Section, page
+from titan_loop.analysis.scaling.law import Losses
 from titan_loop.analysis.scaling.study import FittedLaw, ScalingStudy, sizes_of
 from titan_loop.storage.json_files import write_json, write_text
 
@@ -24,9 +25,15 @@ PAPER = {
         "Ouro: R2 0.8146; held out: sizes 0.797, tokens 0.793/0.813/0.8142, steps 0.8118."
     ),
     "steps of R = 8": "Ouro: R2 0.795.",
-    "worth of a step": "Published values of phi: 0.46 (arXiv 2604.21106).",
+    "worth of a step, linear": "Published held-out errors: R 0.2566, N 0.1106, D 0.0882.",
+    "worth of a step, power": (
+        "Published phi: 0.46 (arXiv 2604.21106); held-out errors: R 0.0313, N 0.0211, D 0.0073."
+    ),
+    "worth of a step, bounded": (
+        "Published kappa1 0.368, kappa2 1.40; held-out errors: R 0.0092, N 0.0128, D 0.0049."
+    ),
 }
-"""Figures of the paper beside each fit (arXiv 2510.25741, Appendices D and E)."""
+"""Published figures beside each fit: arXiv 2510.25741, Appendices D and E, and 2609.40316."""
 
 _PAPER_COMPOSITION = "Ouro, R = 4, exit distribution measured on MMLU: R2 0.961."
 
@@ -36,6 +43,9 @@ def write_study(result: ScalingStudy, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "scaling.json", result.as_record())
     sections: list[Section] = []
+    for law in result.laws:
+        if law.chosen:
+            sections += _choice_sections(result, law, folder)
     for number, law in enumerate(result.laws):
         sections += _law_sections(law, folder / f"law_{number + 1}.png")
     if result.compositions:
@@ -52,6 +62,89 @@ def write_study(result: ScalingStudy, folder: Path) -> Path:
     return path
 
 
+def _choice_sections(result: ScalingStudy, chosen: FittedLaw, folder: Path) -> list[Section]:
+    """Return the forms by held-out error, and what the chosen one predicts."""
+    forms = [law for law in result.laws if law.name.startswith("worth of a step")]
+    kinds = [hold_out.kind for hold_out in chosen.hold_outs]
+    rows = [["form", "coefficients", *kinds, "all"]]
+    for law in forms:
+        errors = {each.kind: f"{np.mean(each.rmse):.4f}" for each in law.hold_outs}
+        rows.append(
+            [
+                law.fit.law.name + " (chosen)" * law.chosen,
+                str(len(law.fit.law.coefficients)),
+                *(errors.get(kind, "-") for kind in kinds),
+                f"{law.held_out_error:.4f}",
+            ]
+        )
+    text = "Root mean square error in nats on points that a fit did not see, by the fitted part."
+    return [
+        Section("Which form predicts best", text, rows=rows),
+        Section("Predicted against measured", "", _draw_measured(chosen, folder / "measured.png")),
+        Section("Equal training FLOPs", _ISO_FLOP, _draw_iso_flop(chosen, folder / "iso_flop.png")),
+    ]
+
+
+_ISO_FLOP = (
+    "The chosen law at three budgets, by the number of parameters; 6 FLOPs a token and visited "
+    "parameter pay for training, so more steps leave fewer tokens."
+)
+
+
+def _draw_measured(law: FittedLaw, path: Path) -> Path:
+    points, predicted = law.points, law.fit.predict(law.points)
+    steps = np.unique(points.steps)
+
+    def draw(axes: "Axes") -> None:
+        for step, color in zip(steps, depth_colors(len(steps)), strict=True):
+            chosen = points.steps == step
+            axes.plot(
+                predicted[chosen],
+                points.loss[chosen],
+                "o",
+                color=color,
+                markersize=3,
+                label=f"R = {step:g}",
+            )
+        ends = [points.loss.min(), points.loss.max()]
+        axes.plot(ends, ends, color="0.5", linewidth=0.8)
+        axes.set_xlabel("predicted, nats per token")
+        axes.set_ylabel("measured, nats per token")
+        axes.legend(frameon=False)
+
+    return draw_axes(draw, path)
+
+
+def _draw_iso_flop(law: FittedLaw, path: Path) -> Path:
+    points = law.points
+    steps = np.unique(points.steps)
+    share = float(np.mean(points.looped / points.parameters))
+    spent = 6 * (points.parameters + points.looped * (points.steps - 1)) * points.tokens
+    budgets = {f"{flops:.1e} FLOPs": flops for flops in np.quantile(spent, (0.5, 0.75, 1.0))}
+    sizes = np.geomspace(points.parameters.min(), points.parameters.max(), 40)
+
+    def draw(axes: "Axes", name: str) -> None:
+        for step, color in zip(steps, depth_colors(len(steps)), strict=True):
+            tokens = budgets[name] / (6 * sizes * (1 + share * (step - 1)))
+            at = Losses(
+                parameters=sizes,
+                looped=share * sizes,
+                total=sizes,
+                experts=np.ones(len(sizes)),
+                tokens=tokens,
+                unique=tokens,
+                steps=np.full(len(sizes), step),
+                loss=np.ones(len(sizes)),
+                run=np.full(len(sizes), ""),
+            )
+            axes.plot(sizes, law.fit.predict(at), color=color, label=f"R = {step:g}")
+        axes.set_xscale("log")
+
+    return draw_panels(
+        list(budgets), draw, path, title=law.fit.law.formula, label="nats per token", legend=True
+    )
+
+
 def _law_sections(law: FittedLaw, image: Path) -> list[Section]:
     left_out = " ".join(f"Note: {remark}." for remark in law.remarks)
     measured = (
@@ -62,11 +155,17 @@ def _law_sections(law: FittedLaw, image: Path) -> list[Section]:
     for name, value in law.fit.values.items():
         low, high = law.fit.intervals.get(name, (np.nan, np.nan))
         rows.append([name, *("-" if np.isnan(v) else f"{v:.4g}" for v in (value, low, high))])
-    held = [["fitted to", "R2 over all points", "lowest", "fits"]]
+    held = [["fitted to", "held-out error, nats", "R2 over all points", "lowest R2", "fits"]]
     for hold_out in law.hold_outs:
         scores = hold_out.r_squared
         held.append(
-            [hold_out.kind, f"{np.mean(scores):.4f}", f"{min(scores):.4f}", str(len(scores))]
+            [
+                hold_out.kind,
+                f"{np.mean(hold_out.rmse):.4f}",
+                f"{np.mean(scores):.4f}",
+                f"{min(scores):.4f}",
+                str(len(scores)),
+            ]
         )
     title = law.name[0].upper() + law.name[1:]
     sections = [

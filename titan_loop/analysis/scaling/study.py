@@ -1,28 +1,32 @@
-"""The fits and hold-outs of a scaling study, as Ouro's Appendices D and E report them.
+"""The fits and hold-outs of a scaling study.
 
-    ScalingData ─► fit of the total loss ─► hold-outs by size, tokens and R
-                ├► joint fit with φ, the worth of a step in parameters
+    ScalingData ─► the total loss by three forms of the gain of a step; held-out error chooses one
+                ├► Ouro's additive fit of the total loss ─► hold-outs by size, tokens and R
                 ├► a fit of the step-wise losses for each R trained with, and its hold-outs
                 └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
 
-R² is taken over all points, also where a fit saw only some of them.
+A form predicts points it did not see: the largest size, the second half of the tokens, the largest
+R, each held out by itself. R² of Ouro's hold-outs is over all points, as in the paper.
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix E.1: ten choices of three of five sizes.
+Sources: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Appendix E.1: ten choices of three of five sizes.
+Chen et al. 2026, arXiv 2609.40316: error held out by R, N and D.
 """
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from titan_loop.analysis.scaling.data import ScalingData
-from titan_loop.analysis.scaling.law import ADDITIVE, JOINT, Fit, Law, Losses, bootstrap, fit
+from titan_loop.analysis.scaling.fit import Fit, bootstrap, fit
+from titan_loop.analysis.scaling.law import ADDITIVE, DENSE, SPARSE, Law, Losses, with_repeats
 from titan_loop.errors import UserError
 from titan_loop.tables import columns
 
+FORMAT_VERSION = 2
 HELD_OUT_SHARE = 0.4
 """Share of sizes that a hold-out by size leaves out: two of the paper's five. Two stay at least."""
 
@@ -34,17 +38,23 @@ D + 1 parameters; without this tolerance a hold-out would keep the same width un
 """
 
 
+_TIE = 0.05
+"""Relative difference of held-out errors below which the form with fewer coefficients is chosen."""
+
+
 @dataclass(frozen=True)
 class HoldOut:
-    """A fit of part of the points.
+    """Fits of part of the points.
 
     Attributes:
-        kind: The part that was held out.
+        kind: Fitted or held-out part.
         r_squared: Over all points, one for each fit.
+        rmse: Over the held-out points, in nats, one for each fit.
     """
 
     kind: str
     r_squared: tuple[float, ...]
+    rmse: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class FittedLaw:
         name: The fitted loss, such as "total loss".
         hold_outs: Those that the points allow.
         remarks: Caveats, such as coefficients that the points leave open.
+        chosen: Whether held-out error prefers this form of the total loss.
     """
 
     name: str
@@ -62,6 +73,13 @@ class FittedLaw:
     points: Losses
     hold_outs: tuple[HoldOut, ...]
     remarks: tuple[str, ...]
+    chosen: bool = False
+
+    @property
+    def held_out_error(self) -> float:
+        """Return the root mean square of the errors of all hold-outs, in nats; NaN without any."""
+        errors = [error for hold_out in self.hold_outs for error in hold_out.rmse]
+        return math.sqrt(np.mean(np.square(errors))) if errors else math.nan
 
 
 @dataclass(frozen=True)
@@ -90,10 +108,13 @@ class ScalingStudy:
     def as_record(self) -> dict[str, Any]:
         """Return the content of `scaling.json`."""
         return {
-            "format_version": 1,
+            "format_version": FORMAT_VERSION,
             "laws": [
                 {
                     "name": law.name,
+                    "form": law.fit.law.name,
+                    "chosen": law.chosen,
+                    "source": "titan-loop scaling",
                     "formula": law.fit.law.formula,
                     "points": len(law.points),
                     "range": {
@@ -102,6 +123,7 @@ class ScalingStudy:
                             ("parameters", law.points.parameters),
                             ("tokens", law.points.tokens),
                             ("recurrent_steps", law.points.steps),
+                            ("experts", law.points.experts),
                         )
                     },
                     "coefficients": dict(law.fit.values),
@@ -109,6 +131,7 @@ class ScalingStudy:
                     "rmse": law.fit.rmse,
                     "r_squared": law.fit.r_squared(law.points),
                     "hold_outs": {h.kind: list(h.r_squared) for h in law.hold_outs},
+                    "held_out_rmse": {h.kind: list(h.rmse) for h in law.hold_outs},
                     "remarks": list(law.remarks),
                 }
                 for law in self.laws
@@ -136,14 +159,23 @@ def study(
         UserError: There are fewer points than coefficients, all points share one size, one number
             of tokens or one R, or `exit_pmf` is not a distribution.
     """
-    _require(data.total, ADDITIVE)
+    additive, forms = ADDITIVE, SPARSE if len(np.unique(data.total.experts)) > 1 else DENSE
+    if np.any(data.total.unique < data.total.tokens):
+        additive = with_repeats(additive)
+        forms = {name: with_repeats(law) for name, law in forms.items()}
+    _require(data.total, [additive, *forms.values()])
     pmfs = dict(data.exit_pmf)
     if exit_pmf:
         _require_distribution(exit_pmf, data)
         pmfs[len(exit_pmf)] = np.array(exit_pmf)
     laws = [
-        _fitted("total loss", ADDITIVE, data.total, samples, seed),
-        _fitted("worth of a step", JOINT, data.total, samples, seed),
+        _fitted("total loss", additive, data.total, samples, seed),
+        *_chosen(
+            [
+                _fitted(f"worth of a step, {name}", law, data.total, samples, seed)
+                for name, law in forms.items()
+            ]
+        ),
     ]
     compositions = []
     for steps, points in data.by_step.items():
@@ -173,12 +205,23 @@ def _require_distribution(exit_pmf: Sequence[float], data: ScalingData) -> None:
 
 def _fitted(name: str, law: Law, points: Losses, samples: int, seed: int) -> FittedLaw:
     whole = bootstrap(fit(law, points, seed=seed), points, samples=samples, seed=seed)
-    return FittedLaw(
-        name, whole, points, tuple(_hold_outs(law, points, seed)), tuple(_remarks(law, points))
-    )
+    parts = _paper_parts(points, seed) if law.name == ADDITIVE.name else _largest(points)
+    hold_outs = _hold_outs(law, points, parts, seed)
+    return FittedLaw(name, whole, points, tuple(hold_outs), tuple(_remarks(law, points)))
 
 
-def _require(points: Losses, law: Law) -> None:
+def _chosen(laws: Sequence[FittedLaw]) -> list[FittedLaw]:
+    """Mark the form with the smallest held-out error; of equal ones, that with least freedom."""
+    errors = [law.held_out_error for law in laws]
+    if any(math.isnan(error) for error in errors):
+        return list(laws)
+    close = [law for law in laws if law.held_out_error <= (1 + _TIE) * min(errors)]
+    best = min(close, key=lambda law: (len(law.fit.law.coefficients), law.held_out_error))
+    return [replace(law, chosen=law is best) for law in laws]
+
+
+def _require(points: Losses, laws: Sequence[Law]) -> None:
+    law = max(laws, key=lambda law: len(law.coefficients))
     needed = len(law.coefficients)
     if len(points) < needed:
         raise UserError(
@@ -199,7 +242,7 @@ def _require(points: Losses, law: Law) -> None:
 
 def _remarks(law: Law, points: Losses) -> list[str]:
     """Say which coefficients the points leave open though the curve is determined."""
-    if law is JOINT:
+    if law.name != ADDITIVE.name:
         return []
     remarks = []
     for values, name, open_ones in (
@@ -234,42 +277,56 @@ def _subsets(count: int, kept: int, seed: int) -> list[tuple[int, ...]]:
     return sorted(chosen)
 
 
-def _hold_outs(law: Law, points: Losses, seed: int) -> list[HoldOut]:
+_Part = tuple[str, list[np.ndarray]]
+"""Kind of a hold-out, and a mask of the fitted points for each of its fits."""
+
+
+def _paper_parts(points: Losses, seed: int) -> list[_Part]:
     size, steps = sizes_of(points), np.unique(points.steps)
     sizes = int(size.max()) + 1
-    found: list[HoldOut] = []
-
-    def add(kind: str, masks: Sequence[np.ndarray]) -> None:
-        usable = [mask for mask in masks if mask.sum() >= len(law.coefficients)]
-        if usable:
-            fits = (fit(law, points[mask], seed=seed, starts=2) for mask in usable)
-            found.append(HoldOut(kind, tuple(each.r_squared(points) for each in fits)))
-
+    parts: list[_Part] = []
     kept = max(2, sizes - math.ceil(HELD_OUT_SHARE * sizes))
     if kept < sizes:
-        add(
-            f"{kept} of {sizes} sizes",
-            [np.isin(size, sizes_kept) for sizes_kept in _subsets(sizes, kept, seed)],
-        )
+        subsets = _subsets(sizes, kept, seed)
+        parts.append((f"{kept} of {sizes} sizes", [np.isin(size, subset) for subset in subsets]))
     last = points.tokens.max()
     for share in FIRST_TOKENS:
-        add(f"first {share:.0%} of the tokens", [points.tokens <= share * last])
+        parts.append((f"first {share:.0%} of the tokens", [points.tokens <= share * last]))
     if len(steps) >= 3:
-        add(f"{len(steps) - 1} of {len(steps)} values of R", [points.steps != s for s in steps])
+        kind = f"{len(steps) - 1} of {len(steps)} values of R"
+        parts.append((kind, [points.steps != each for each in steps]))
+    return parts
+
+
+def _largest(points: Losses) -> list[_Part]:
+    """Hold out the largest sizes, budgets and R, each by itself, where enough others stay."""
+    size = sizes_of(points)
+    parts: list[_Part] = []
+    if size.max() > 1:
+        parts.append(("all but the largest size", [size < size.max()]))
+    parts.append(("first half of the tokens", [points.tokens <= points.tokens.max() / 2]))
+    if len(np.unique(points.steps)) > 2:
+        parts.append(("all but the largest R", [points.steps < points.steps.max()]))
+    return parts
+
+
+def _hold_outs(law: Law, points: Losses, parts: Sequence[_Part], seed: int) -> list[HoldOut]:
+    found: list[HoldOut] = []
+    for kind, masks in parts:
+        usable = [mask for mask in masks if len(law.coefficients) <= mask.sum() < len(points)]
+        fits = [fit(law, points[mask], seed=seed, starts=2) for mask in usable]
+        if fits:
+            r_squared = tuple(each.r_squared(points) for each in fits)
+            pairs = zip(fits, usable, strict=True)
+            rmse = tuple(each.error(points[~mask]) for each, mask in pairs)
+            found.append(HoldOut(kind, r_squared, rmse))
     return found
 
 
 def _composed(step_fit: Fit, pmf: np.ndarray, total: Losses) -> float:
     predicted = np.zeros(len(total))
     for step, probability in enumerate(pmf, start=1):
-        at_step = Losses(
-            parameters=total.parameters,
-            looped=total.looped,
-            tokens=total.tokens,
-            steps=np.full(len(total), float(step)),
-            loss=total.loss,
-            run=total.run,
-        )
+        at_step = replace(total, steps=np.full(len(total), float(step)))
         predicted += probability * step_fit.predict(at_step)
     spread = np.sum((total.loss - total.loss.mean()) ** 2)
     return float(1 - np.sum((total.loss - predicted) ** 2) / spread)
@@ -280,7 +337,7 @@ def study_lines(result: ScalingStudy) -> list[str]:
     text: list[str] = []
     for law in result.laws:
         text += [
-            f"{law.name}: {law.fit.law.formula}",
+            f"{law.name}: {law.fit.law.formula}" + "  (chosen)" * law.chosen,
             f"  {len(law.points)} points, R2 {law.fit.r_squared(law.points):.4f}, "
             f"residual {law.fit.rmse:.4f} nats",
         ]
@@ -291,8 +348,9 @@ def study_lines(result: ScalingStudy) -> list[str]:
         text += columns(rows)
         for hold_out in law.hold_outs:
             text.append(
-                f"  fitted to {hold_out.kind}: R2 over all points {np.mean(hold_out.r_squared):.4f}"
-                + (f" (mean of {len(hold_out.r_squared)})" if len(hold_out.r_squared) > 1 else "")
+                f"  fitted to {hold_out.kind}: held-out error {np.mean(hold_out.rmse):.4f} nats, "
+                f"R2 over all points {np.mean(hold_out.r_squared):.4f}"
+                + (f" (means of {len(hold_out.rmse)})" if len(hold_out.rmse) > 1 else "")
             )
         text += [f"  note: {remark}" for remark in law.remarks] + [""]
     for composed in result.compositions:

@@ -1,0 +1,125 @@
+"""The best model for a budget: the paper's optima, the arithmetic, and limits nobody can meet."""
+
+import json
+import math
+import shlex
+
+import pytest
+
+from titan_loop.analysis.scaling.published import read_law
+from titan_loop.cli.main import main
+from titan_loop.errors import EXIT_USER_ERROR
+from titan_loop.planning.budget import Budget, Shape, ranking, recipe_flags
+
+
+def published_loss(n, looped, total, tokens, steps, experts):
+    """arXiv 2609.40316 written out with its own signs; N and D in billions."""
+    first = 1 / (1 / 1.3174 - 1 / 57.1201)
+    x = 1 / (1 / (experts - 1 + first) + 1 / 57.1201)
+    gain = (n / total) ** -0.3286
+    effective = n + 0.3682 * gain * looped * (1 - math.exp(-(steps - 1) / (1.4037 * gain)))
+    by_size = 0.8085 * x**-0.1935 * effective ** (-0.1951 - 0.0137 * math.log(x))
+    by_tokens = 3.4291 * x**-0.2056 * tokens ** (-0.7548 + 0.0881 * math.log(x))
+    return by_size + by_tokens + 1.3555
+
+
+def test_the_published_joint_optima():
+    """Table C.3b: 5e21 FLOPs and weights of four bits in 1, 3 and 10 GB."""
+    law = read_law("loop-moe")
+    found = [ranking(law, Budget(flops=5e21, memory_bytes=g * 1e9))[0] for g in (1, 3, 10)]
+    assert [(c.parameters, c.experts, c.steps) for c in found] == [
+        (1.0e9, 2, 2),
+        (1.0e9, 8, 2),
+        (1.6e9, 16, 1),
+    ]
+
+
+def test_every_choice_obeys_its_limits_and_its_loss_is_the_law():
+    budget = Budget(
+        flops=5e21, memory_bytes=6e9, inference_tokens=2e11, context_tokens=4096, weight_bits=8
+    )
+    found = ranking(read_law("loop-moe"), budget)
+    assert len(found) > 20
+    assert [c.loss for c in found] == sorted(c.loss for c in found)
+    for choice in found:
+        shape = Shape.of(choice.parameters)
+        loop = shape.layers - 4
+        visited = choice.parameters * (4 + choice.steps * loop) / shape.layers
+        spent = 6 * visited * choice.tokens + 2 * visited * 2e11
+        assert spent == pytest.approx(5e21, rel=1e-9)
+        total = choice.parameters * (1 + 2 / 3 * (choice.experts - 1))
+        cache = 4 * (4 + choice.steps * loop) * shape.dim * 4096
+        stored = total + 128_256 * shape.dim + cache
+        assert choice.memory_bytes == pytest.approx(stored, rel=1e-12)
+        assert choice.memory_bytes <= 6e9
+        billions = (choice.parameters / 1e9, choice.looped / 1e9, total / 1e9, choice.tokens / 1e9)
+        expected = published_loss(*billions, choice.steps, choice.experts)
+        assert choice.loss == pytest.approx(expected, rel=1e-12)
+
+
+def test_tokens_served_make_models_smaller_and_shallower():
+    law = read_law("loop-moe")
+    visited = [
+        ranking(law, Budget(flops=5e21, memory_bytes=3e9, inference_tokens=served))[0].visited
+        for served in (0, 1e11, 2e12)
+    ]
+    assert visited[0] > visited[1] > visited[2]
+
+
+def test_fixed_tokens_leave_out_models_that_cost_more():
+    found = ranking(read_law("loop-moe"), Budget(flops=5e21, tokens=1e12))
+    assert {choice.tokens for choice in found} == {1e12}
+    assert all(6 * choice.visited * 1e12 <= 5e21 for choice in found)
+
+
+@pytest.mark.parametrize("parameters", [1e6, 3e7, 0.3e9, 1.0e9, 2.5e9, 70e9])
+def test_shapes_have_about_the_parameters_that_were_asked_for(parameters):
+    shape = Shape.of(parameters)
+    assert 12 * shape.dim**2 * shape.layers == pytest.approx(parameters, rel=0.35)
+    assert shape.dim % 128 == 0
+    assert shape.layers > 2 * shape.outside
+
+
+def test_the_recipe_of_the_best_dense_model_is_planned(capsys):
+    words = ["plan", "--budget", "5e21", "--memory", "1GB", "--most-experts", "1", "--no-memory"]
+    assert main([*words, "--nodes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "54 models" not in printed
+    command = next(line for line in printed.splitlines() if line.startswith("the best: "))
+    flags = shlex.split(command)
+    best = ranking(read_law("loop-moe"), Budget(flops=5e21, memory_bytes=1e9, most_experts=1))[0]
+    assert set(recipe_flags(best, 128_256)) <= set(flags)
+    assert flags[-3:] == ["--no-memory", "--nodes", "2"]
+    assert f"recurrent steps R, mean                      {best.steps}" in printed
+
+
+def test_a_law_of_ones_own_is_searched_beyond_its_sizes(tmp_path):
+    record = {
+        "name": "worth of a step, power", "form": "power", "chosen": True, "source": "a test",
+        "coefficients": {"E": 1.7, "A": 400.0, "alpha": 0.34, "B": 410.0, "beta": 0.28, "phi": 0.5},
+        "rmse": 0.01,
+        "range": {"parameters": [1e8, 1e9], "tokens": [1e9, 4e10], "recurrent_steps": [1, 4]},
+    }  # fmt: skip
+    path = tmp_path / "scaling.json"
+    path.write_text(json.dumps({"format_version": 2, "laws": [record]}))
+    found = ranking(read_law(str(path)), Budget(flops=1e21))
+    assert {choice.experts for choice in found} == {1}
+    assert {choice.steps for choice in found} == {1, 2, 4}
+    assert max(choice.parameters for choice in found) == pytest.approx(1e10)
+    assert found[0].extrapolated == ["tokens 1e+09 to 4e+10"] or "parameters" in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--budget -1", "--budget -1 must be a positive number"),
+        ("--budget 5e21 --memory 3xB", "--memory 3xB is no number of bytes; write it as 3GB"),
+        ("--budget 5e21 --memory 1MB", "no model fits --budget 5e+21 with the other limits"),
+        ("--budget 5e21 --tokens 6e21", "--tokens 6e+21 is not below --budget 5e+21: the budget"),
+        ("--budget 5e21 --inference-tokens 1e14", "no model fits"),
+        ("--budget 5e21 --law ouro", "law=ouro: its source publishes no E, A, B, C, alpha"),
+    ],
+)
+def test_limits_that_nobody_can_meet_are_one_line(flags, message, capsys):
+    assert main(["plan", *flags.split()]) == EXIT_USER_ERROR
+    assert message in capsys.readouterr().err

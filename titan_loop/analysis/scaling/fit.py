@@ -1,0 +1,192 @@
+"""Fits of scaling laws: Huber loss on the logarithm of the loss, from the best of many starts.
+
+A fit is a bounded problem in the logarithms of the positive coefficients. Random exponents give the
+starts: for given exponents the amplitudes are a linear problem.
+
+Source: Hoffmann et al. 2022, arXiv 2203.15556, Eq. 3 and §3.3 (Huber loss on log L, delta 1e-3).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from titan_loop.analysis.scaling.law import Law, Losses
+
+HUBER_DELTA = 1e-3
+"""Largest residual of log L that counts with its square; larger ones count linearly."""
+
+_CANDIDATES = 128
+"""Random exponents per fit, of which the best few are refined."""
+
+_COMPLEX_STEP = 1e-30
+_TOLERANCE = 1e-12
+_EVALUATIONS = 300
+"""Steps of a refinement; without noise and with open coefficients it would crawl along a valley."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law with its coefficients.
+
+    Attributes:
+        values: Coefficient → value, N in parameters and D in tokens.
+        rmse: Root mean square residual over the fitted points, in nats.
+        intervals: Coefficient → (2.5 %, 97.5 %) of the bootstrap; empty without one.
+    """
+
+    law: Law
+    values: Mapping[str, float]
+    rmse: float
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def predict(self, points: Losses) -> np.ndarray:
+        """Return the loss of every point, shape (n,), in nats per token."""
+        return self.law.predict(self.values, points)
+
+    def error(self, points: Losses) -> float:
+        """Return the root mean square residual on `points`, in nats."""
+        return float(np.sqrt(np.mean((points.loss - self.predict(points)) ** 2)))
+
+    def r_squared(self, points: Losses) -> float:
+        """Return the coefficient of determination on `points`; at most 1."""
+        residual = points.loss - self.predict(points)
+        return float(1 - np.sum(residual**2) / np.sum((points.loss - points.loss.mean()) ** 2))
+
+
+def fit(law: Law, points: Losses, *, seed: int = 0, starts: int = 6) -> Fit:
+    """Fit a law.
+
+    Args:
+        points: At least as many as the law has coefficients.
+        starts: Number of starts that are refined.
+    """
+    problem = _Problem(law, points)
+    found = [problem.refine(start) for start in problem.starts(seed, starts)]
+    best = min(found, key=lambda solution: solution.cost)
+    return problem.as_fit(best.x)
+
+
+def bootstrap(fitted: Fit, points: Losses, *, samples: int, seed: int = 0) -> Fit:
+    """Return the fit with 95 % intervals over resampled runs, or points where there is one run.
+
+    Points of a run share its noise, so runs are resampled whole. A refit starts at the fit.
+
+    Args:
+        samples: Number of resamplings; 0 gives no intervals.
+    """
+    if not samples:
+        return fitted
+    random = np.random.default_rng(seed)
+    names, inverse = np.unique(points.run, return_inverse=True)
+    members = [np.flatnonzero(inverse == index) for index in range(len(names))]
+    if len(members) == 1:
+        members = [np.array([index]) for index in range(len(points))]
+    start = _Problem(fitted.law, points).packed(fitted.values)
+    drawn: list[Mapping[str, float]] = []
+    for _ in range(samples):
+        chosen = random.integers(len(members), size=len(members))
+        problem = _Problem(fitted.law, points[np.concatenate([members[i] for i in chosen])])
+        drawn.append(problem.as_fit(problem.refine(start).x).values)
+    intervals: dict[str, tuple[float, float]] = {}
+    for name in fitted.law.coefficients:
+        low, high = np.quantile([values[name] for values in drawn], (0.025, 0.975))
+        intervals[name] = float(low), float(high)
+    return Fit(fitted.law, fitted.values, fitted.rmse, intervals)
+
+
+class _Problem:
+    """A law and the points it is fitted to; vectors hold logarithms of positive coefficients."""
+
+    def __init__(self, law: Law, points: Losses) -> None:
+        self._law, self._points = law, points
+        units = {
+            "": 1.0,
+            "parameters": _geometric_mean(points.parameters),
+            "tokens": _geometric_mean(points.tokens),
+        }
+        self._in_log = np.array(
+            [name not in law.shape or law.shape[name].is_positive for name in law.coefficients]
+        )
+        self._starts = {
+            name: np.array(shape.start) * units[shape.unit] for name, shape in law.shape.items()
+        }
+        amplitudes = [(-60.0, 60.0)] * len(law.amplitudes)
+        limits = [np.array(shape.bounds) * units[shape.unit] for shape in law.shape.values()]
+        inner = [
+            np.log(pair) if shape.is_positive else pair
+            for pair, shape in zip(limits, law.shape.values(), strict=True)
+        ]
+        self._low, self._high = np.array([*amplitudes, *inner]).T
+
+    def starts(self, seed: int, count: int) -> list[np.ndarray]:
+        """Return the best random shapes, with their amplitudes solved linearly."""
+        from scipy.optimize import nnls
+
+        random = np.random.default_rng(seed)
+        law, loss = self._law, self._points.loss
+        scored: list[tuple[float, int, np.ndarray]] = []
+        for index in range(_CANDIDATES):
+            shape = {
+                name: float(
+                    np.exp(random.uniform(*np.log(self._starts[name])))
+                    if law.shape[name].is_positive and law.shape[name].start[0] > 0
+                    else random.uniform(*self._starts[name])
+                )
+                for name in law.shape
+            }
+            terms = np.stack(law.terms(shape, self._points), axis=1)
+            scale = terms.max(axis=0)  # of the order of the loss: nnls is not scale-free
+            factors, error = nnls(np.column_stack([np.ones(len(loss)), terms / scale]), loss)
+            factors = np.maximum(factors, 1e-4) / np.array([1.0, *scale])
+            values = dict(zip(law.amplitudes, factors, strict=True)) | shape
+            scored.append((float(error), index, self.packed(values)))
+        return [start for _, _, start in sorted(scored, key=lambda item: item[:2])[:count]]
+
+    def refine(self, start: np.ndarray) -> Any:
+        """Return scipy's solution from a start."""
+        from scipy.optimize import least_squares
+
+        measured = np.log(self._points.loss)
+
+        def log_loss(vectors: np.ndarray) -> np.ndarray:
+            return np.log(self._law.predict(self._values(vectors), self._points))
+
+        def jacobian(vector: np.ndarray) -> Any:
+            # A complex step is as exact as a derivative, and takes all coefficients at once.
+            steps = vector + 1j * _COMPLEX_STEP * np.eye(len(vector))
+            return np.imag(log_loss(steps[:, None, :])).T / _COMPLEX_STEP
+
+        return least_squares(
+            lambda vector: log_loss(vector) - measured,
+            np.clip(start, self._low + 1e-9, self._high - 1e-9),
+            jac=jacobian,  # type: ignore[arg-type]
+            bounds=(self._low, self._high),
+            loss="huber",
+            f_scale=HUBER_DELTA,
+            x_scale="jac",
+            xtol=_TOLERANCE,
+            ftol=_TOLERANCE,
+            gtol=_TOLERANCE,
+            max_nfev=_EVALUATIONS,
+        )
+
+    def packed(self, values: Mapping[str, float]) -> np.ndarray:
+        """Return coefficients as a vector."""
+        plain = np.array([values[name] for name in self._law.coefficients])
+        return np.where(self._in_log, np.log(np.where(self._in_log, plain, 1.0)), plain)
+
+    def as_fit(self, vector: np.ndarray) -> Fit:
+        """Return a vector as a fit."""
+        values = {name: float(value) for name, value in self._values(vector).items()}
+        return Fit(self._law, values, Fit(self._law, values, 0.0).error(self._points))
+
+    def _values(self, vectors: np.ndarray) -> dict[str, Any]:
+        """Return the coefficients of a vector, or columns for vectors (k, 1, c)."""
+        plain = np.where(self._in_log, np.exp(np.where(self._in_log, vectors, 0.0)), vectors)
+        return {name: plain[..., i] for i, name in enumerate(self._law.coefficients)}
+
+
+def _geometric_mean(values: np.ndarray) -> float:
+    return float(np.exp(np.mean(np.log(values))))
