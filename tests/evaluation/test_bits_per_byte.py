@@ -75,6 +75,27 @@ def test_pairing_removes_what_both_share():
     assert difference.high - difference.low < 0.1 * (alone.high - alone.low)
 
 
+def test_seeds_widen_an_interval_as_an_explicit_resampling_does():
+    """Three seeds that differ by more than documents do: the noise is the seeds'."""
+    generator = np.random.default_rng(7)
+    n_bytes = generator.integers(50, 150, 60)
+    by_seed = np.array([0.05, 0.15, 0.22])[:, None]
+    worse = n_bytes * math.log(2) * (2.0 + generator.normal(0, 0.02, (3, 60)))
+    better = worse - n_bytes * math.log(2) * by_seed
+    found = paired_difference(worse, better, n_bytes)
+    assert found.value == pytest.approx(by_seed.mean())
+    replicates = np.empty(4000)
+    for each in range(4000):
+        seeds, units = generator.integers(0, 3, 3), generator.integers(0, 60, 60)
+        difference = (worse - better)[np.ix_(seeds, units)].mean(0).sum()
+        replicates[each] = difference / math.log(2) / n_bytes[units].sum()
+    half_width = (found.high - found.low) / 2
+    expected = np.quantile(replicates, [0.025, 0.975])
+    assert np.allclose([found.low, found.high], expected, atol=0.15 * half_width)
+    units_alone = paired_difference(worse.mean(0), better.mean(0), n_bytes)
+    assert half_width > 10 * (units_alone.high - units_alone.low) / 2
+
+
 @pytest.mark.parametrize("resamples", [1, 7, 100])
 def test_as_many_resamples_as_asked_for(resamples: int):
     nats, n_bytes = np.arange(1.0, 31.0)[None], np.full(30, 10.0)

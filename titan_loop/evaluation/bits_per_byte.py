@@ -69,18 +69,33 @@ def bootstrap_bits_per_byte(
     return [Interval(*map(float, triple)) for triple in zip(values, low, high, strict=True)]
 
 
-def paired_difference(nats_W: ArrayLike, other_nats_W: ArrayLike, bytes_W: ArrayLike) -> Interval:
+def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
     Resampling the difference keeps effects that two models share (easy and hard documents) out of
-    the interval, which makes it far narrower than the two separate ones.
+    the interval, which makes it far narrower than the two separate ones. With a row for each seed,
+    pairs of seeds are resampled as well: the interval covers seeds and units.
+
+    Args:
+        nats: (W), or (S, W) for S seeds; their mean is the estimate.
+        other_nats: The same shape; row s is the other model's with the same seed.
+
+    Source: Davison and Hinkley 1997, Bootstrap Methods and their Application, §3.8 (both levels
+    with replacement).
     """
-    difference = np.asarray(nats_W, dtype=np.float64) - np.asarray(other_nats_W, dtype=np.float64)
-    (interval,) = bootstrap_bits_per_byte(difference[None], bytes_W)
-    return interval
+    difference_SW = np.atleast_2d(np.asarray(nats, dtype=np.float64) - np.asarray(other_nats))
+    n_bytes = np.asarray(bytes_W, dtype=np.float64)
+    difference_SW, n_bytes = difference_SW[:, n_bytes > 0], n_bytes[n_bytes > 0]
+    replicates = _replicates(difference_SW, n_bytes, seed=0, resamples=2000, mean_of_rows=True)
+    low, high = np.quantile(replicates, [0.025, 0.975])
+    value = bits_per_byte(difference_SW.mean(0), n_bytes)
+    return Interval(value, float(low), float(high))
 
 
-def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
+def _replicates(
+    nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int, mean_of_rows: bool = False
+) -> Floats:
+    """Return bits per byte of every row, or of the mean of resampled rows, (R or 1, resamples)."""
     generator = np.random.default_rng(seed)
     units = len(bytes_W)
     if units == 0:
@@ -90,6 +105,12 @@ def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) 
     while done < resamples:
         size = min(max(_COUNTS_PER_CHUNK // units, 1), resamples - done)
         counts = generator.multinomial(units, np.full(units, 1 / units), size=size)
-        chunks.append(counts @ nats_RW.T / (math.log(2) * (counts @ bytes_W))[:, None])
+        if mean_of_rows and len(nats_RW) > 1:
+            rows = len(nats_RW)
+            drawn = generator.multinomial(rows, np.full(rows, 1 / rows), size=size) / rows
+            sums = (drawn @ nats_RW * counts).sum(axis=1, keepdims=True)
+        else:
+            sums = counts @ nats_RW.T
+        chunks.append(sums / (math.log(2) * (counts @ bytes_W))[:, None])
         done += size
     return np.concatenate(chunks).T
