@@ -14,10 +14,16 @@ LONG_WINDOW=1024 CHAT_WINDOW=512 # of the miniature's stages that read packed wi
 stage() {
     printf '\n== %s\n' "$*"
 }
-# choose RECIPE [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages, by default all
+# choose RECIPE [--again] [--seeds "1 2 3"] [STAGE...]: sets seeds, if given, and stages, by default
+# all. With --again stages whose results are committed run once more, in folders of their own.
+again=""
 choose() {
     local recipe=$1 known name
     shift
+    if [ "${1:-}" = --again ]; then
+        again=-again
+        shift
+    fi
     if [ "${1:-}" = --seeds ]; then
         seeds=${2:-}
         [[ "$seeds" =~ ^[0-9]+(\ [0-9]+)*$ ]] || refuse "--seeds '$seeds' is no list such as \"1 2 3\""
@@ -30,6 +36,9 @@ print(*(stage.name for stage in load_recipe(sys.argv[1]).stages))" "$recipe")
     for name in "${stages[@]}"; do
         [[ " $known " == *" $name "* ]] || refuse "$recipe has no stage '$name'; known: $known"
     done
+}
+recorded() { # recorded FILE: whether this result need not be made
+    [ -z "$again" ] && [ -f "$1" ]
 }
 refuse() {
     printf 'titan-loop: error: %s: %s\n' "$0" "$1" >&2

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains and examines the arms of train_configs/depth_pays.py, and prints their tables.
 #
-#   bash tools/depth_pays.sh [--rates | --tuned] [--seeds "1 2 3"] [ARM...]
+#   bash tools/depth_pays.sh [--rates | --tuned] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --rates, --tuned: the arms of depth_pays_rates or depth_pays_tuned instead.
-# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, and an
-# arm that was interrupted goes on from its newest checkpoint.
+# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
+# --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -24,11 +24,11 @@ full_corpus
 
 for seed in $seeds; do
     for arm in "${stages[@]}"; do
-        if [ -f "train_configs/results/$recipe/$arm-seed$seed.json" ]; then
+        if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
             continue
         fi
         stage "$arm, seed $seed"
-        folder=runs/$recipe-seed$seed
+        folder=runs/$recipe-seed$seed$again
         order=()
         if [ $recipe = depth_pays_tuned ]; then
             order=(--dataloader.seed "$seed")

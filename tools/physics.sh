@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains the stages of train_configs/physics_small.py, prints their tables and fits the scaling law.
 #
-#   bash tools/physics.sh [--seeds "1 2 3"] [STAGE...]
+#   bash tools/physics.sh [--again] [--seeds "1 2 3"] [STAGE...]
 #
 # Every stage leaves train_configs/results/physics_small/STAGE-seedS.json. What is there is skipped,
-# and a stage that was interrupted goes on from its newest checkpoint.
+# unless --again asks for it, and a stage that was interrupted goes on from its newest checkpoint.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -17,9 +17,9 @@ if [[ " ${stages[*]}" == *" scaling_"* || " ${stages[*]}" == *" prior_"* ]]; the
 fi
 
 for seed in $seeds; do
-    folder=runs/physics_small-seed$seed
+    folder=runs/physics_small-seed$seed$again
     for name in "${stages[@]}"; do
-        if [ -f "train_configs/results/physics_small/$name-seed$seed.json" ]; then
+        if recorded "train_configs/results/physics_small/$name-seed$seed.json"; then
             continue
         fi
         stage "$name, seed $seed"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
 #
-#   bash tools/retrofit.sh [--scan] [--seeds "1 2 3"] [ARM...]
+#   bash tools/retrofit.sh [--scan] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
 # Every arm leaves train_configs/results/retrofit_smollm2/ARM-seedS.json. What is there is skipped,
-# and an arm that was interrupted goes on from its newest checkpoint. Without arms: all of them.
+# unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
+# Without arms: all of them.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 source tools/corpus.sh
@@ -67,12 +68,12 @@ if $scans && [ ! -f $results/scan.json ]; then
 fi
 for seed in $seeds; do
     for arm in "${stages[@]}"; do
-        if [ -f "$results/$arm-seed$seed.json" ]; then
+        if recorded "$results/$arm-seed$seed.json"; then
             continue
         fi
         stage "$arm, seed $seed"
         start "$arm"
-        place=$folder/arms-seed$seed
+        place=$folder/arms-seed$seed$again
         titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
         titan_loop eval "$place/$arm" --windows 24 --depths 1 2 4
         titan_loop results add "$place/$arm"
