@@ -301,9 +301,8 @@ class _Evaluation:
             sample, count = next(iter(self._windows.values())), _SAMPLE_WINDOWS
         sample = sample.rows(range(min(count, len(sample.labels))), self._device)
         chosen_BL = sample.labels != IGNORED
-        states = states_at(
-            self._model, sample.input, chosen_BL, steps, sample.positions, sample.columns
-        )
+        columns = sample.columns_for(self._model.config.columns)
+        states = states_at(self._model, sample.input, chosen_BL, steps, sample.positions, columns)
         return frontier_readings(self._model, states, steps)
 
 

@@ -171,14 +171,15 @@ def depth_states(
     model: LoopDecoder, depths: Sequence[int], share: WindowShare | None, windows: HeldOutWindows
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return the states at several depths of one pass, and this rank's part of the labels."""
-    input_BL, positions_BL, labels_BL, _, columns, whole, _ = windows
+    input_BL, positions_BL, labels_BL, *_ = windows
+    columns = windows.columns_for(model.config.columns)
     masks = None
     if share is not None:
         masks = model.get_attention_masks(positions_BL, share)
         input_BL, positions_BL, labels_BL = (
             part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
         )
-        columns = cut_columns(columns, share, whole=whole)
+        columns = cut_columns(columns or {}, share, whole=windows.whole)
     output = model(
         input_BL,
         positions_BL,
@@ -207,7 +208,12 @@ def at_readings(
     def forward(windows: HeldOutWindows) -> tuple[Tensor, Tensor]:
         valid_BL = windows.labels != IGNORED
         states = states_at(
-            model, windows.input, valid_BL, deepest, windows.positions, windows.columns
+            model,
+            windows.input,
+            valid_BL,
+            deepest,
+            windows.positions,
+            windows.columns_for(model.config.columns),
         )
         scores = score_states(model, states, windows.labels[valid_BL], readings)
         lengths = valid_BL.sum(1).tolist()

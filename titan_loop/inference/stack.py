@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from titan_loop.errors import UserError
 from titan_loop.inference.cache import CacheShape, LoopCache, Places
@@ -39,7 +39,8 @@ class LoopState(NamedTuple):
 
     Attributes:
         carry: Start of the latest step.
-        read_BLD: Input of head, gate and exit policies; the state itself where
+        hidden_BLD: State after it; a pytree for families with several streams.
+        read_BLD: Input of head, gate and exit policies; the state's first part where
             none of them looks at it.
     """
 
@@ -86,9 +87,12 @@ class Stack:
         self.work.cache_bytes += cache.allocated_bytes
         return cache
 
-    def prompt_context(self, tokens_BL: Tensor, cache: KeyValueCache | None) -> LoopContext:
+    def prompt_context(
+        self, tokens_BL: Tensor, lengths_B: Tensor, cache: KeyValueCache | None
+    ) -> LoopContext:
         """Return the context that all steps of whole prompts from position 0 share."""
-        return self.model.make_context(tokens_BL, cache=cache)
+        columns = self.model.prompt_columns(tokens_BL, lengths_B)
+        return self.model.make_context(tokens_BL, cache=cache, columns=columns)
 
     def token_context(self, positions_BL: Tensor, cache: LoopCache) -> LoopContext:
         """Return the context that layer visits of new tokens share."""
@@ -122,9 +126,9 @@ class Stack:
         step = steps[0] if same else torch.tensor(steps, device=self.device)
         carry = self._carry(state, tokens_BL, step, context)
         hidden_BLD = self.model.step(carry, step, context)
-        read_BLD = self.model.read(hidden_BLD, context) if reads else hidden_BLD
+        read_BLD = self.model.read(hidden_BLD, context) if reads else tree_leaves(hidden_BLD)[0]
         self.work.applications += 1
-        self.work.token_steps += hidden_BLD.shape[0] * hidden_BLD.shape[1]
+        self.work.token_steps += len(steps) * context.positions_BL.shape[1]
         return LoopState(carry, hidden_BLD, read_BLD)
 
     def _carry(

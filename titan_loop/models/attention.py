@@ -228,6 +228,10 @@ class LoopAttention(GQAttention):
             cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
                 that a compiled block is not specialised on the step.
         """
+        return self.wo(self.attended(x_BLD, context, cache_slot))
+
+    def attended(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None) -> Tensor:
+        """Return the heads' outputs side by side, (B, L, N·H); arguments as of `forward`."""
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}
         if self.distance_scores is not None:
@@ -241,7 +245,7 @@ class LoopAttention(GQAttention):
             enable_gqa=self.enable_gqa,
             **added,
         )
-        return self.wo(out_BLNH.contiguous().flatten(2))
+        return out_BLNH.contiguous().flatten(2)
 
     def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
         """Store keys and values of tokens that do not attend; arguments as of `forward`."""

@@ -334,7 +334,8 @@ class LoopDecoder(Decoder):
 
         Every parameter belongs to exactly one unit: a family lists its own modules here, too.
         """
-        small = [m for m in (self.injection, self.norm, self.exit_gate) if m is not None]
+        parts = (self.injection, self.norm, self.exit_gate)
+        small = [m for m in parts if m is not None and any(True for _ in m.parameters())]
         looped, layers = self.config.looped, list(self.layers.values())
         prelude = [Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]]
         gated = self.exit_gate is not None  # then the coda reads every state
@@ -342,7 +343,7 @@ class LoopDecoder(Decoder):
             *prelude,
             *(Unit(LAYERS, (layer,)) for layer in self.looped_layers()),
             # Gate arithmetic is never rounded to bf16.
-            Unit(NORM_AND_GATE, tuple(small), fp32=True, kept=True),
+            *([Unit(NORM_AND_GATE, tuple(small), fp32=True, kept=True)] if small else []),
             *(
                 Unit(OUTSIDE, (layer,), place="step" if gated else "after")
                 for layer in layers[looped.stop :]
@@ -363,6 +364,15 @@ class LoopDecoder(Decoder):
     def compiled_parts(self) -> nn.Module:
         """Return a module whose `layers` are compiled, each on its own."""
         return self
+
+    def prompt_columns(self, tokens_BL: Tensor, lengths_B: Tensor) -> Mapping[str, Tensor] | None:
+        """Return the columns with which an engine reads prompts; None for none.
+
+        Args:
+            tokens_BL: Prompts, padded on the right.
+            lengths_B: Their lengths.
+        """
+        return None
 
     def cache_slots(self, recurrent_steps: int) -> tuple[int, int, int]:
         """Return the steps, looped layers and other layers that an engine's cache addresses."""

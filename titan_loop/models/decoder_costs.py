@@ -4,6 +4,7 @@ The part of a decoder's config that these follow from. A family whose forward pa
 the methods.
 """
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -39,9 +40,9 @@ class DecoderCosts(Decoder.Config):
 
         Args:
             backward_steps: Number of last steps that the backward pass reaches, or its mean; 0
-                for a frozen model, None for all.
+                for a frozen model, None or more than R for all.
         """
-        reached = recurrent_steps if backward_steps is None else backward_steps
+        reached = min(recurrent_steps, math.inf if backward_steps is None else backward_steps)
         # A coda reads every state that has an exit logit.
         coda = self.coda_layers * (recurrent_steps if self.exit_gate is not None else 1)
         to_start = self.reaches_start(recurrent_steps, reached)
@@ -69,9 +70,8 @@ class DecoderCosts(Decoder.Config):
         backward_steps: float | None = None,
     ) -> Flops:
         """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
-        reached = min(recurrent_steps, backward_steps or recurrent_steps)
         return training_flops_per_token(
-            visits=self.layer_visits(recurrent_steps, reached * (trainable == "all")),
+            visits=self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0),
             layer_parameters=self.layers[0].matrix_elements,
             query_width=self.layers[0].attention.widths[0],
             dim=self.dim,

@@ -44,6 +44,7 @@ class Recurrence(Module):
 
     Attributes:
         backward_steps: Number of last steps that the backward pass reaches; None for all.
+        recurrent_steps: R of the latest pass, for a family that truncates within its steps.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class Recurrence(Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.backward_steps = config.backward_steps
+        self.recurrent_steps = 0
         self._wrap: Callable[[Part], Part] | None = None
 
     def wrap_steps(self, wrap: Callable[[Part], Part]) -> None:
@@ -74,6 +76,7 @@ class Recurrence(Module):
         without recording anything for the backward pass, which treats their results as constants.
         Parts of a carry that come unchanged from the start keep their gradient.
         """
+        self.recurrent_steps = recurrent_steps
         run_step: Callable[..., Tensor] = self.wrapped(model.step)
         recorded_from = 1
         if self.backward_steps is not None:

@@ -127,17 +127,17 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
     return _clip(math.ceil(largest + spread * deviation), config)
 
 
-def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float]]:
-    """Return (R, steps with a backward pass) → number of samples over a run of `total_tokens`.
+def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float | None]]:
+    """Return (R, k of the backward pass or None) → number of samples over a run of `total_tokens`.
 
     A random R counts with the mean of its distribution, unclipped. The schedule is sampled at 4,096
     equal distances: exact for a constant, within 1/4,096 of the range for one jump.
     """
-    depths: Counter[tuple[float, float]] = Counter()
+    depths: Counter[tuple[float, float | None]] = Counter()
     for sample in range(_SAMPLES):
         tokens = int((sample + 0.5) / _SAMPLES * total_tokens)
         steps = config.steps(tokens) if config.poisson else typical_recurrent_steps(config, tokens)
-        depths[steps, min(steps, config.backward_steps_at(tokens) or steps)] += 1
+        depths[steps, config.backward_steps_at(tokens)] += 1
     return depths
 
 

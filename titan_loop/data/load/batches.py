@@ -31,6 +31,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.changes import data_changes
 from titan_loop.data.load.jumps import joined, next_windows
 from titan_loop.data.load.windows import Batch, Window, empty_batch
+from titan_loop.data.prefix import PREFIX, prefix_of
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
 from titan_loop.ranks import warn_together
@@ -121,6 +122,10 @@ class GlobalBatchLoader(BaseDataLoader):
         accept_change: bool = False
         """Continue a checkpoint in other data; the changes are logged and recorded."""
 
+        prefix: bool = False
+        """Mark the tokens of every document before its first answer, for models that read prompts
+        in both directions; text without a loss mask has none."""
+
         def vocabulary(self) -> DataVocabulary:
             """Return the vocabulary of the data."""
             raise NotImplementedError
@@ -140,7 +145,8 @@ class GlobalBatchLoader(BaseDataLoader):
         def columns(self) -> tuple[Column, ...]:
             """Return the columns that batches have besides tokens, positions and labels."""
             task = self.generated_task()
-            return () if task is None else task.columns
+            of_task = () if task is None else task.columns
+            return (*of_task, PREFIX) if self.prefix else of_task
 
         def knows_depth(self) -> bool:
             """Return whether the loader can say how many recurrent steps its windows need."""
@@ -291,6 +297,9 @@ class GlobalBatchLoader(BaseDataLoader):
             batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for row, window in zip(identities, windows, strict=True):
                 self.fill_window(row, window)
+            if PREFIX in self.columns:
+                inputs, labels = batch
+                inputs[PREFIX.name] = prefix_of(inputs["positions"], labels)
             if self._few_labels:
                 inputs, labels = batch
                 inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()

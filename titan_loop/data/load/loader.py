@@ -158,6 +158,9 @@ class WindowLoader(GlobalBatchLoader):
         config.check()
         self.mixture = parse_mixture(config.mixture)
         cards = read_cards(self.mixture)
+        if config.prefix:
+            for entry, card in zip(self.mixture, cards, strict=True):
+                _require_whole_prompts(entry, card, seq_len)
         files = OpenFiles()
         self.sources = [
             _open_source(entry, card, files, seq_len, config.seed)
@@ -432,6 +435,24 @@ class WindowLoader(GlobalBatchLoader):
         if self._when_exhausted == "renormalise" or weighted == 1:
             return ""
         return ", set --dataloader.when-exhausted renormalise"
+
+
+def _require_whole_prompts(entry: MixtureEntry, card: SourceCard, seq_len: int) -> None:
+    """Refuse windows that cut the prompts of a source with prompts and answers."""
+    if not card.has_loss_mask:
+        return
+    if not entry.packed:
+        raise UserError(
+            f"dataloader.prefix=True: windows would cut prompts of {entry.path}; write "
+            f"{entry.path}={entry.weight:g}:packed in dataloader.mixture"
+        )
+    packed = card.splits["train"].packed_for(seq_len)
+    if packed is not None and packed.split_documents:
+        raise UserError(
+            f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path}, and so "
+            f"perhaps their prefixes, are longer than the window of training.seq_len={seq_len}; "
+            "lengthen the window, or drop them and pack again"
+        )
 
 
 def _open_source(

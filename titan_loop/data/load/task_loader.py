@@ -161,7 +161,7 @@ class TaskLoader(GlobalBatchLoader):
         clear(window)
         for _, example in self._examples(identity):
             labels = example.labels if all_targets else example.answer_labels()
-            filled += place(window, example, labels, self.columns, start=filled)
+            filled += place(window, example, labels, self._config.task.columns, start=filled)
 
     def depth(self, identity: np.ndarray) -> int:
         """Return the recurrent steps that the deepest question of a window needs."""

@@ -1,0 +1,104 @@
+"""The prefix column: every document's tokens before its first answer, and sources without it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.load.test_packed_windows import EOS, add_masks
+from titan_loop.data.labels import IGNORED
+from titan_loop.data.load.held_out_windows import HeldOutWindows
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.prefix import PREFIX, prefix_of
+from titan_loop.data.prepare.packing import pack_source
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.errors import UserError
+
+L = 16
+SPLIT = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": 4, "seq_len": L}
+
+WriteSource = Callable[..., Path]
+DocumentMaker = Callable[[int, int, int], list[list[int]]]
+
+
+def slow_prefix(positions: list[int], labels: list[int]) -> list[bool]:
+    """Return one window's column, a token at a time."""
+    column, answered = [], False
+    for position, label in zip(positions, labels, strict=True):
+        answered = answered and position > 0
+        column.append(not answered)
+        answered = answered or label != IGNORED
+    return column
+
+
+@pytest.fixture
+def source(write_source: WriteSource, documents: DocumentMaker) -> Path:
+    """Return a source with random masks."""
+    source = write_source("chat", [documents(3, 60, L - 1)], held_out=[documents(4, 9, L)])
+    add_masks(source)
+    return source
+
+
+def load(mixture: str, **config: object) -> WindowLoader:
+    return WindowLoader.Config(mixture=[mixture], **config).build(**SPLIT)  # type: ignore[arg-type]
+
+
+def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> None:
+    pack_source(source, L)
+    loader, plain = load(f"{source}=1:packed", prefix=True), load(f"{source}=1:packed")
+    lengths = []
+    for (inputs, labels), (others, _) in zip(
+        loader.read_step(24), plain.read_step(24), strict=True
+    ):
+        assert inputs[PREFIX.name].dtype == torch.bool
+        assert torch.equal(inputs["input"], others["input"])
+        assert PREFIX.name not in others
+        for row in range(len(labels)):
+            positions = inputs["positions"][row].tolist()
+            found = inputs[PREFIX.name][row].tolist()
+            assert found == slow_prefix(positions, labels[row].tolist())
+            lengths += [
+                sum(part) for part in np.split(found, np.flatnonzero(np.equal(positions, 0)))
+            ]
+    assert max(lengths) > 3
+    assert loader.data_hash != plain.data_hash
+
+
+def test_plain_text_has_no_prefix(write_source: WriteSource, documents: DocumentMaker) -> None:
+    source = write_source("text", [documents(5, 60, 40)])
+    ((inputs, labels),) = load(f"{source}=1", prefix=True).read_step(4)
+    starts = inputs["positions"] == 0
+    ignored = (labels == IGNORED).roll(1, dims=1)  # a document of one token has no label
+    assert torch.equal(inputs[PREFIX.name] & ~ignored, starts & ~ignored)
+
+
+def test_a_tasks_question_is_its_prefix() -> None:
+    task = Mano(5, 3)
+    loader = TaskLoader.Config(task=task, prefix=True).build(**{**SPLIT, "seq_len": 64})
+    ((inputs, labels),) = loader.read_step(4)
+    evaluated = HeldOutWindows(inputs["input"], inputs["positions"], labels, labels)
+    assert evaluated.columns_for(()) is None
+    column = evaluated.columns_for((PREFIX.name,))
+    assert column is not None
+    assert torch.equal(column[PREFIX.name], inputs[PREFIX.name])
+    last = inputs[PREFIX.name] & (labels != IGNORED)
+    assert last.sum() == (labels != IGNORED).sum()  # every label is that of a prefix's last token
+    assert torch.equal(column[PREFIX.name], prefix_of(inputs["positions"], labels))
+
+
+def test_windows_that_cut_prompts_are_refused(
+    source: Path, write_source: WriteSource, documents: DocumentMaker
+) -> None:
+    with pytest.raises(UserError, match=r"prefix=True: windows would cut prompts of .*chat; write"):
+        load(f"{source}=1", prefix=True)
+    longer = write_source(
+        "longer", [documents(3, 20, L), [[*range(1, 3 * L), EOS]]], held_out=[documents(4, 9, L)]
+    )
+    add_masks(longer)
+    pack_source(longer, L, long_documents="split")
+    load(f"{longer}=1:packed")
+    with pytest.raises(UserError, match=rf"prefix=True: 1 documents of .*longer.*seq_len={L}; "):
+        load(f"{longer}=1:packed", prefix=True)

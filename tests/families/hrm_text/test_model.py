@@ -1,0 +1,141 @@
+"""HRM-Text against its equations in float64: states, masks, reach of the gradient, costs."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.families.hrm_text.reference import cycles
+from titan_loop.errors import UserError
+from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder, decoder_config
+
+CLOSE = 1e-5  # float64, but the model's table of rotations is fp32, read in up to 24 passes
+LENGTH = 14
+
+
+def make(**options) -> LoopDecoder:
+    """Return a model in float64 whose every weight matters."""
+    torch.manual_seed(3)
+    chosen = {"n_layers": 4, "recurrent_steps": 3, "low_cycles": 2, **options}
+    model = build_decoder(HrmTextOptions(**chosen), max_seq_len=32).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    return model
+
+
+def tokens(rows: int = 1) -> torch.Tensor:
+    """Return random tokens, (rows, LENGTH)."""
+    return torch.randint(128, (rows, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recurrent_steps": 1, "low_cycles": 1},
+        {"low_cycles": 4, "embedding_scale": 2.5, "rope_theta": 500.0, "norm_eps": 1e-2},
+    ],
+)
+@pytest.mark.parametrize("prefix", [0, 6])
+def test_states_are_those_of_the_equations(options, prefix):
+    model = make(**options)
+    column = (torch.arange(LENGTH) < prefix)[None]
+    output = model(tokens(), columns={"prefix": column})
+    assert len(output.hidden_RBLD) == model.recurrent_steps
+    for state, want in zip(
+        output.hidden_RBLD, cycles(model, tokens()[0], prefix=prefix), strict=True
+    ):
+        torch.testing.assert_close(state[0], want, atol=CLOSE, rtol=0)
+
+
+def test_a_prefix_is_its_documents_alone():
+    model = make()
+    positions = torch.tensor([[*range(6), *range(LENGTH - 6)]])
+    column = torch.tensor([[True] * 3 + [False] * 3 + [True] * 5 + [False] * 3])
+    state = model(tokens(), positions, columns={"prefix": column}).hidden_RBLD[-1][0]
+    for here, prefix in ((slice(0, 6), 3), (slice(6, LENGTH), 5)):
+        *_, want = cycles(model, tokens()[0, here], prefix=prefix)
+        torch.testing.assert_close(state[here], want, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 7, 9, 12, None])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_the_gradient_passes_through_the_last_k_passes(k, checkpointed):
+    model = make()
+    model.recurrence.backward_steps = k
+    if checkpointed:
+        model.recurrence.wrap_steps(
+            lambda part: partial(checkpoint, part, use_reentrant=False, preserve_rng_state=False)
+        )
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert model.state_dict().keys() - trained.keys() == {"low_start.weight"}
+    weight = torch.randn(LENGTH, 64, dtype=torch.float64)
+    *_, last = cycles(model, tokens()[0], k=k)
+    own, want = (
+        torch.autograd.grad((state * weight).sum(), [*trained.values()], allow_unused=True)
+        for state in (model(tokens()).hidden_RBLD[-1][0], last)
+    )
+    for name, mine, reference in zip(trained, own, want, strict=True):
+        assert (mine is None) == (reference is None), name
+        if reference is not None:
+            scale = float(reference.abs().max())
+            torch.testing.assert_close(mine, reference, atol=CLOSE * scale, rtol=0)
+
+
+def test_costs_count_passes():
+    config = decoder_config(HrmTextOptions(size="1b"), max_seq_len=4096)
+    assert config.layer_visits(2) == (2 * 4 * 16, 2 * 4 * 16)
+    assert config.layer_visits(2, 5) == (2 * 4 * 16, 5 * 16)
+    assert config.layer_visits(2, 0) == (2 * 4 * 16, 0)
+    flops = config.training_flops(4096, 2, backward_steps=5)
+    layer = 5 * 1536**2 + 3 * 1536 * 4096
+    assert flops.matrices == (2 * 128 + 4 * 80) * layer
+
+
+@pytest.mark.parametrize(("size", "millions"), [("b", 300), ("l", 695), ("1b", 1183)])
+def test_the_released_sizes(size, millions):
+    model = build_decoder(HrmTextOptions(size=size), max_seq_len=8, device="meta")
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    shape = SIZES[size]
+    # The released code rounds 8/3 of the width up to 256.
+    assert shape.hidden_dim == -(-round(shape.dim * 8 / 3) // 256) * 256
+
+
+def test_initial_weights():
+    model = build_decoder(HrmTextOptions(dim=256, n_heads=8), max_seq_len=128)
+    layer = model.layers["0"]
+    for matrix in (layer.attention.gate, layer.attention.wo, layer.feed_forward.w2):
+        spread = float(matrix.weight.detach().std())
+        assert spread * matrix.in_features**0.5 == pytest.approx(0.986, rel=0.03)  # cut at 3
+    embedded = model.start(torch.arange(128)[None], model.make_context(torch.arange(128)[None]))
+    assert float(embedded.high_BLD.detach().std()) == pytest.approx(0.986, rel=0.03)
+    assert not torch.equal(embedded.low_BLD, torch.zeros_like(embedded.low_BLD))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low_cycles": 0}, "model.low_cycles=0 must be at least 1"),
+        ({"recurrent_steps": 0}, "model.recurrent_steps=0 must be at least 1"),
+        ({"n_layers": 3}, "model.n_layers=3 must be even: half of them are the low stack"),
+        ({"n_kv_heads": 2}, "model.n_kv_heads=2 must be model.n_heads=4"),
+        ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a number above 0"),
+        ({"embedding_scale": -1.0}, "model.embedding_scale=-1.0 must be a number above 0"),
+    ],
+)
+def test_mistakes_are_one_line(options, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        build_decoder(HrmTextOptions(**options), max_seq_len=8)
+
+
+def test_prefixes_need_whole_windows():
+    config = decoder_config(HrmTextOptions(), max_seq_len=8)
+    with pytest.raises(UserError, match="context_parallel_degree=2 does not work with"):
+        config.check_spreading(tensor_parallel=1, context_parallel=2)
+    decoder_config(HrmTextOptions(prefix_lm=False), max_seq_len=8).check_spreading(
+        tensor_parallel=2, context_parallel=2
+    )

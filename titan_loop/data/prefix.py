@@ -1,0 +1,27 @@
+"""The prompt of every document as a column of the batch, for models that read it both ways.
+
+A document's prefix is its tokens before the first answer: up to the one whose label is the
+document's first. A document that is all answer has a prefix of one token, which changes nothing.
+"""
+
+from torch import Tensor
+
+from titan_loop.data.columns import Column
+from titan_loop.data.labels import IGNORED
+
+PREFIX = Column(name="prefix", reader="model", dtype="bool")
+"""Whether a token belongs to its document's prefix."""
+
+
+def prefix_of(positions_BL: Tensor, labels_BL: Tensor) -> Tensor:
+    """Return the column `PREFIX`, (B, L).
+
+    Args:
+        positions_BL: Positions that restart with every document.
+        labels_BL: IGNORED where there is no label.
+    """
+    labelled_BL = (labels_BL != IGNORED).long()
+    before_BL = labelled_BL.cumsum(dim=1) - labelled_BL
+    # Labels before the token's document began; their number never falls.
+    starts_BL = before_BL.masked_fill(positions_BL != 0, 0).cummax(dim=1).values
+    return before_BL == starts_BL
