@@ -74,7 +74,8 @@ class GatedBlock(PreNormBlock):
         def matrix_elements(self) -> int:
             """As of the base class, with the gate."""
             inherited = PreNormBlock.Config.matrix_elements.fget(self)  # type: ignore[attr-defined]
-            return inherited + self.attention.dim * self.attention.widths[0]
+            gate = self.attention.gate  # type: ignore[attr-defined]
+            return inherited + gate.in_features * gate.out_features
 
 
 class LowStart(Module):
