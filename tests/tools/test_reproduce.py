@@ -1,0 +1,73 @@
+"""REPRODUCE.md is what the results say, and its verdicts follow from intervals over seeds."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_loop.analysis.results import RunResult
+from tools.reproduce import interval, numbers, page, verdict
+from train_configs.claims import CLAIMS, Cell, Claim
+
+CLAIM = Claim(
+    paper="–",
+    text="first over second",
+    theirs="",
+    recipe="test",
+    cells=[Cell(stage="first", name="acc"), Cell(stage="second", name="acc")],
+    at_least=10,
+    command="true",
+)
+
+
+def result(stage: str, seed: int, value: float) -> RunResult:
+    return RunResult(
+        recipe="test", stage=stage, seed=seed, overrides=[], commit=None, machine="", versions={},
+        tokens=1, steps=1, seconds=60.0, losses=[[1, 1.0]], results={"acc": value},
+    )  # fmt: skip
+
+
+def test_the_committed_page_is_current():
+    committed = Path("train_configs/REPRODUCE.md").read_text()
+    assert committed == page(), "run python -m tools.reproduce and commit REPRODUCE.md"
+
+
+def test_every_claim_has_a_result():
+    assert "not run" not in page()
+
+
+def test_differences_are_paired_by_seed():
+    results = [result("first", seed, 0.5 + seed / 10) for seed in (1, 2, 3)]
+    results += [result("second", seed, seed / 10) for seed in (2, 3, 4)]
+    assert numbers(CLAIM, results) == pytest.approx({2: 50.0, 3: 50.0})
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say():
+    """1,000 draws of three seeds; fewer than 925 of 1,000 has a probability below 1e-3."""
+    generator = np.random.default_rng(0)
+    draws = generator.normal(7.0, 2.0, (1000, 3)).tolist()
+    covered = sum(low <= 7.0 <= high for low, high in map(interval, draws))
+    assert 925 <= covered <= 975
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([], "not run"),
+        ([20.0], "partly"),
+        ([19.0, 20.0], "partly"),
+        ([19.0, 20.0, 21.0], "**shown**"),
+        ([5.0, 20.0, 21.0], "partly"),
+        ([5.0, 6.0, 7.0], "not"),
+    ],
+)
+def test_a_claim_is_shown_by_three_seeds_whose_interval_meets_the_aim(values, expected):
+    assert verdict(CLAIM, values) == expected
+    assert verdict(replace(CLAIM, at_least=None, at_most=8.0), [5.0, 5.1, 5.2]) == "**shown**"
+
+
+def test_recipes_of_claims_exist():
+    assert {claim.recipe for claim in CLAIMS} <= {
+        path.name for path in Path("train_configs/results").iterdir()
+    }

@@ -1,0 +1,121 @@
+"""Writes train_configs/REPRODUCE.md: the claims of train_configs/claims.py against the results.
+
+    python -m tools.reproduce [--check]
+
+Intervals are of Student's t over seeds, paired where a claim has two numbers. A claim is shown if
+three seeds or more were run and their whole interval meets the aim, partly if only their mean does.
+With --check nothing is written, and another file than the committed one is an error.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+from scipy.stats import t
+
+from titan_loop.analysis.results import RunResult
+from train_configs.claims import CLAIMS, Claim
+
+ROOT = Path("train_configs")
+ENOUGH_SEEDS = 3
+
+HEADER = """# What is reproduced, and what is not
+
+Written by `python -m tools.reproduce` from `train_configs/claims.py` and `results/`; do not edit.
+Papers: 000 DiscoLoop, 001 recurrent depth, 002 Ouro, 003 latent reasoning, 004 adaptive loops; –
+are claims of this project. Everything here is small: models of 10^4 to 10^6 parameters, on a CPU.
+Ours is the mean over seeds with its 95 % interval (Student's t over seeds; none for one seed).
+*Shown*: three seeds or more, whose whole interval meets the aim. *Partly*: the mean meets it.
+
+| paper | claim | theirs | aim | ours | seeds | verdict | command | CPU minutes | remark |
+|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def numbers(claim: Claim, results: Sequence[RunResult]) -> dict[int, float]:
+    """Return seed → the claim's number, for the seeds that have all of its cells."""
+    found = [
+        {r.seed: r.results[cell.name] for r in results
+         if r.stage == cell.stage and cell.name in r.results}
+        for cell in claim.cells
+    ]  # fmt: skip
+    seeds = sorted(set.intersection(*(set(each) for each in found)))
+    signs = (1.0, -1.0)
+    return {
+        seed: claim.factor * sum(s * f[seed] for s, f in zip(signs, found, strict=False))
+        for seed in seeds
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean over seeds; infinite for one."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def verdict(claim: Claim, values: Sequence[float]) -> str:
+    """Return shown, partly, not or not run."""
+    if not values:
+        return "not run"
+    low, high = interval(values)
+    least = -math.inf if claim.at_least is None else claim.at_least
+    most = math.inf if claim.at_most is None else claim.at_most
+    if len(values) >= ENOUGH_SEEDS and least <= low and high <= most:
+        return "**shown**"
+    return "partly" if least <= fmean(values) <= most else "not"
+
+
+def row(claim: Claim, results: Sequence[RunResult]) -> str:
+    """Return a line of the table."""
+    by_seed = numbers(claim, results)
+    values = list(by_seed.values())
+    digits = 1 if claim.factor > 1 else 3
+    ours = f"{fmean(values):.{digits}f}" if values else "–"
+    if len(values) > 1:
+        low, high = interval(values)
+        if claim.unit == "%":
+            low, high = max(low, 0.0), min(high, 100.0)
+        ours += f" [{low:.{digits}f}, {high:.{digits}f}]"
+    bounds = [
+        f"{sign} {value:g}"
+        for sign, value in (("≥", claim.at_least), ("≤", claim.at_most))
+        if value is not None
+    ]
+    stages = {cell.stage for cell in claim.cells}
+    seconds = sum(r.seconds for r in results if r.stage in stages and r.seed in by_seed)
+    cells = (
+        claim.paper, claim.text, claim.theirs or "–", f"{', '.join(bounds)} {claim.unit}", ours,
+        str(len(values)), verdict(claim, values), f"`{claim.command}`", f"{seconds / 60:.0f}",
+        claim.note,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def page() -> str:
+    """Return the whole file."""
+    results = {
+        name: RunResult.all_of(ROOT / "results" / name)
+        for name in {claim.recipe for claim in CLAIMS}
+    }
+    return HEADER + "\n".join(row(claim, results[claim.recipe]) for claim in CLAIMS) + "\n"
+
+
+def main() -> None:
+    """Write or check the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    path = ROOT / "REPRODUCE.md"
+    if parser.parse_args().check:
+        if not path.exists() or path.read_text() != page():
+            sys.exit(f"{path} is not what the results say; run python -m tools.reproduce")
+    else:
+        path.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,315 @@
+"""Claims of the papers, and the committed results that show them or do not.
+
+`python -m tools.reproduce` makes REPRODUCE.md of them. A claim is one number: a cell of the
+results, or the first cell less the second. Its aim is what was asked for before the experiment ran.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number of a stage's results.
+
+    Attributes:
+        stage: Stage of the recipe.
+        name: TASK/METRIC/READING in the results' files.
+    """
+
+    stage: str
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One claim.
+
+    Attributes:
+        paper: "003", the paper's number in the notes, or "–" for one of our own.
+        text: The claim in words.
+        theirs: The paper's number, as text; empty if it has none.
+        recipe: Recipe whose results are read.
+        cells: The number, or two: the first less the second, paired by seed.
+        at_least: Smallest number that shows the claim, in the claim's unit.
+        at_most: Largest number that shows it.
+        factor: Unit: 100 for per cent and points, 1 for bits.
+        unit: Its name.
+        command: Command that makes the results.
+        note: Deviation that a reader must know.
+    """
+
+    paper: str
+    text: str
+    theirs: str
+    recipe: str
+    cells: Sequence[Cell]
+    at_least: float | None = None
+    at_most: float | None = None
+    factor: float = 100.0
+    unit: str = "%"
+    command: str
+    note: str = ""
+
+
+def _two_hop(stage: str, split: str, metric: str = "acc,none/static:2") -> Cell:
+    return Cell(stage=stage, name=f"two_graph/{split}/{metric}")
+
+
+def _graphs(stage: str, nodes: int, reading: str) -> Cell:
+    return Cell(stage=stage, name=f"dag_arithmetic/{nodes}_nodes/acc,none/{reading}")
+
+
+def _mano(stage: str, steps: int) -> Cell:
+    return Cell(stage=stage, name=f"mano/acc,none/static:{steps}")
+
+
+def _text(stage: str, steps: int) -> Cell:
+    return Cell(stage=stage, name=f"held_out/all/bits_per_byte/static:{steps}")
+
+
+_LATENT = "titan-loop train latent_small"
+_TWO_HOP = "titan-loop train two_hop_small"
+_ADAPTIVE = "titan-loop train adaptive_small"
+_PHYSICS = "bash tools/physics.sh"
+_DEPTH = "bash tools/depth_pays.sh"
+_DEEP = "titan-loop train recurrent_depth_small"
+_METRIC = "graded at the names behind =, each graph at its own depth; the paper wants all factors"
+
+CLAIMS = [
+    Claim(
+        paper="000",
+        text="DiscoLoop over the plain loop, two hops OOD",
+        theirs="91.7 points",
+        recipe="two_hop_small",
+        cells=[_two_hop("discoloop", "ood_2"), _two_hop("plain", "ood_2")],
+        at_least=40,
+        unit="points",
+        command=_TWO_HOP,
+        note="one graph; inferred ratio 7.5, the paper's 2",
+    ),
+    Claim(
+        paper="000",
+        text="the plain loop with half of the bridge's embedding put in, OOD",
+        theirs="100",
+        recipe="two_hop_small",
+        cells=[_two_hop("plain", "ood_2", "intervention/alpha:0.5")],
+        at_least=18,
+        command=_TWO_HOP,
+    ),
+    Claim(
+        paper="000",
+        text="untied copies of the layer, OOD",
+        theirs="0",
+        recipe="two_hop_small",
+        cells=[_two_hop("untied", "ood_2", "acc,none/static:1")],
+        at_most=5,
+        command=_TWO_HOP,
+    ),
+    Claim(
+        paper="000",
+        text="DiscoLoop, three hops OOD, after the three steps of training",
+        theirs="65",
+        recipe="three_hop_small",
+        cells=[_two_hop("discoloop", "ood_3", "acc,none/static:3")],
+        at_least=40,
+        command="titan-loop train three_hop_small",
+        note="45.6 after six steps",
+    ),
+    Claim(
+        paper="001",
+        text="R = 4, facts never combined in training",
+        theirs="above 50",
+        recipe="recurrent_depth_small",
+        cells=[Cell(stage="systematic_r4", name="two_hop_systematic/ood_2/acc,none/static:4")],
+        at_least=50,
+        command=_DEEP,
+        note="39 questions of one graph",
+    ),
+    Claim(
+        paper="001",
+        text="R = 1, the same questions",
+        theirs="0",
+        recipe="recurrent_depth_small",
+        cells=[Cell(stage="systematic_r1", name="two_hop_systematic/ood_2/acc,none/static:1")],
+        at_most=5,
+        command=_DEEP,
+        note="39 questions of one graph",
+    ),
+    Claim(
+        paper="001",
+        text="11 hops, two beyond training, r = 12 over r = 4 (R = 8)",
+        theirs="",
+        recipe="recurrent_depth_small",
+        cells=[
+            Cell(stage="depth_r8", name="permutation_hops/11_hops/acc,none/static:12"),
+            Cell(stage="depth_r8", name="permutation_hops/11_hops/acc,none/static:4"),
+        ],
+        at_least=15,
+        unit="points",
+        command=_DEEP,
+    ),
+    Claim(
+        paper="002",
+        text="Mano: one layer visited four times over once",
+        theirs="25 points",
+        recipe="physics_small",
+        cells=[_mano("mano_1x4", 4), _mano("mano_1x1", 1)],
+        at_least=25,
+        unit="points",
+        command=_PHYSICS,
+        note="the rate was chosen on the looped arm",
+    ),
+    Claim(
+        paper="002",
+        text="Mano: one layer visited four times less four layers",
+        theirs="within 10 points",
+        recipe="physics_small",
+        cells=[_mano("mano_1x4", 4), _mano("mano_4x1", 1)],
+        at_least=-10,
+        unit="points",
+        command=_PHYSICS,
+    ),
+    Claim(
+        paper="002",
+        text="Capo: bits a parameter at R = 4 less R = 1",
+        theirs="0",
+        recipe="physics_small",
+        cells=[
+            Cell(stage="capo_l4", name="capo/knowledge/bits_per_parameter/static:4"),
+            Cell(stage="capo_l1", name="capo/knowledge/bits_per_parameter/static:1"),
+        ],
+        at_least=-0.2,
+        at_most=0.2,
+        factor=1.0,
+        unit="bits",
+        command=_PHYSICS,
+    ),
+    *(
+        Claim(
+            paper="003",
+            text=f"{title}, graphs of 64 nodes",
+            theirs=theirs,
+            recipe="latent_small",
+            cells=[_graphs(stage, 64, reading)],
+            at_least=least,
+            at_most=most,
+            command=_LATENT,
+            note=note,
+        )
+        for stage, title, reading, theirs, least, most, note in (
+            ("discrete", "discrete states", "depth", "97.6", 80, None, _METRIC),
+            ("correction", "with self-correction", "depth", "100", 97, None, _METRIC),
+            ("continuous", "continuous states", "depth", "83.9", None, 80, _METRIC),
+            (
+                "end_to_end",
+                "end-to-end",
+                "static:4",
+                "0",
+                None,
+                5,
+                "says little: 8 nodes read 5, too",
+            ),
+        )
+    ),
+    Claim(
+        paper="004",
+        text="arithmetic: loops that each layer decides on over none",
+        theirs="10 points",
+        recipe="adaptive_small",
+        cells=[
+            Cell(stage="loop3", name="mano_capo/mano/acc,none/static:1"),
+            Cell(stage="plain", name="mano_capo/mano/acc,none/static:1"),
+        ],
+        at_least=10,
+        unit="points",
+        command=_ADAPTIVE,
+    ),
+    Claim(
+        paper="004",
+        text="arithmetic: those loops less the layers of equal FLOPs",
+        theirs="above 0",
+        recipe="adaptive_small",
+        cells=[
+            Cell(stage="loop3", name="mano_capo/mano/acc,none/static:1"),
+            Cell(stage="iso_flop", name="mano_capo/mano/acc,none/static:1"),
+        ],
+        at_least=0,
+        unit="points",
+        command=_ADAPTIVE,
+    ),
+    Claim(
+        paper="004",
+        text="facts: memory over loops alone",
+        theirs="above 0",
+        recipe="adaptive_small",
+        cells=[
+            Cell(stage="loop3_memory", name="mano_capo/knowledge/bits/static:1"),
+            Cell(stage="loop3", name="mano_capo/knowledge/bits/static:1"),
+        ],
+        at_least=0,
+        factor=1.0,
+        unit="bits",
+        command=_ADAPTIVE,
+        note="memory has twice the parameters; the paper's 5 % more",
+    ),
+    Claim(
+        paper="–",
+        text="text: R = 4 over R = 1, equal parameters and tokens, Muon",
+        theirs="",
+        recipe="depth_pays",
+        cells=[_text("not_looped_muon", 1), _text("last_step_muon", 4)],
+        at_least=0.08,
+        factor=1.0,
+        unit="bits per byte",
+        command=_DEPTH,
+        note="the rate was chosen on R = 4; seeds share one order of the data",
+    ),
+    Claim(
+        paper="–",
+        text="text: R = 4 over R = 1 that reads the same text 2.9 times, equal FLOPs",
+        theirs="",
+        recipe="depth_pays_tuned",
+        cells=[_text("same_text_1e-2", 1), _text("looped_1e-2", 4)],
+        at_least=0,
+        factor=1.0,
+        unit="bits per byte",
+        command="bash tools/depth_pays.sh --tuned",
+        note="one rate of five so far",
+    ),
+    Claim(
+        paper="–",
+        text="text: R = 4 over two layers, equal tokens",
+        theirs="",
+        recipe="depth_pays",
+        cells=[_text("two_layers_muon", 1), _text("last_step_muon", 4)],
+        at_least=0,
+        factor=1.0,
+        unit="bits per byte",
+        command=_DEPTH,
+        note="at 1.8 times the FLOPs; the rate was chosen on R = 4",
+    ),
+    Claim(
+        paper="–",
+        text="text: 8 steps less 4 where the last fifth of training takes both",
+        theirs="",
+        recipe="depth_pays",
+        cells=[_text("late_8_muon", 8), _text("late_8_muon", 4)],
+        at_most=0.01,
+        factor=1.0,
+        unit="bits per byte",
+        command=_DEPTH,
+        note="8 steps are trained; deeper than any trained depth is not shown",
+    ),
+    Claim(
+        paper="–",
+        text="text: price of the exit gate at R = 4",
+        theirs="",
+        recipe="depth_pays",
+        cells=[_text("looped_muon", 4), _text("last_step_muon", 4)],
+        at_most=0.01,
+        factor=1.0,
+        unit="bits per byte",
+        command=_DEPTH,
+    ),
+]
