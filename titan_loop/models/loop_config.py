@@ -45,8 +45,7 @@ from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.injection import AdditiveInjection, DiagonalInjection, InjectionKind
 from titan_loop.models.loop_options import InitialKeys, LoopOptions, ResidualScale
 from titan_loop.models.positions import (
-    BiasPositions,
-    DebertaPositions,
+    SCORES,
     LearnedPositions,
     NoRotation,
     PositionKind,
@@ -71,10 +70,6 @@ _CHOICES = {
     "residual_scale": ResidualScale,
     "initial_keys": InitialKeys,
 }
-_BY_DISTANCE: dict[str, type[RelativePositions.Config]] = {
-    positions.kind: positions
-    for positions in (RelativePositions.Config, DebertaPositions.Config, BiasPositions.Config)
-}
 
 
 def _matrix(options: LoopOptions) -> dict[str, Callable]:
@@ -87,7 +82,7 @@ def _matrix(options: LoopOptions) -> dict[str, Callable]:
 
 def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
     kind = options.positions
-    by_distance = dict.fromkeys(_BY_DISTANCE, "relative_window")
+    by_distance = dict.fromkeys(SCORES, "relative_window")
     needs = {"learned": "learned_positions", **by_distance}.get(kind)
     for name in ("learned_positions", "relative_window"):
         value = getattr(options, name)
@@ -105,16 +100,16 @@ def _positions(options: LoopOptions, shape: ModelSize) -> Positions.Config:
             param_init=_matrix(options),
         )
         return LearnedPositions.Config(table=table)
-    if kind in _BY_DISTANCE:
+    if kind in SCORES:
         assert options.relative_window is not None
         if not isinstance(_kernel(options), DocumentAttention.Config):
             raise UserError(f"model.positions={kind} needs model.attention=sdpa or auto")
-        return _BY_DISTANCE[kind](window=options.relative_window)
+        return RelativePositions.Config(kind=kind, window=options.relative_window)
     return RotaryPositions.Config() if kind == "rope" else Positions.Config()
 
 
 def _kernel(options: LoopOptions) -> Module.Config:
-    return inner_attention_config(options.attention, scores=options.positions in _BY_DISTANCE)
+    return inner_attention_config(options.attention, scores=options.positions in SCORES)
 
 
 def _injection(options: LoopOptions, shape: ModelSize) -> AdditiveInjection.Config | None:

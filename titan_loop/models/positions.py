@@ -4,9 +4,7 @@
 |---|---|---|
 | `RotaryPositions` | rotates queries and keys, by rows that all visits share | none |
 | `LearnedPositions` | is added to the embedding | a row a position |
-| `RelativePositions` | adds to scores, by distances that all visits share | rows in every layer |
-| `DebertaPositions` | the same, for keys, too, and every head on its own | rows in every layer |
-| `BiasPositions` | the same, whatever the tokens are | a number a distance in every layer |
+| `RelativePositions` | adds to scores, by distances that visits share | `SCORES` of every layer |
 | `Positions` | nowhere: order is seen through the causal mask alone | none |
 
 A looped model visits each layer R times with the same positions. Tables that depend on positions
@@ -20,8 +18,8 @@ checkpoints; distances: Shaw et al. 2018, arXiv 1803.02155, §3.2, Eq. 4 (keys o
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +46,9 @@ class Positions(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing to configure."""
+        """The kind's name."""
 
-        kind: ClassVar[PositionKind] = "none"
+        kind: PositionKind = field(default="none", init=False)
 
         def options(self) -> dict[str, Any]:
             """Return the model options that this kind stands for, for the architecture record."""
@@ -109,7 +107,7 @@ class RotaryPositions(Positions):
     class Config(Positions.Config):
         """Nothing to configure: width, length and base are the layers'."""
 
-        kind: ClassVar[PositionKind] = "rope"
+        kind: PositionKind = field(default="rope", init=False)
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
@@ -142,7 +140,7 @@ class LearnedPositions(Positions):
     class Config(Positions.Config):
         """The table."""
 
-        kind: ClassVar[PositionKind] = "learned"
+        kind: PositionKind = field(default="learned", init=False)
 
         table: PositionTable.Config
 
@@ -173,14 +171,13 @@ class LearnedPositions(Positions):
 
 
 class RelativePositions(Positions):
-    """Distances between query and key, clipped to a window, which `DistanceScores` reads."""
+    """Distances between query and key, clipped to a window, which the layers' scores read."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Positions.Config):
-        """The largest distance that is told from larger ones."""
+        """The largest distance that is told from larger ones, and the scores: see `SCORES`."""
 
-        kind: ClassVar[PositionKind] = "relative"
-
+        kind: PositionKind = "relative"
         window: int
 
         def options(self) -> dict[str, Any]:
@@ -190,8 +187,14 @@ class RelativePositions(Positions):
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
         ) -> "DistanceScores.Config":
-            """Return scores that all heads of a layer share."""
-            return DistanceScores.Config(window=self.window, head_dim=head_dim, param_init=matrix)
+            """Return the scores of the kind; numbers without vectors start at zero."""
+            zeros = {"bias": nn.init.zeros_}
+            return SCORES[self.kind].Config(
+                window=self.window,
+                head_dim=head_dim,
+                n_heads=n_heads,
+                param_init=zeros if self.kind == "bias" else matrix,
+            )
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
         super().__init__(config, rope=rope)
@@ -202,45 +205,6 @@ class RelativePositions(Positions):
         return (positions_BL.unsqueeze(2) - key_positions_BS.unsqueeze(1)).clamp(0, self.window)
 
 
-class DebertaPositions(RelativePositions):
-    """Distances that `DebertaScores` reads."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RelativePositions.Config):
-        """As of the base."""
-
-        kind: ClassVar[PositionKind] = "deberta"
-
-        def scores(
-            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
-        ) -> "DebertaScores.Config":
-            """Return scores of every head on its own, of queries and of keys."""
-            return DebertaScores.Config(
-                window=self.window, head_dim=head_dim, n_heads=n_heads, param_init=matrix
-            )
-
-
-class BiasPositions(RelativePositions):
-    """Distances that `BiasScores` reads."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RelativePositions.Config):
-        """As of the base."""
-
-        kind: ClassVar[PositionKind] = "bias"
-
-        def scores(
-            self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
-        ) -> "BiasScores.Config":
-            """Return a number a head and distance, at first zero."""
-            return BiasScores.Config(
-                window=self.window,
-                head_dim=head_dim,
-                n_heads=n_heads,
-                param_init={"bias": nn.init.zeros_},
-            )
-
-
 class DistanceScores(LookUp, Module):
     """One layer's part of the scores that depends on distances: q_i · a_{min(i−j, window)}.
 
@@ -249,12 +213,11 @@ class DistanceScores(LookUp, Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Largest distance and head width."""
-
-        """Whether keys meet the distances, too."""
+        """Largest distance, width and number of heads."""
 
         window: int
         head_dim: int
+        n_heads: int
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -285,9 +248,7 @@ class DebertaScores(DistanceScores):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        """Largest distance, number of heads and their width."""
-
-        n_heads: int
+        """As of the base."""
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -318,9 +279,7 @@ class BiasScores(DistanceScores):
 
     @dataclass(kw_only=True, slots=True)
     class Config(DistanceScores.Config):
-        """Largest distance, number of heads and their width."""
-
-        n_heads: int
+        """As of the base."""
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)
@@ -331,6 +290,14 @@ class BiasScores(DistanceScores):
         """Return (B, N, L, S) scores before they are scaled, by 1/sqrt(H)."""
         scores_BNLS = (self.bias[:, distance_BLS] * self.head_dim**0.5).transpose(0, 1)
         return scores_BNLS.to(q_BLNH.dtype).expand(len(q_BLNH), -1, -1, -1)
+
+
+SCORES: dict[str, type[DistanceScores]] = {
+    "relative": DistanceScores,
+    "deberta": DebertaScores,
+    "bias": BiasScores,
+}
+"""Kinds of relative positions: a layer's part of the scores."""
 
 
 class RotateHalf(RoPE):

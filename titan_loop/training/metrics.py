@@ -4,17 +4,16 @@ Keys of a record, in this order: `step`, `tokens` (global, consumed), `loss`, th
 metrics (`ce/step_1…R`, `exit/pmf_1…R`, `exit/entropy_nats`, `exit/mean_step`; a gate stage also
 `improvement/step_2…R`, `gate/target_2…R`, `gate/bce_2…R`), `grad_norm` (before clipping), `lr` (as
 scheduled, and `lr/muon_x0.5` and the like for parameters that have a factor on it),
-`recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `tokens_per_second` (global, since the
-last record), `flops_per_token` (model FLOPs since the last record, each step's at its own R), `mfu`
-(the same as a fraction of the devices' peak in the precision they compute in; null if that is not
-known), `peak_memory_bytes` (rank 0, since the last record: reserved on CUDA, resident on CPU),
-`data_hash`, `windows_consumed`, `data_wait` (rank 0: share of the time since the last record in
-which training waited for data), `io_retries` (reads that the rank with the most had to repeat since
-it started), and of every source `data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since
-the start; with `stability.straggler` also `ranks/…` (seconds of a step and of waits for data,
-products' time over the median) and `straggler`. Numbers that are not finite are null. A metric of
-an objective comes through its loss class, a callback's through `Callback.record`; neither needs a
-change here.
+`recurrent_steps`, `entropy_weight`, `global_batch_tokens`, `data_hash`, `windows_consumed`,
+`io_retries` (reads that the rank with the most had to repeat since it started), and of every source
+`data/NAME/tokens` and `data/NAME/epochs`, read by all ranks since the start; with
+`stability.straggler` also `ranks/…` (seconds of a step and of waits for data, products' time over
+the median) and `straggler`. Then, since the last record: `tokens_per_second` (global),
+`flops_per_token` (model FLOPs, each step's at its own R), `mfu` (the same as a fraction of the
+devices' peak in the precision they compute in; null if that is not known), `peak_memory_bytes`
+(rank 0: reserved on CUDA, resident on CPU) and `data_wait` (rank 0: share of the time in which
+training waited for data). Numbers that are not finite are null. A metric of an objective comes
+through its loss class, a callback's through `Callback.record`; neither needs a change here.
 """
 
 import math
@@ -24,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import titan_loop.compat  # noqa: F401 (must come before torchtitan)
@@ -43,49 +42,18 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from titan_loop.data.load.batches import SourceProgress
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import finite_or_null, write_text
 from titan_loop.storage.kept_records import append_or_keep
 from titan_loop.storage.regular_file import read_regular
-from titan_loop.training.step_plan import StepPlan
 
 _A100_PEAK_FLOPS = 312e12
 """Upstream's answer for an A100, and for every device that it does not know."""
 
 WANDB_STEP = "train/step"
 """W&B's axis of training steps."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """The trainer's numbers of one step; every value is global, equal on all ranks.
-
-    Attributes:
-        tokens: Global tokens consumed after this step.
-        loss: Mean over the valid tokens of the global batch.
-        own_rates: Rates of the groups of parameters that have others than the plan's.
-        windows_consumed: Global windows consumed after this step.
-        sources: How far each source was read; none for generated data.
-        io_retries: Reads that the rank with the most had to repeat since it started.
-    """
-
-    plan: StepPlan
-    total_steps: int
-    tokens: int
-    loss: float
-    grad_norm: float
-    global_batch_tokens: int
-    data_hash: str
-    windows_consumed: int
-    sources: Sequence[SourceProgress]
-    objective: Mapping[str, float]
-    summary: Sequence[str] = ()
-    io_retries: int = 0
-    own_rates: Mapping[str, float] = field(default_factory=dict)
-    added: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LoopMetricsProcessor(MetricsProcessor):
@@ -188,57 +156,37 @@ class LoopMetricsProcessor(MetricsProcessor):
         finally:
             self._paused_seconds += time.perf_counter() - began
 
-    def log_step(self, record: StepRecord) -> dict[str, Any]:
+    def log_step(self, record: Mapping[str, Any], summary: Sequence[str] = ()) -> dict[str, Any]:
         """Write one step everywhere and start the next measuring interval.
+
+        Args:
+            record: The step's numbers without rates; every value is equal on all ranks.
+            summary: The objective's part of the console line.
 
         Returns:
             The record as written to `metrics.jsonl` (rates and memory are this rank's own).
         """
-        plan = record.plan
+        step, tokens = record["step"], record["tokens"] - self._last_tokens
         elapsed = time.perf_counter() - self.time_last_log - self._paused_seconds
         elapsed = max(elapsed, 1e-9)
-        tokens_per_second = (record.tokens - self._last_tokens) / elapsed
         metrics: dict[str, Any] = finite_or_null(
             {
-                "step": plan.step,
-                "tokens": record.tokens,
-                "loss": record.loss,
-                **record.objective,
-                "grad_norm": record.grad_norm,
-                "lr": plan.learning_rate,
-                **record.own_rates,
-                "recurrent_steps": plan.recurrent_steps,
-                **plan.schedules,
-                "global_batch_tokens": record.global_batch_tokens,
-                "tokens_per_second": tokens_per_second,
-                "flops_per_token": self._flops / max(record.tokens - self._last_tokens, 1),
+                **record,
+                "tokens_per_second": tokens / elapsed,
+                "flops_per_token": self._flops / max(tokens, 1),
                 "mfu": self._mfu(elapsed),
                 "peak_memory_bytes": self._peak_memory_bytes(),
-                "data_hash": record.data_hash,
-                "windows_consumed": record.windows_consumed,
                 "data_wait": sum(self.data_loading_times) / elapsed,
-                "io_retries": record.io_retries,
-                **{f"data/{s.name}/tokens": s.tokens for s in record.sources},
-                **{f"data/{s.name}/epochs": s.epochs for s in record.sources},
-                **record.added,
             }
         )
         if self._writes:
             append_or_keep(self.run_directory.metrics_jsonl, metrics)
-            self.log_numbers(metrics, plan.step)
+            self.log_numbers(metrics, step)
             if self.config.progress:
-                seconds_per_step = elapsed / max(plan.step - self._last_step, 1)
-                remaining_seconds = (record.total_steps - plan.step) * seconds_per_step
-                logger.info(
-                    progress_line(
-                        metrics,
-                        summary=record.summary,
-                        total_steps=record.total_steps,
-                        remaining_seconds=remaining_seconds,
-                        color=self.color,
-                    )
-                )
-        self.restart_clock(plan.step, record.tokens)
+                total = self._total_steps or step
+                left = (total - step) * elapsed / max(step - self._last_step, 1)
+                logger.info(progress_line(metrics, summary, total, left, self.color))
+        self.restart_clock(step, record["tokens"])
         return metrics
 
     def restart_clock(self, step: int, tokens: int) -> None:
@@ -350,7 +298,6 @@ def known_peak_flops(device_name: str, compute_dtype: str = "bfloat16") -> float
 
 def progress_line(
     metrics: Mapping[str, Any],
-    *,
     summary: Sequence[str],
     total_steps: int,
     remaining_seconds: float,
