@@ -25,9 +25,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import titan_loop.compat as compat  # before any torchtitan module
 
+from tests.support.multiprocess import GlooPool, close_pools, get_pool
 from titan_loop.checkpoint import choosing
 from titan_loop.storage import transient
-from titan_loop.testing.multiprocess import GlooPool, close_pools, get_pool
 
 # How long an example takes is the machine's affair.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -78,7 +78,7 @@ def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One small prepared source for all tests that train."""
-    from titan_loop.testing.tiny import tiny_source  # torchtitan's trainer imports slowly
+    from tests.support.tiny import tiny_source  # torchtitan's trainer imports slowly
 
     return tiny_source(tmp_path_factory.mktemp("source"))
 

@@ -31,9 +31,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
+
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
+from tests.support.failing_disk import FailingDisk
+from tests.support.tiny import tiny_config, tiny_source
 from titan_loop.checkpoint.folders import committed_steps, step_folder, unfinished_steps
 from titan_loop.errors import EXIT_USER_ERROR, exit_code
 from titan_loop.recipes.recipe import Recipe
@@ -41,8 +45,6 @@ from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl, write_json
 from titan_loop.storage.remote_folder import RemoteFolder
-from titan_loop.testing.failing_disk import FailingDisk
-from titan_loop.testing.tiny import tiny_config, tiny_source
 from titan_loop.training.stop_request import StopListener
 
 STEPS = 24

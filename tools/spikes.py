@@ -10,12 +10,14 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for tests.support
+
 import titan_loop.compat as compat  # before any torchtitan module
 
+from tests.support.spikes import Spikes
+from tests.support.tiny import BATCH_TOKENS, tiny_config, tiny_source
 from titan_loop.runs.decisions import decision_rows
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.spikes import Spikes
-from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config, tiny_source
 from titan_loop.training.run import run_training, shutdown
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoint.test_choosing import committed
 from tests.checkpoint.test_remote import remote
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint import saving
 from titan_loop.checkpoint.best import Best, better, named_checkpoint
 from titan_loop.checkpoint.folders import committed_steps
@@ -27,7 +28,6 @@ from titan_loop.evaluation.while_training import HeldOutLoss, evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer

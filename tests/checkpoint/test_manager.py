@@ -15,12 +15,12 @@ import titan_loop.compat as compat
 import torch
 import torch.distributed as dist
 
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint import keep_policy, saving
 from titan_loop.checkpoint.folders import add_tag, committed_steps
 from titan_loop.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
-from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 

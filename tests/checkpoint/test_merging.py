@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.families.ouro.hugging_face.conftest import random_model, write_run
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.manifest import read_manifest, reference, write_manifest
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
@@ -29,7 +30,6 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint.test_choosing import committed
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import add_tag, committed_steps, read_tags, remove_tag
 from titan_loop.checkpoint.keep_policy import KeepPolicy
@@ -22,7 +23,6 @@ from titan_loop.checkpoint.remote import RemoteCheckpoints, Uploader, fetch_if_n
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.remote_folder import RemoteFolder
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import fetch_checkpoints, run_training
 
 

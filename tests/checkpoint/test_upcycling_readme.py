@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import titan_loop.checkpoint
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import EXIT_OK
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
 from train_configs.quickstart import quickstart
 

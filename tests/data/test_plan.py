@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny import tiny_config
 from titan_loop.cli.main import main
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.testing.tiny import tiny_config
 from train_configs.quickstart import BATCH_TOKENS, WINDOW_TOKENS, quickstart
 
 WriteSource = Callable[..., Path]

@@ -14,13 +14,13 @@ from typing import Any
 import fsspec
 import pytest
 
+from tests.support.tiny import tiny_source
 from titan_loop.data import remote_source
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.mixture import parse_mixture
 from titan_loop.data.source_card import CARD_NAME, SourceCard
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.storage.remote_folder import RemoteFolder
-from titan_loop.testing.tiny import tiny_source
 
 ADDRESS = "memory://bucket/corpora/tiny"
 

@@ -23,13 +23,13 @@ from tests.distributed.sharded_model import (
     micro_batch,
 )
 from tests.families.toy_family import ToyOptions
+from tests.support.allocations import AllocationTrace
 from titan_loop.distributed.loop_fsdp import FSDPConfig, reshard_units
 from titan_loop.distributed.state_bytes import state_bytes, unit_sizes
 from titan_loop.families.ouro.model import SIZES, OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import decoder_config
 from titan_loop.planning.step_meter import StepMeter
-from titan_loop.testing.allocations import AllocationTrace
 from titan_loop.training.optimizer import LoopOptimizers
 from titan_loop.training.weight_average import WeightAverageConfig
 

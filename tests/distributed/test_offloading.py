@@ -9,13 +9,13 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
+from tests.support.tiny import tiny_config
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC, check_recomputation
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.resolved_run import resolve
 
 STEPS, WINDOWS, SEQ_LEN = 3, 2, 16

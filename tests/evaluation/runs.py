@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.inference.reference import make_model
+from tests.support.tiny import SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.tensors import write_checkpoint
 from titan_loop.data.source_card import SourceCard
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import SEQ_LEN, act_as_launched
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.trainer import LoopTrainer
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.evaluation.runs import write_checkpoint_of, write_run_of
 from tests.families.ouro.hugging_face.conftest import convert
+from tests.support.tiny import SEQ_LEN
 from titan_loop.cli.main import main
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.windows import CutWindows
@@ -22,7 +23,6 @@ from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.window_scores import Forward, WindowScores, score_windows
 from titan_loop.inference.loading import Loaded
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import SEQ_LEN
 
 REAL_RUN_WINDOWS = 3_000_000_000_000 // SEQ_LEN
 

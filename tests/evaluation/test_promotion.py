@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.data.tasks.toy_run import TASK, toy_config
+from tests.support.multiprocess import RankError
+from tests.support.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
@@ -18,8 +20,6 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.multiprocess import RankError
-from titan_loop.testing.tiny import BATCH_WINDOWS, SEQ_LEN, act_as_launched
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.evaluation.runs import ask_untrained
+from tests.support.tiny import tiny_config
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, raise_first
@@ -19,7 +20,6 @@ from titan_loop.evaluation.while_training import evaluations
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory, read_jsonl
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training import preflight
 from titan_loop.training.evaluation_config import HeldOutConfig, SuiteConfig
 from titan_loop.training.run import run_training

@@ -9,6 +9,7 @@ import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.inference.reference import make_model
+from tests.support.tiny import SEQ_LEN
 from titan_loop.data.source_card import SourceCard
 from titan_loop.evaluation.readings import depth_readings
 from titan_loop.evaluation.window_scores import (
@@ -23,7 +24,6 @@ from titan_loop.evaluation.window_scores import (
     with_total,
 )
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.testing.tiny import SEQ_LEN
 
 DEPTHS = [1, 3, 6]
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from tests.families.toy_recipe import toy
+from tests.support.multiprocess import RankError
+from tests.support.tiny import act_as_launched
 from titan_loop.cli import main
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.multiprocess import RankError
-from titan_loop.testing.tiny import act_as_launched
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 

@@ -155,7 +155,7 @@ def _last(path: Path) -> dict:
 def _import_everything() -> None:
     """Import what verbs import when they run, so that no child has to."""
     for module in pkgutil.walk_packages(titan_loop.__path__, "titan_loop."):
-        if not module.name.startswith(("titan_loop.testing", "titan_loop.__main__")):
+        if module.name != "titan_loop.__main__":
             try:
                 importlib.import_module(module.name)
             except Exception as error:  # an extra that is not installed

@@ -36,7 +36,7 @@ ITEMS = [
 
 def recipe() -> LoopTrainer.Config:
     """Return the run of the folder that the process is in, which `titan-loop train` continues."""
-    from titan_loop.testing.tiny import tiny_config
+    from tests.support.tiny import tiny_config
 
     config = tiny_config(Path("source"), Path("run"), steps=STEPS)
     config.held_out.interval = 2
@@ -68,9 +68,9 @@ def bucket_recipe() -> LoopTrainer.Config:
 
 def build(folder: Path) -> None:
     """Write a whole thing of every kind into a folder; in a process of its own."""
+    from tests.support.tiny import tiny_source
     from titan_loop.cli.main import main
     from titan_loop.runs.heartbeats import Heartbeat, write_heartbeat
-    from titan_loop.testing.tiny import tiny_source
 
     def run(*arguments: object) -> None:
         assert main([*map(str, arguments)]) == 0, arguments

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.inference.reference import CONTEXT, generate, make_model, prompts
 from tests.models.ponder import ponder_model
+from tests.support.hardware import requires_gpu
 from titan_loop.errors import UserError
 from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import (
@@ -26,7 +27,6 @@ from titan_loop.inference.rows import Request
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.attention import DocumentAttention
-from titan_loop.testing.hardware import requires_gpu
 
 STRATEGIES = ("full", "last", "first", "averaged")
 FLOAT64 = 1e-9  # rounding of a few thousand float64 sums, amplified by a few layers

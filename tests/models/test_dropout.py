@@ -4,13 +4,13 @@ import pytest
 import torch
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from tests.support.tiny import tiny_config
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.dropout import Dropout, seed_dropout
 from titan_loop.models.family import build_decoder, decoder_config, read_options
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.layout_preflight import layout_refusals
 
 SEQ_LEN = 16

@@ -15,6 +15,7 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 
 from tests.distributed.sharded_model import LAYERS, expected_counts
+from tests.support.tiny import SEQ_LEN, tiny_config
 from titan_loop.cli.main import main
 from titan_loop.distributed.devices import DEVICES
 from titan_loop.planning import measured_step, rehearsal
@@ -25,7 +26,6 @@ from titan_loop.planning.rehearsal import Rehearsed, gpu_peak_bytes, known_peak_
 from titan_loop.planning.stage_needs import StageNeeds, recipe_needs
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.recipes.recipe import Recipe, Stage
-from titan_loop.testing.tiny import SEQ_LEN, tiny_config
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -8,6 +8,7 @@ import pytest
 import titan_loop.compat as compat  # before any torchtitan module
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from tests.support.tiny import tiny_config
 from titan_loop.cli.main import main
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.distributed.devices import DEVICES, USABLE_SHARE
@@ -16,7 +17,6 @@ from titan_loop.planning.cluster import Cluster
 from titan_loop.planning.stage_needs import StageNeeds, memory_refusal, stage_needs
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.registry import load_recipe
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
@@ -21,7 +22,6 @@ from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import CompileConfig
 
+from tests.support.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest, reference
@@ -24,7 +25,6 @@ from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import check_recipe, run_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.status import read_status
-from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training import chosen_model
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.tiny import act_as_launched, tiny_config
 from titan_loop.recipes import runner
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
 

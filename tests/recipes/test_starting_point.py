@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.families.ouro.hugging_face.conftest import convert, random_model, write_run
+from tests.support.tiny import SEQ_LEN, TINY_VOCABULARY, tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import SEQ_LEN, TINY_VOCABULARY, tiny_config
 from titan_loop.training.config_changes import parent_changes
 from titan_loop.training.resolved_run import resolve
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny import SEQ_LEN, tiny_config
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.model import load_model
@@ -20,7 +21,6 @@ from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.errors import EXIT_OK, EXIT_USER_ERROR
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.testing.tiny import SEQ_LEN, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.families.ouro.hugging_face.conftest import convert, random_model, write_run
+from tests.support.tiny import TINY_VOCABULARY, tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main
@@ -14,7 +15,6 @@ from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import TINY_VOCABULARY, tiny_config
 from titan_loop.training.schedule import Schedule
 
 pytestmark = pytest.mark.usefixtures("alone")

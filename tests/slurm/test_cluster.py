@@ -12,6 +12,7 @@ import pytest
 
 from tests.slurm.conftest import ROOT, Cluster, losses, wait_for
 from tests.slurm.recipes import STEPS
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
@@ -19,7 +20,6 @@ from titan_loop.runs.status import read_status
 from titan_loop.slurm.commands import host_names, show, slurm
 from titan_loop.slurm.record import read_restarts, slurm_folder
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import train_configs
+from tests.support.tiny import standard_library_texts
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_OK
 from titan_loop.evaluation.depth_report import DepthReport
 from titan_loop.recipes.registry import recipe_summaries
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import standard_library_texts
 
 README = Path(train_configs.__path__[0]) / "README.md"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer

@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.tiny import tiny_config
 from titan_loop.models.family import decoder_config, get_family
 from titan_loop.plugins import names
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.chosen_model import chosen_model
 
 

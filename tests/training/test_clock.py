@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.choosing import newest_good
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer

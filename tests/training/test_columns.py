@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.tiny import act_as_launched
 from tests.training.toy_columns import (
     DEPTHS,
     SEQ_LEN,
@@ -18,7 +19,6 @@ from tests.training.toy_columns import (
 )
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import act_as_launched
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

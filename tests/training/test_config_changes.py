@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training, shutdown

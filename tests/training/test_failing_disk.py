@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.failing_disk import FailingDisk
+from tests.support.multiprocess import preloaded_context
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manager import LoopCheckpointManager
 from titan_loop.errors import EXIT_CRASH, EXIT_OK, exit_code
@@ -18,9 +21,6 @@ from titan_loop.evaluation.while_training import WhileTraining, evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import room, transient
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.failing_disk import FailingDisk
-from titan_loop.testing.multiprocess import preloaded_context
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.metrics import LoopMetricsProcessor
 from titan_loop.training.run import run_training

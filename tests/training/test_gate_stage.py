@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from tests.support.tiny import act_as_launched, standard_library_texts, tiny_config
 from tests.training.records import assert_same_records
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.data.load.task_loader import TaskLoader
@@ -22,7 +23,6 @@ from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import act_as_launched, standard_library_texts, tiny_config
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule

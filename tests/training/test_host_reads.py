@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_loop.testing.tiny import tiny_config
+from tests.support.tiny import tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.verdict import StepVerdict

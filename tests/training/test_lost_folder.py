@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.listing import list_checkpoints
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import LOCK, RunDirectory
 from titan_loop.storage import folder_lock
 from titan_loop.storage.folder_lock import FolderLock, LostFolder
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training import lost_folder
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training

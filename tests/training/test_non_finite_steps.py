@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+from tests.support.tiny import BATCH_TOKENS, tiny_config
 from tests.training.test_trainer import built
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.errors import NonFiniteError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.trainer import LoopTrainer
 

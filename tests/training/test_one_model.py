@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.support.tiny import act_as_launched, tiny_config
 from titan_loop.checkpoint import manifest
 from titan_loop.errors import EXIT_CRASH, exit_code
 from titan_loop.storage import json_files
-from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 

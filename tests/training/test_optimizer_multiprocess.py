@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.merging import merge_checkpoints
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.trainer import LoopTrainer
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.multiprocess import preloaded_context
+from tests.support.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.checkpoint.manifest import write_manifest
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.source_card import CARD_NAME
@@ -17,8 +19,6 @@ from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.testing.multiprocess import preloaded_context
-from titan_loop.testing.tiny import BATCH_TOKENS, tiny_config
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import check_resumable, run_training
 from titan_loop.training.schedule import Schedule

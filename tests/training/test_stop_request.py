@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.cli.main import main
 from titan_loop.data.open_files import open_file_limit
@@ -21,7 +22,6 @@ from titan_loop.recipes.recipe import Recipe
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.exit_reports import REPORTS_VARIABLE, read_exits
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.preflight import remarks
 from titan_loop.training.resolved_run import resolve
@@ -262,7 +262,7 @@ def test_the_watchdog_must_come_before_the_collectives_timeout(source, tmp_path)
 INTERRUPTED = """
 import os, signal, sys
 from titan_loop.cli.main import main
-from titan_loop.testing.tiny import tiny_config
+from tests.support.tiny import tiny_config
 from titan_loop.training.callback import Callback
 
 class At(Callback):

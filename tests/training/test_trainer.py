@@ -11,12 +11,12 @@ import pytest
 import titan_loop.compat as compat
 import torch
 
+from tests.support.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage import transient
-from titan_loop.testing.tiny import BATCH_TOKENS, BATCH_WINDOWS, tiny_config
 from titan_loop.training import metrics
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.multiprocess import RankError
+from tests.support.tiny import act_as_launched, tiny_config
 from tests.training.records import RELATIVE_TOLERANCE, assert_same_records
 from titan_loop.checkpoint.difference import differences
 from titan_loop.checkpoint.folders import committed_steps
@@ -21,8 +23,6 @@ from titan_loop.errors import NonFiniteError, StoppedError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.multiprocess import RankError
-from titan_loop.testing.tiny import act_as_launched, tiny_config
 from titan_loop.training.callback import Callback
 from titan_loop.training.resolved_run import resolve
 from titan_loop.training.run import run_training

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.tiny import BATCH_TOKENS, act_as_launched, tiny_config
 from titan_loop.checkpoint.loading import AVERAGE_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.tensors import CheckpointReader, write_checkpoint
 from titan_loop.cli.main import main
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import BATCH_TOKENS, act_as_launched, tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 from titan_loop.training.weight_average import WeightAverage, WeightAverageConfig

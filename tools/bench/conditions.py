@@ -15,6 +15,8 @@ import titan_loop.compat  # noqa: F401  isort: skip  (before any torchtitan modu
 import torch
 from torchtitan.tools import utils as titan_utils
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # for tests.support
+
 BUSY_PROCESSORS = 0.3
 """Processors that others keep busy above which a benchmark would measure them, too."""
 BUSY_GPU_BYTES = 2 * 2**30

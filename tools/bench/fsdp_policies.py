@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_step import Job, build, step_parser, trainer_step
 
+from tests.support.multiprocess import GlooPool
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.testing.multiprocess import GlooPool
 
 POLICIES = ("per_visit", "per_step")
 COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_")

@@ -26,9 +26,9 @@ from timing import in_turn, ratios, seconds_of, spread
 from torch import nn
 from training_step import Job, build, device, extra_bytes, start, step_parser, trainer_step
 
+from tests.support.multiprocess import GlooPool
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
-from titan_loop.testing.multiprocess import GlooPool
 
 
 def main() -> int:

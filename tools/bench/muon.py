@@ -19,11 +19,11 @@ from timing import in_turn, ratios, spread
 from torch import Tensor
 from training_step import Job, build, device, start, step_parser, trainer_step
 
+from tests.support.allocations import AllocationTrace
+from tests.support.multiprocess import GlooPool
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.initialisation import local_part
-from titan_loop.testing.allocations import AllocationTrace
-from titan_loop.testing.multiprocess import GlooPool
 from titan_loop.training.optimizer import LoopOptimizers, MuonConfig
 
 NAMES = ("adamw", "muon")

@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
+from tests.support.tiny import TINY_VOCABULARY
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.testing.tiny import TINY_VOCABULARY
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer

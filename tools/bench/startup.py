@@ -25,7 +25,7 @@ from conditions import begin, parser_of
 from small_run import add_run_flags, run_config
 from timing import spread
 
-from titan_loop.testing.tiny import tiny_source
+from tests.support.tiny import tiny_source
 
 CHILD = "--child"
 WATCHED = """

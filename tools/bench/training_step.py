@@ -22,6 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.tools import utils as titan_utils
 
+from tests.support.allocations import AllocationTrace
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
 from titan_loop.families.ouro.model import OuroOptions
@@ -30,7 +31,6 @@ from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
-from titan_loop.testing.allocations import AllocationTrace
 from titan_loop.training.metrics import known_peak_flops
 
 ENTROPY_WEIGHT = 0.05

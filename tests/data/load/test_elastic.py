@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.load.splits import GLOBAL_BATCH, STEPS, L, rows, splits
+from tests.support.multiprocess import RankError
 from titan_loop.data.load.loader import WindowLoader
-from titan_loop.testing.multiprocess import RankError
 
 WriteSource = Callable[..., Path]
 DocumentMaker = Callable[[int, int, int], list[list[int]]]

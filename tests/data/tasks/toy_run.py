@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.data.tasks.toy_task import Backwards
+from tests.support.tiny import tiny_config
 from titan_loop.data.load.promotion import Curriculum
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.evaluation_config import SuiteConfig
 from titan_loop.training.trainer import LoopTrainer
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.tasks.test_capo import SMALL, check_bits
+from tests.support.tiny import tiny_config
 from titan_loop.cli.flag_help import flags_of
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.data.labels import IGNORED
@@ -20,7 +21,6 @@ from titan_loop.families.adaptive.task import ManoCapo
 from titan_loop.recipes.recorded import recorded_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 

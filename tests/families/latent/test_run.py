@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny import act_as_launched
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.families.latent.model import LatentOptions
@@ -12,7 +13,6 @@ from titan_loop.families.latent.objective import LatentSupervision
 from titan_loop.families.latent.task import DagArithmetic
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import act_as_launched
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import SuiteConfig

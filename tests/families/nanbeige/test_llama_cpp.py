@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.families.nanbeige.conftest import VOCABULARY, train_tokenizer
+from tests.support.tiny import standard_library_texts, tiny_config
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli import main as cli
 from titan_loop.data.shards import TokenShards
@@ -20,7 +21,6 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.recipes.runner import run_recipe
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.testing.tiny import standard_library_texts, tiny_config
 from titan_loop.text.tokenizer import load_tokenizer
 
 DRIVER = Path(__file__).with_name("llama_cpp.py")

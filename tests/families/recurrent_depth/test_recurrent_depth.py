@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.inference.generation import check_generation
 from tests.inference.reference import CONTEXT
+from tests.support.tiny import act_as_launched
 from titan_loop.errors import UserError
 from titan_loop.evaluation.while_training import evaluations
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
@@ -21,7 +22,6 @@ from titan_loop.models.family import build_decoder
 from titan_loop.recipes.registry import load_recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_jsonl
-from titan_loop.testing.tiny import act_as_launched
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 

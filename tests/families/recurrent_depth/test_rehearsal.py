@@ -5,10 +5,10 @@ from tests.planning.test_rehearsal import (  # noqa: F401
     assert_every_weight_is_reduced_once,
     stage,
 )
+from tests.support.tiny import SEQ_LEN
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.recurrent_depth.model import RecurrentDepthOptions
-from titan_loop.testing.tiny import SEQ_LEN
 
 
 def test_gpt2_blocks_reduce_every_weight_once():

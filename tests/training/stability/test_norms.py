@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny import tiny_config
 from titan_loop.analysis.report import write_report
 from titan_loop.errors import UserError
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.tiny import tiny_config
 from titan_loop.training.run import run_training
 from titan_loop.training.stability.norms import (
     GROWTH,

@@ -14,6 +14,9 @@ import titan_loop.compat as compat  # before any torchtitan module
 import torch
 
 import titan_loop.training.run
+from tests.support.multiprocess import preloaded_context
+from tests.support.spikes import Spikes
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.analysis.report import write_report
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.checkpoint.manifest import read_manifest
@@ -25,9 +28,6 @@ from titan_loop.runs.decisions import count_decisions
 from titan_loop.runs.exit_reports import RankExit
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.slurm.requeue import final_code
-from titan_loop.testing.multiprocess import preloaded_context
-from titan_loop.testing.spikes import Spikes
-from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched, tiny_config
 from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.run import run_training
 from titan_loop.training.stop_request import StopListener

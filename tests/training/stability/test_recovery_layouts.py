@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from torchtitan.config import CompileConfig
 
+from tests.support.spikes import Spikes
+from tests.support.tiny import BATCH_WINDOWS, act_as_launched
 from titan_loop.runs.run_directory import RunDirectory
-from titan_loop.testing.spikes import Spikes
-from titan_loop.testing.tiny import BATCH_WINDOWS, act_as_launched
 from titan_loop.training.run import run_training
 from titan_loop.training.schedule import Schedule
 from tools.spikes import demonstration

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan_loop.testing.tiny import tiny_config
+from tests.support.tiny import tiny_config
 from titan_loop.training.stability.spike_judge import (
     Baseline,
     Evidence,

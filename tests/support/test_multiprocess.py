@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titan_loop.testing.multiprocess import GlooPool, RankError, RankTimeoutError
+from tests.support.multiprocess import GlooPool, RankError, RankTimeoutError
 
 
 def rank_and_sum(offset: int) -> tuple[int, float]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MARKERS
-from tests.testing.inner_session import run_inner_session
-from titan_loop.testing.multiprocess import preloaded_context
+from tests.support.inner_session import run_inner_session
+from tests.support.multiprocess import preloaded_context
 
 ROOT = Path(__file__).resolve().parents[2]
 
