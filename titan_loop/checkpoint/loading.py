@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,8 +55,7 @@ class KeyPolicy:
     """Wanted entries that may be missing from the checkpoint and keep the value they have."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyMatch:
+class KeyMatch(NamedTuple):
     """Every entry of both sides, each in one place; flattened keys in sorted order."""
 
     loaded: list[str]
@@ -98,14 +97,6 @@ def load_checkpoint(
             )
     except CheckpointException as error:
         raise root_cause(error) from error
-    assert planner.match is not None
-    for entries, what in (
-        (planner.match.ignored, "entries of %s are not loaded, as asked: %s"),
-        (planner.match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
-    ):
-        if entries:
-            more = ", …" if len(entries) > SHOWN else ""
-            logger.info(f"%d {what}", len(entries), checkpoint, ", ".join(entries[:SHOWN]) + more)
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
@@ -115,7 +106,6 @@ class StrictLoadPlanner(PlainLoadPlanner):
         super().__init__()
         self._checkpoint = checkpoint
         self._policy = policy
-        self.match: KeyMatch | None = None
 
     def create_local_plan(self) -> LoadPlan:
         """Plan to read the loaded entries; raises as `check_keys`."""
@@ -124,10 +114,15 @@ class StrictLoadPlanner(PlainLoadPlanner):
             key: tuple(value.shape) if isinstance(value, torch.Tensor) else None
             for key, value in self.state_dict.items()
         }
-        self.match = check_keys(
-            wanted, self.metadata, checkpoint=self._checkpoint, policy=self._policy
-        )
-        chosen = {key: self.state_dict[key] for key in self.match.loaded}
+        checkpoint = self._checkpoint
+        match = check_keys(wanted, self.metadata, checkpoint=checkpoint, policy=self._policy)
+        for entries, what in (
+            (match.ignored, "entries of %s are not loaded, as asked: %s"),
+            (match.kept, "entries are not in %s and keep their initial value, as asked: %s"),
+        ):
+            if entries:
+                logger.info(f"%d {what}", len(entries), checkpoint, _first(entries))
+        chosen = {key: self.state_dict[key] for key in match.loaded}
         return create_default_local_load_plan(chosen, self.metadata)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
 from titan_loop.checkpoint.manifest import read_manifest, reference
-from titan_loop.checkpoint.model import different_options
+from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
 
@@ -52,7 +52,10 @@ def merge_checkpoints(
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]
-    _check_architectures(sources, manifests)
+    architecture, *others = (manifest["trainer"]["architecture"] for manifest in manifests)
+    for source, other in zip(sources[1:], others, strict=True):
+        otherwise = "merge checkpoints of one architecture"
+        check_architecture(other, architecture, holder=str(source), otherwise=otherwise)
     readers = [CheckpointReader(source) for source in sources]
     first, *others = readers
     forms = _forms(first)
@@ -102,21 +105,6 @@ def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
         raise UserError(f"weights={given} must be finite and at least 0, with a positive sum")
     exponent = math.frexp(max(weights))[1] - 1
     return [math.ldexp(weight, -exponent) for weight in weights]
-
-
-def _check_architectures(sources: Sequence[Path], manifests: Sequence[dict[str, Any]]) -> None:
-    """Raise `UserError` naming every field in which a checkpoint's model is not the first's."""
-    first, *others = (manifest["trainer"].get("architecture", {}) for manifest in manifests)
-    for source, other in zip(sources[1:], others, strict=True):
-        differences = [
-            f"model.{name}={other.get(name)} (the first: {first.get(name)})"
-            for name in sorted(different_options(first, other))
-        ]
-        if differences:
-            raise UserError(
-                f"{source} is of another architecture than {sources[0]}: "
-                f"{', '.join(differences)}; merge checkpoints of one architecture"
-            )
 
 
 def _forms(reader: CheckpointReader) -> dict[str, str]:

@@ -15,15 +15,17 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    DataParallelMeshDims,
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
-from torchtitan.config import ParallelismConfig
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
+from torchtitan.tools.logging import logger
 
 from titan_loop import compat
 from titan_loop.errors import UserError, nearest
@@ -87,23 +89,28 @@ class FSDPConfig:
 
 def shard_units(
     model: LoopDecoder,
-    *,
-    mesh: DeviceMesh,
-    mesh_dims: DataParallelMeshDims | None,
-    mixed_precision: MixedPrecisionPolicy,
-    offload: OffloadPolicy,
-    reshard_after_forward: str,
-    hold_layers: bool,
-    fp32_visit_sum: bool,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    fsdp: FSDPConfig,
 ) -> None:
-    """Apply FSDP2 to the units of a decoder.
-
-    Args:
-        mesh: Data-parallel mesh; two-dimensional for HSDP.
-        mesh_dims: Axes that shard and that replicate; None for all.
-        reshard_after_forward: torchtitan's `parallelism.fsdp_reshard_after_forward`.
-        hold_layers: Keep units that are visited R times gathered until `reshard_units`.
-    """
+    """Apply FSDP2 to the units of a decoder, in place; `fsdp.policy` is decided."""
+    mesh_dims = None
+    if parallelism.spmd_backend == "spmd_types":
+        mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
+    else:
+        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+    offload = OffloadPolicy()
+    if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
+        offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
+    # The loss weights handed to the head must stay fp32, hence no casting of inputs.
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+    when, hold_layers = parallelism.fsdp_reshard_after_forward, fsdp.policy == "per_step"
 
     def shard(modules: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
         fully_shard(
@@ -117,10 +124,10 @@ def shard_units(
 
     units = model.units()
     for unit in innermost_first(model, units):
-        reshards = reshard_after_forward == "always"
+        reshards = when == "always"
         if not unit.kept:
             held = hold_layers and unit.is_revisited
-            reshards = reshard_after_forward != "never" and not held
+            reshards = when != "never" and not held
         shard([*unit.modules], reshards, **({"param_dtype": torch.float32} if unit.fp32 else {}))
         if unit.between and len(unit.modules) > 1:
             compat.gather_at_every_visit(unit.modules)
@@ -136,10 +143,12 @@ def shard_units(
                 module.set_force_sum_reduction_for_comms(True)
     if hold_layers:
         _hold_visited_units(model, units)
-    if fp32_visit_sum:
+    if fsdp.fp32_visit_sum:
         _sum_visits_in_fp32(model, units, hold_layers=hold_layers)
     model.register_forward_hook(_reshard_without_backward)
     model.lm_head.register_forward_hook(_reshard_without_backward)
+    kind = "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP"
+    logger.info("Applied %s (%s) over %s", kind, fsdp.policy, mesh)
 
 
 def reshard_units(model: nn.Module) -> None:

@@ -12,12 +12,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
-from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
 from torchtitan.protocols.module import Module
 from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
@@ -170,7 +168,7 @@ def parallelize_loop_decoder(
             device_bytes=_smallest_device_bytes(),
         )
         logger.info("fsdp.policy=auto: %s, %s", fsdp.policy, reason)
-    _apply_fsdp(model, parallel_dims, training, parallelism, param_dtype, fsdp)
+    shard_units(model, parallel_dims, training, parallelism, fsdp)
     return model
 
 
@@ -189,46 +187,6 @@ def _check_placements(model: LoopDecoder) -> None:
             f"parallelism.tensor_parallel_degree: {type(model).__name__} declares no placement of "
             f"{', '.join(undeclared)}; declare it in its Config.set_sharding"
         )
-
-
-def _apply_fsdp(
-    model: LoopDecoder,
-    parallel_dims: ParallelDims,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    param_dtype: torch.dtype,
-    fsdp: FSDPConfig,
-) -> None:
-    mesh_dims = None
-    if parallelism.spmd_backend == "spmd_types":
-        mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
-    else:
-        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
-    offload = OffloadPolicy()
-    if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
-        offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
-    shard_units(
-        model,
-        mesh=mesh,
-        mesh_dims=mesh_dims,
-        # The loss weights handed to the head must stay fp32, hence no casting of inputs.
-        mixed_precision=MixedPrecisionPolicy(
-            param_dtype=param_dtype,
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            cast_forward_inputs=False,
-        ),
-        offload=offload,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        hold_layers=fsdp.policy == "per_step",
-        fp32_visit_sum=fsdp.fp32_visit_sum,
-    )
-    logger.info(
-        "Applied %s (%s) over %s",
-        "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP",
-        fsdp.policy,
-        mesh,
-    )
 
 
 def _smallest_device_bytes() -> int:
