@@ -86,9 +86,6 @@ def find(kind: str, name: str) -> Any:
     Args:
         kind: Attribute of `Plugin`.
         name: Name in it. Modules of `TITAN_LOOP_PLUGINS` are searched last.
-
-    Raises:
-        UserError: `TITAN_LOOP_PLUGINS` names a module that does not exist.
     """
     known = _known[kind]
     for more in (_import_own, import_plugins):
@@ -146,9 +143,6 @@ def import_user_module(name: str, refusal: Callable[[str], str]) -> ModuleType:
     Args:
         name: Dotted name of the module.
         refusal: Maps the name that was not found to the message of the error.
-
-    Raises:
-        UserError: There is no such module.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # users write modules in the folder they work in

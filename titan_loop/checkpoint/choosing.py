@@ -118,12 +118,6 @@ def _seen_twice(
 
     Args:
         suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
-
-    Returns:
-        Damage that rank 0 finds now.
-
-    Raises:
-        RunFailedError: Another rank still finds damage that rank 0 does not.
     """
     time.sleep(SECOND_LOOK_SECONDS)
     confirmed, *others = from_all_ranks(

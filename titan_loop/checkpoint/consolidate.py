@@ -17,12 +17,6 @@ from titan_loop.errors import UserError
 def consolidate(reader: CheckpointReader, output: Path, *, optimizer: bool = False) -> list[str]:
     """Write full tensors to one file; it appears under its name when it is complete.
 
-    Args:
-        optimizer: Whether to write optimiser tensors, too; plain values are never written.
-
-    Returns:
-        The tensors written.
-
     Raises:
         UserError: `output` exists, or a tensor has a type that safetensors does not know.
         OSError: It cannot be written.

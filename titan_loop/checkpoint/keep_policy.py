@@ -45,11 +45,7 @@ class KeepPolicy:
         return [*reasons, *(f"tag {tag}" for tag in tags)]
 
     def stale(self, reasons: Mapping[int, Collection[str]]) -> list[int]:
-        """Return the steps to delete, in increasing order.
-
-        Args:
-            reasons: Committed step → why it stays for ever.
-        """
+        """Return the steps to delete, in increasing order, given why each committed one stays."""
         if self.latest == 0:
             return []
         return [step for step in sorted(reasons)[: -self.latest] if not reasons[step]]

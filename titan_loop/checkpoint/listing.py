@@ -95,11 +95,7 @@ def _leads_nowhere(path: Path) -> bool:
 
 
 def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> list[str]:
-    """Return everything wrong with a committed checkpoint, a phrase each.
-
-    Args:
-        hashes: Whether to read the files, the table of entries among them; else sizes only.
-    """
+    """Return everything wrong with a committed checkpoint, a phrase each; `hashes` reads files."""
     faults = [reason] if (reason := wrong_step(checkpoint, manifest)) else []
     faults += find_damage(checkpoint, manifest["files"], hashes=hashes).values()
     if hashes and (checkpoint / TABLE).exists():  # an older version wrote none

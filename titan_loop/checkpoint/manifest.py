@@ -122,14 +122,7 @@ def rank_files(checkpoint: Path, rank: int) -> list[str]:
 
 
 def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
-    """Read files and return their sizes and hashes.
-
-    Args:
-        names: Files in it; None takes all that DCP wrote.
-
-    Raises:
-        OSError: A file cannot be read.
-    """
+    """Return sizes and hashes of files in a checkpoint, by default of all that DCP wrote."""
     if names is None:
         names = sorted(path.name for path in checkpoint.glob("*.distcp"))
         names += [METADATA, TABLE]
@@ -140,9 +133,6 @@ def find_damage(
     checkpoint: Path, records: Mapping[str, FileRecord], *, hashes: bool = True
 ) -> dict[str, str]:
     """Compare files with their records.
-
-    Args:
-        hashes: Whether to read the files; False compares sizes only.
 
     Returns:
         Damaged file → a phrase that names it; empty if all is well.

@@ -43,12 +43,6 @@ def merge_checkpoints(
     Args:
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
-
-    Raises:
-        UserError: The weights or the number of checkpoints are not as above, one of `sources` is
-            not a committed checkpoint, or they differ in architecture, entries, shapes, dtypes or
-            anything that has no mean, such as integers.
-        DamagedCheckpointError: A file is missing, truncated or altered.
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]

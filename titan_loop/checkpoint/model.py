@@ -26,7 +26,6 @@ def check_architecture(
 
     Args:
         holder: How the message calls the checkpoint.
-        otherwise: Alternative to using the checkpoint's values, for the message.
     """
     differing = different_options(saved, wanted) - set(may_differ)
     if not differing:
@@ -66,10 +65,6 @@ def load_model(
     Args:
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
-
-    Raises:
-        UserError: The folder is not a committed checkpoint, not of such a model, or has no average.
-        DamagedCheckpointError: A file is missing, truncated or altered.
     """
     look_at = "hashes" if verify_hashes else "sizes"
     reader = CheckpointReader(checkpoint, look_at=look_at, ema=ema)

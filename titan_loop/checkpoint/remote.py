@@ -52,9 +52,6 @@ class RemoteCheckpoints:
     Args:
         stage: Name of the run's stage: a recipe's stages share the address.
         adopt: Whether a run directory without checkpoints goes on with the run that writes there.
-
-    Raises:
-        UserError: See `RemoteFolder`; or the folder belongs to another run.
     """
 
     def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
@@ -214,11 +211,7 @@ class RemoteCheckpoints:
 
 
 class Uploader:
-    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on.
-
-    Args:
-        wait_seconds: Wait before the second attempt; it doubles each time.
-    """
+    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on."""
 
     def __init__(
         self, remote: RemoteCheckpoints, policy: KeepPolicy, *, attempts: int, wait_seconds: float

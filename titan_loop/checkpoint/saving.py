@@ -61,7 +61,6 @@ def save_checkpoint(
     """Write and commit a checkpoint; collective over `group`.
 
     Args:
-        checkpoint: Its folder; the remains of an earlier attempt are deleted first.
         state_dict: Returns tensors and objects, which must not change until this function
             returns; an exception counts as a failure of the save.
         on_commit: Called on rank 0 after the commit; its errors are logged, since nothing may undo

@@ -66,11 +66,7 @@ class StartFrom:
         )
 
     def find_parent(self) -> Path:
-        """Return the folder of the parent checkpoint.
-
-        Raises:
-            UserError: There is none, or none has a readable manifest.
-        """
+        """Return the folder of the parent checkpoint, which must be there."""
         path = named_checkpoint(Path(self.parent))
         if is_committed(path):
             return path

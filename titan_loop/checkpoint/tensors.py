@@ -60,9 +60,6 @@ class CheckpointReader:
     Args:
         ema: Whether a weight's name stands for its average; frozen ones have none.
 
-    Attributes:
-        metadata: DCP's description of every entry.
-
     Raises:
         UserError: It was never committed, its table names files elsewhere, or an average is
             asked for and there is none.
@@ -106,22 +103,12 @@ class CheckpointReader:
         return self._tensor(key).properties.dtype
 
     def read(self, key: str) -> Tensor:
-        """Return a full tensor of its own, on the CPU, in the saved dtype.
-
-        Raises:
-            UserError: There is no such tensor, or it is not one.
-            DamagedCheckpointError: Its file is truncated or garbled.
-        """
+        """Return a full tensor of its own, on the CPU, in the saved dtype; raises as `shape`."""
         target = torch.empty(self.shape(key), dtype=self.dtype(key), device="cpu")
         return self._read(self._averages.get(key, key), target)
 
     def read_object(self, key: str) -> Any:
-        """Return the value of a byte entry, if it is plain data.
-
-        Raises:
-            UserError: There is no such entry, or it is more than plain data.
-            DamagedCheckpointError: Its file is truncated or garbled.
-        """
+        """Return the value of a byte entry, if it is plain data."""
         entries = self.metadata.state_dict_metadata
         if key not in entries or isinstance(entries[key], TensorStorageMetadata):
             objects = entries.keys() - set(self.tensor_keys())
@@ -167,7 +154,6 @@ def write_checkpoint(
     """Write and commit a checkpoint, with one lazy tensor in memory at a time.
 
     Args:
-        checkpoint: Its folder; the remains of an unfinished save are deleted first.
         entries: Flattened key -> tensor, written in this order, or a plain value.
 
     Raises:

@@ -84,10 +84,6 @@ def upcycle_checkpoint(source: Path, target: Path, upcycling: Upcycling) -> None
     The new manifest is the old one with the new number of layers in its architecture, `source` as
     `lineage.parent` and, as `lineage.upcycled`, `mode`, `moments` (None without optimiser state),
     `n_layers` of the parent and `layers`: the parent's layer for every new one. It ends no stage.
-
-    Raises:
-        UserError: `source` is not a committed checkpoint, is damaged, or is not of a model with
-            layers; or the number of layers does not fit.
     """
     reader = CheckpointReader(source)
     keys = reader.keys()

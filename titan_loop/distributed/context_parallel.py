@@ -35,11 +35,7 @@ from titan_loop.models.decoder import LoopDecoder
 def check_context_parallelism(
     parallelism: ParallelismConfig, *, seq_len: int, attention: str
 ) -> None:
-    """Refuse settings that context parallelism does not support; degree 1 supports all.
-
-    Raises:
-        UserError: The window does not divide, or the kernel or SPMD backend does not support it.
-    """
+    """Refuse settings that context parallelism does not support; degree 1 supports all."""
     degree = parallelism.context_parallel_degree
     if degree < 1:
         raise UserError(f"parallelism.context_parallel_degree={degree} must be at least 1")

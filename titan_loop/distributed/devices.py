@@ -13,7 +13,6 @@ class Device:
     """One GPU.
 
     Attributes:
-        memory_bytes: Memory that the driver reports, a little less than the name says.
         peak_flops: Dense bf16 FLOP/s, without sparsity.
         fp32_peak_flops: FLOP/s in fp32; torch uses TF32 only where told to.
     """

@@ -70,11 +70,7 @@ class FSDPConfig:
         compute_bytes: int,
         device_bytes: float,
     ) -> tuple["FSDPConfig", str]:
-        """Return this config with `auto` decided, and why; training and `plan` both ask here.
-
-        Args:
-            device_bytes: Memory of the smallest device, or a rank's share of the host's.
-        """
+        """Return this config with `auto` decided, and why; training and `plan` both ask here."""
         if self.policy != "auto":
             return self, "as set"
         if parallelism.fsdp_reshard_after_forward == "always":

@@ -43,11 +43,7 @@ RankTable = tuple[tuple[int, ...], ...]
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` for plain matrices and for DTensors of any placements.
-
-    Args:
-        dtype: Dtype of the iteration and the exchanges.
-    """
+    """`torch.optim.Muon` for plain matrices and for DTensors of any placements."""
 
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
         super().__init__(params)

@@ -20,11 +20,7 @@ from titan_loop.models.vocabulary import Vocabulary
 
 
 class SlicedVocabulary(Vocabulary):
-    """The rows that this rank holds.
-
-    Raises:
-        UserError: A rank would be left without a row.
-    """
+    """The rows that this rank holds; raises `UserError` if a rank would be left without a row."""
 
     def __init__(self, rows: int, group: dist.ProcessGroup) -> None:
         ranks = dist.get_world_size(group)

@@ -63,7 +63,6 @@ class Format:
 
     Attributes:
         summary: A line for `convert export --list`.
-        write: Writes an export to a new file or folder.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
     """
 

@@ -70,9 +70,6 @@ class ModelFolder:
 
     Raises:
         UserError: Anything about it is not as the format says.
-
-    Attributes:
-        text: How text ends and conversations are rendered; None without a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:
@@ -144,9 +141,6 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
     """Write a committed checkpoint of step 0 that holds the folder's weights.
 
     Memory is one shard of the folder and one tensor.
-
-    Args:
-        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
     """
     shapes = folder.shape.tensor_shapes()
     entries = {

@@ -33,11 +33,7 @@ PADDING_ROWS = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
-    """A checked tokenizer and how text ends in it.
-
-    Attributes:
-        turn_end_id: Id of the token that ends a turn; None where only documents end.
-    """
+    """A checked tokenizer and how text ends in it; a turn only where `turn_end_id` is set."""
 
     path: Path
     text: TextFormat

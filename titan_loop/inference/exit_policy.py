@@ -234,11 +234,7 @@ _NUMBERS = {"static": 1, "kl": 2}
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
-    """Read a policy as in this module's docstring; `full` is full depth.
-
-    Raises:
-        UserError: The policy is unknown, or a value is missing, not a number or out of range.
-    """
+    """Read a policy as in this module's docstring; `full` is full depth."""
     name, _, values = text.partition(":")
     kind: Any = _POLICIES.get("static" if name == "full" else name) or find("exit_policies", name)
     if kind is None:
@@ -355,10 +351,6 @@ def exit_steps(
     readout: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return the step after which a policy would leave, for the states of whole windows.
-
-    Args:
-        gate: Maps a state to exit logits, e.g. `model.gate`.
-        readout: Maps a state to logits, e.g. `model.readout`.
 
     Returns:
         (B, L) int64 in 1 … R.

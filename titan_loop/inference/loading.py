@@ -24,7 +24,6 @@ class Loaded:
 
     Attributes:
         manifest: Its commit record, which outlives a deletion of the folder.
-        recurrent_steps: R at the end of its training so far.
     """
 
     model: LoopDecoder
@@ -79,10 +78,6 @@ def load_checkpoint(
 
 def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> "Tokenizer":
     """Load the tokenizer a model was trained with, or check that `given` is the same.
-
-    Args:
-        loaded: The model; its run, and the sources if still there, tell which tokenizer it was.
-        given: A `tokenizer.json`; None takes the source's, or the one an import left in the run.
 
     Raises:
         UserError: There is none to take, or the one given is another one.

@@ -51,11 +51,7 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
 ) -> list[Request]:
-    """Return requests whose completions come back as text.
-
-    Args:
-        prompts: Texts, in which special tokens are recognised, or token ids.
-    """
+    """Return requests whose completions come back as text; special tokens are recognised."""
     return [
         Request(
             prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
@@ -86,12 +82,7 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(kw_only=True)
 class Completion:
-    """The result of one request.
-
-    Attributes:
-        steps: The recurrent step each of them was read from.
-        text: Text before the stop string; "" without a `Detokenizer`.
-    """
+    """The result of one request."""
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

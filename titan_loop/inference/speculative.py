@@ -37,7 +37,6 @@ class SelfSpeculation:
 
     Attributes:
         draft_step: Step s that drafts, at least 1 and below R.
-        draft_tokens: Largest number k of tokens drafted per round.
     """
 
     draft_step: int = 1

@@ -22,12 +22,7 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass
 class Work:
-    """The cost of generating.
-
-    Attributes:
-        applications: Number of calls of the whole stack.
-        token_steps: Number of tokens in those calls, summed, with padding.
-    """
+    """The cost of generating: bytes of caches, calls of the stack, tokens in those with padding."""
 
     cache_bytes: int = 0
     applications: int = 0
@@ -118,7 +113,6 @@ class Stack:
         """Run one more step, each row its own.
 
         Args:
-            state: State after the step before; None if all rows are at step 1.
             tokens_BL: The tokens that rows at step 1 start from; None if there are none.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """

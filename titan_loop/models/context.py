@@ -14,7 +14,6 @@ class WindowShare(NamedTuple):
     """The part of every window that this rank computes under context parallelism.
 
     Attributes:
-        queries_L: Indices into the window of this rank's tokens.
         keys_L: Indices into the window of all tokens, in the order in which keys are gathered.
     """
 

@@ -386,11 +386,7 @@ class LoopDecoder(Decoder):
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None
     ) -> AttentionMask | None:
-        """Build the backend's causal-and-same-document mask.
-
-        Args:
-            positions: (B, L) positions of whole windows, restarting per document.
-        """
+        """Build the kernel's causal-and-same-document mask of whole windows, (B, L) positions."""
         if not self._needs_mask():
             return document_mask(positions, share)
         kernel = self.config.layers[0].attention.inner_attention

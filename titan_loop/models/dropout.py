@@ -61,10 +61,6 @@ def draws(model: nn.Module) -> bool:
 
 
 def seed_dropout(model: nn.Module, *key: int) -> None:
-    """Seed the default generator, if the model draws from it.
-
-    Args:
-        key: Seed of the run, step, micro-batch, and rank among those with other tokens.
-    """
+    """Seed the default generator, if the model draws from it."""
     if draws(model):
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))

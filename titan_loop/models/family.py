@@ -160,11 +160,7 @@ def default_options() -> ModelOptions:
 
 
 def read_options(recorded: Mapping[str, Any]) -> ModelOptions:
-    """Return the options that a `config.json` recorded.
-
-    Raises:
-        UserError: The family, or an option, is unknown to this version.
-    """
+    """Return the options that `config.json` recorded; all must be known to this version."""
     values = dict(recorded)
     family = get_family(str(values.pop("family", FIRST_FAMILY)))
     known = {option.name for option in fields(family.options)}
@@ -201,11 +197,7 @@ def resolved_shape(options: ModelOptions) -> ModelSize:
 
 
 def decoder_config(options: ModelOptions, *, max_seq_len: int) -> LoopDecoder.Config:
-    """Build the architecture of `options`.
-
-    Raises:
-        UserError: Unknown family, size or attention backend, or a shape that does not fit together.
-    """
+    """Build the architecture of `options`; raises `UserError` where they do not fit together."""
     family = get_family(options.family)
     config = family.decoder_config(options, resolved_shape(options), max_seq_len)
     config.family = family.name
@@ -247,11 +239,7 @@ def build_decoder(
 
 
 def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
-    """Yield facts about a run's model that the requested options do not show.
-
-    Args:
-        asked: Options as requested, before the data's vocabulary was filled in.
-    """
+    """Yield facts about a run's model that the requested options do not show."""
     if asked.vocab_size is None:
         yield f"model.vocab_size={vocab_size}, the vocabulary of the data"
     own = get_family(asked.family).size(asked.size)

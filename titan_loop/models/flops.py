@@ -15,9 +15,6 @@ class Flops(NamedTuple):
     """Forward and backward FLOPs per token, by part; integers where R is one.
 
     Attributes:
-        matrices: Matrix products of all layer visits.
-        attention: Scores and weighted sums of all layer visits.
-        readouts: Products of states and head.
         decoding: Decoding and re-encoding of states between two steps.
     """
 

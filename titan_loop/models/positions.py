@@ -38,11 +38,7 @@ keys, or of neither), or nothing."""
 
 
 class Positions(Module):
-    """Positions that act nowhere; the base of those that do.
-
-    Args:
-        rope: The layers' rotation, which holds the longest window, too.
-    """
+    """Positions that act nowhere; the base of those that do."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):

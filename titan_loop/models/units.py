@@ -59,12 +59,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit and its parameters.
-
-    Attributes:
-        unit: The unit, without its modules.
-        shapes: Name in the model → shape of each of its parameters.
-    """
+    """A unit without its modules, and the shapes of its parameters by their names in the model."""
 
     unit: Unit
     shapes: dict[str, tuple[int, ...]]

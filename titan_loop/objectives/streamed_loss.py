@@ -107,11 +107,7 @@ class StreamedLoss(ChunkedLossWrapper):
         def refusals(
             self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
         ) -> Iterator[Refusal]:
-            """Yield why this objective cannot train such a run.
-
-            Args:
-                fewest_steps: Smallest R of any training step.
-            """
+            """Yield why this objective cannot train such a run; `fewest_steps` of any step."""
             if trainable == "exit_gate":
                 yield Refusal(
                     "trainable",

@@ -86,9 +86,6 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     Args:
         recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
             not be here.
-
-    Raises:
-        UserError: As `stage_needs`, with the name of the stage.
     """
     needs: list[StageNeeds] = []
     for stage in recipe.stages if only is None else [recipe.stage(only)]:

@@ -27,9 +27,6 @@ def upcycle_run(
     The configuration is the parent's with the new number of layers; the step and token counters go
     on.
 
-    Returns:
-        The parent checkpoint and the new one.
-
     Raises:
         UserError: `output` is not empty, or `parent` is missing, damaged, of another architecture
             than its config says, or has layers that do not fit.
@@ -61,12 +58,6 @@ def merge_runs(
 
     Model options, window, data and text format come from the first parent, so that the new run
     is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
-
-    Args:
-        parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
-
-    Returns:
-        The new checkpoint.
 
     Raises:
         UserError: `output` is not empty, the weights do not fit, or a parent is missing, damaged,

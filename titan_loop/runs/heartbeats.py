@@ -23,11 +23,7 @@ _PATIENCE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """A rank's report of itself; times are seconds since the epoch.
-
-    Attributes:
-        collective: Oldest collective operation that has not ended; empty if there is none.
-    """
+    """A rank's report of itself; times in seconds since the epoch, "" for no collective."""
 
     rank: int
     host: str

@@ -53,14 +53,7 @@ def verified(path: Path) -> list[ListedCheckpoint]:
 
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Give checkpoints of older versions their table of entries.
-
-    Yields:
-        Each checkpoint, and whether it had no table.
-
-    Raises:
-        UserError: A path is neither a run nor a committed checkpoint, or one is damaged.
-    """
+    """Give checkpoints, a run's all, their table; yield each, and whether it had none."""
     from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
 
     for path in paths:
@@ -73,11 +66,7 @@ def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
-    """Delete checkpoints, and yield each that is gone.
-
-    Raises:
-        UserError: One of them is kept, or a job may be writing it; nothing was deleted then.
-    """
+    """Delete checkpoints, kept ones only with `force`, and yield each that is gone."""
     with contextlib.ExitStack() as locks:
         locked: set[Path] = set()
         for path in checkpoints:

@@ -24,12 +24,7 @@ FORMAT_VERSION = 1
 
 
 class PlannedStage(NamedTuple):
-    """One stage of a recipe, as `recipe.json` records it.
-
-    Attributes:
-        name: The stage's name, which is also its folder's.
-        control: Whether studies of the recipe leave it out.
-    """
+    """One stage of a recipe, as `recipe.json` records it; studies leave out a control stage."""
 
     name: str
     parent: str | None

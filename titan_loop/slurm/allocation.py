@@ -20,11 +20,7 @@ _FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A job's nodes and tasks.
-
-    Attributes:
-        nodes: Names of the nodes; the batch step runs on the first.
-    """
+    """A job's nodes, the first with the batch step, and its tasks."""
 
     job: str
     restarts: int
@@ -34,11 +30,7 @@ class Allocation:
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> "Allocation":
-        """Return the job that this process runs in.
-
-        Raises:
-            UserError: The process runs in no job, or the job sets no number of tasks for a node.
-        """
+        """Return the job that this process runs in."""
         job = slurm_job(environment)
         if job is None:
             raise UserError(

@@ -12,12 +12,7 @@ ACTIVE = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUE
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One job of a chain.
-
-    Attributes:
-        state: SLURM's name for its state, or "GONE" once SLURM has forgotten it.
-        reason: Reason for waiting; empty if it does not wait.
-    """
+    """One job of a chain; its `state` is SLURM's, or "GONE" once SLURM has forgotten it."""
 
     stage: str
     job: str

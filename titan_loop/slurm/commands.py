@@ -40,11 +40,7 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def show(kind: str, name: str) -> dict[str, str]:
-    """Return the fields that `scontrol show KIND NAME` prints.
-
-    Raises:
-        CommandFailedError: SLURM knows no such thing.
-    """
+    """Return the fields that `scontrol show KIND NAME` prints."""
     line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
     found = list(_FIELD.finditer(line))
     ends = [field.start() for field in found[1:]] + [len(line)]

@@ -66,7 +66,6 @@ class Job:
     """One job of a recipe.
 
     Attributes:
-        train: Arguments of `titan-loop train`, without folder and stage.
         save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
     """
 
@@ -83,11 +82,7 @@ class Job:
 
 
 def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
-    """Run one start of a job and return the exit code of its batch step.
-
-    Raises:
-        UserError: The process runs in no job, or a setting of the site is wrong.
-    """
+    """Run one start of a job and return the exit code of its batch step."""
     allocation, site = Allocation.current(environment), Site.of(environment)
     restarts = read_restarts(job.folder, job.name)
     is_restart = allocation.restarts > 0 or SUCCESSOR_VARIABLE in environment

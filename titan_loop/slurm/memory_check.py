@@ -23,9 +23,6 @@ def memory_remarks(
 ) -> list[str]:
     """Return a line for each stage that hardly fits, or one that says why nothing was checked.
 
-    Args:
-        gpu: Kind of GPU: a name of `plan --gpu`, or SLURM's, such as a100.
-
     Raises:
         UserError: A stage needs more than the whole memory of a GPU.
     """

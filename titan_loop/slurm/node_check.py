@@ -39,11 +39,7 @@ def check_node(
     free_memory_share: float,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Check this rank's node and write a report; faults are reported, not raised.
-
-    Args:
-        node_port: First port at which the ranks of a node meet.
-    """
+    """Check this rank's node and write a report; faults are reported, not raised."""
     task = slurm_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task

@@ -65,9 +65,6 @@ def lone_node(exits: Sequence[RankExit]) -> str:
 def start_again(job: str, *, exclude: Sequence[str], folder: Path, name: str) -> str:
     """Have SLURM start this batch step's job again.
 
-    Args:
-        folder: Folder of the recipe; its record of jobs is updated for a successor.
-
     Returns:
         A line for the log about the restart.
 

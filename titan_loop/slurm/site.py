@@ -41,7 +41,6 @@ class Site:
     """The settings of one cluster.
 
     Attributes:
-        container: Words in front of a rank's command; empty for none.
         network_interface: Network interface of NCCL and gloo; empty lets them choose.
         rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
     """
@@ -93,11 +92,7 @@ def find_site(given: str | None) -> Path | None:
 def source_site(
     path: Path | None, environment: Mapping[str, str] = os.environ
 ) -> Mapping[str, str]:
-    """Return the environment of a job after sourcing its site file.
-
-    Raises:
-        UserError: The file fails, or sets an unknown `TITAN_LOOP_` variable.
-    """
+    """Return the environment of a job after sourcing its site file, which must work."""
     if path is None:
         return environment
     # `env -0` writes to a channel of its own, because modules may print anything.

@@ -70,7 +70,6 @@ class Request:
     Attributes:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
-        folder: Folder for the stages' run directories; empty for the recipe's own.
     """
 
     recipe: Recipe

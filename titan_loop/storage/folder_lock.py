@@ -29,11 +29,7 @@ _LOOK_AGAIN_SECONDS = 3.0  # a shared file system may lose a file for a moment
 
 
 class LostFolder(NamedTuple):
-    """A folder that the holder of its lock lost.
-
-    Attributes:
-        folder: Where the folder is now; None if it is gone, or another process's.
-    """
+    """How the holder of a lock lost its folder, and where that is now; None if it is gone."""
 
     problem: str
     folder: Path | None

@@ -30,11 +30,7 @@ _NO_OBJECT = "not a JSON object"
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never a part.
-
-    Raises:
-        OSError: If the folder cannot be written.
-    """
+    """Write a JSON file so that a reader sees the old content or the new, never a part."""
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, from a name that is not UTF-8, becomes the escape that JSON has for it.
     write_text(path, (text + "\n").encode(errors="backslashreplace").decode())

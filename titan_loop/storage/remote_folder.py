@@ -67,11 +67,7 @@ class RemoteFolder:
         }
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file.
-
-        Raises:
-            FileNotFoundError: There is none.
-        """
+        """Return the content of a file; raises `FileNotFoundError` if there is none."""
         return self._fs.cat_file(self._full(name))
 
     def write(self, name: str, content: bytes) -> None:
@@ -95,11 +91,7 @@ class RemoteFolder:
         return self.read(name)
 
     def upload(self, local: Path, name: str) -> None:
-        """Copy a file there, and compare the sizes.
-
-        Raises:
-            OSError: It did not arrive whole.
-        """
+        """Copy a file there; raise `OSError` if it does not arrive whole."""
         self._make_parent(name)
         self._fs.put_file(str(local), self._full(name))
         self._fs.invalidate_cache()
@@ -139,11 +131,7 @@ class RemoteFolder:
 
 
 def check_address(url: str, field: str) -> str:
-    """Return the scheme of a remote folder's address, without looking there.
-
-    Raises:
-        UserError: It is none, its scheme is unknown, or it holds credentials.
-    """
+    """Return the scheme of a remote folder's address, without looking there."""
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in SCHEMES:
         known = {scheme for scheme in SCHEMES if scheme != "memory"}

@@ -87,11 +87,7 @@ def unreadable(path: str | Path, error: OSError, fix: str) -> UserError | RunFai
 
 
 def unwritable(called: str, error: OSError) -> UserError | RunFailedError:
-    """Return the error for a folder that cannot be written, as `unreadable` does.
-
-    Args:
-        called: Name of the folder in the message, such as "output sources/my".
-    """
+    """Return the error for a folder that cannot be written, as `unreadable` does."""
     problem = f"{called} cannot be written ({error.strerror or error})"
     if error.errno == errno.ENOENT:  # nothing can be created in some folders, such as /proc
         return UserError(f"{problem}; choose a folder you can write to")

@@ -29,11 +29,7 @@ _MOST_IDS = 1 << 24
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a `tokenizer.json`, without the truncation and padding it may ask for.
-
-    Raises:
-        UserError: If the file is missing or not one.
-    """
+    """Load a `tokenizer.json`, without the truncation and padding it may ask for."""
     from tokenizers import Tokenizer
 
     require_local(path, "tokenizer")
@@ -69,11 +65,7 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> int:
-    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule.
-
-    Raises:
-        UserError: If there are so few tokens that two bytes are chosen, but an id needs more.
-    """
+    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule."""
     if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
         return 4
     if vocab_size(tokenizer) > _LARGEST_UINT16_VOCABULARY:
@@ -93,9 +85,6 @@ def check_vocabulary(
         rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
         name: Name of the tokenizer in messages.
         most_spare_rows: Largest number of rows without a token; None allows any number.
-
-    Raises:
-        UserError: The tokenizer has ids that the model lacks, or far too few.
     """
     ids = vocab_size(tokenizer)
     if ids > rows or (most_spare_rows is not None and ids < rows - most_spare_rows):
@@ -106,11 +95,7 @@ def check_vocabulary(
 
 
 def require_token(tokenizer: "Tokenizer", token: str, field: str) -> int:
-    """Return a token's id.
-
-    Raises:
-        UserError: If the tokenizer does not have it; the message begins with `field`.
-    """
+    """Return a token's id; raises `UserError` about `field` if the tokenizer does not have it."""
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         known = [added.content for added in tokenizer.get_added_tokens_decoder().values()]

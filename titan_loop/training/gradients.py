@@ -41,11 +41,7 @@ class MicroBatch(NamedTuple):
 def forward_backward(
     trainer: TrainingState, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradients of a training step.
-
-    Returns:
-        This rank's share of the loss and of the objective's metrics: ranks' shares add up.
-    """
+    """Accumulate the gradients of a training step."""
     model, plan = trainer.model, trainer.plan
     # Each loss is divided by the valid tokens of the whole global batch, so that sums are means.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()

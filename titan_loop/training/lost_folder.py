@@ -39,9 +39,6 @@ class FolderWatch:
     def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:
         """Let a run that lost its folder save in the new place; collective.
 
-        Returns:
-            None if all is well, else the error to end with after a last save.
-
         Raises:
             UserError: There is nowhere to save: the folder is gone, or another training's.
         """

@@ -86,9 +86,6 @@ def resolve(
     """Check everything a user can get wrong, and fill in the derived fields.
 
     Touches neither a process group nor a device, and leaves `config` as it is.
-
-    Raises:
-        UserError: The first of the config's `refusals`.
     """
     config = within_budget(config)
     saved = saved_architecture(config) if saved is None else saved

@@ -84,10 +84,6 @@ def run_training(
         evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
             after the callbacks of the config; needed where one is on, since training imports no
             evaluation.
-        startup: Measures this start; None begins now.
-
-    Returns:
-        `EXIT_OK`.
 
     Raises:
         UserError: One line naming field, value and fix.
@@ -107,11 +103,7 @@ def run_training(
 
 
 def _rewound(config: RunConfig, spikes: list[SkippedStep]) -> RunConfig:
-    """Record a rewind, and return `config` for the start that takes it up; collective.
-
-    Raises:
-        UnstableError: There were enough of them, or there is no older checkpoint.
-    """
+    """Record a rewind, and return `config` for the start that takes it up; collective."""
     run = RunDirectory(config.dump_folder)
     stop = from_rank_zero(
         all_ranks(), lambda: rewind(run, _remote(config), spikes, config.stability)
@@ -262,12 +254,7 @@ def copy_last_checkpoint(config: RunConfig) -> None:
 
 
 def copy_sources(configs: Sequence[RunConfig]) -> None:
-    """Copy sources in object stores to the cache of every node; all ranks call it before they meet.
-
-    Raises:
-        UserError: An address cannot be used, or is no source.
-        RunFailedError: A source does not arrive.
-    """
+    """Copy sources in object stores to every node's cache; all ranks call it before they meet."""
     entries = dict.fromkeys(
         entry
         for config in configs

@@ -31,12 +31,7 @@ _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMBT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """One point of a schedule.
-
-    Attributes:
-        tokens: Global tokens consumed at this point, ≥ 0.
-        interpolation: How the value moves to the next knot; "constant" keeps it and jumps.
-    """
+    """A point of a schedule; `interpolation` moves to the next knot's value, "constant" jumps."""
 
     tokens: int
     value: float

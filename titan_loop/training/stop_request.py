@@ -69,9 +69,7 @@ class StopListener:
     Enter it in the main thread; the handlers there were before come back at the end.
 
     Args:
-        grace: Seconds from the first signal to the end of the process.
         echo: Seconds in which a further signal counts as the first.
-        leave: Seconds from `leave` to the end of the process.
     """
 
     def __init__(
@@ -103,7 +101,6 @@ class StopListener:
 
         Args:
             hang_seconds: The longest time between two calls of `progress`; 0 for any.
-            dump: Called before the process is ended, to write traces of its waiting.
         """
         self._dump = dump
         self._trains = True

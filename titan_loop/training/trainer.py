@@ -139,12 +139,7 @@ class LoopTrainer(Trainer):
         self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one.
-
-        Raises:
-            StoppedError: A rank's `stop_listener` heard a signal; the run saved its state.
-            UserError: The run lost its folder.
-        """
+        """Train to the end, from the newest checkpoint if there is one."""
         try:
             super().train()
         finally:

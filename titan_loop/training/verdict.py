@@ -107,12 +107,7 @@ def agree_on_step(
     stop: bool = False,
     calm: Tensor | None = None,
 ) -> StepVerdict:
-    """Return the common decision of all ranks about a step; collective, and no wait.
-
-    Returns:
-        An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
-        rank was asked to.
-    """
+    """Return the common decision of all ranks about a step; collective, and no wait."""
     updates = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     if calm is not None:
         updates = updates & calm

@@ -48,9 +48,6 @@ class WeightAverageConfig:
 class WeightAverage:
     """The average of a model's weights.
 
-    Args:
-        weights: Name → parameter, whole or sharded; read at every update.
-
     Attributes:
         updates: Updates so far; at 0 the average is the weights.
     """

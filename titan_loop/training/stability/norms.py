@@ -42,11 +42,7 @@ warned of. With a norm after every step the ratio is near 1; without one it grow
 
 
 class NormsLog(Callback):
-    """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
-
-    Args:
-        window_elements: Elements of one window's state, L x D.
-    """
+    """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log."""
 
     def __init__(
         self, interval: int, states: StateNorms, window_elements: int, run: RunDirectory
@@ -94,7 +90,6 @@ def norms_record(
     """Return the record of one step; waits for the device.
 
     Args:
-        tokens: Global tokens consumed after it.
         recurrent_steps: R of the step; later rows are left out.
         elements: Elements of one state of the global batch.
     """

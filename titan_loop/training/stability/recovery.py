@@ -60,11 +60,7 @@ class SpikesError(Exception):
 
 
 class SpikeSkipping(Callback):
-    """Has the updates of spikes and of non-finite steps left out, and counts them.
-
-    Attributes:
-        skipped: Skipped steps that still count.
-    """
+    """Has the updates of spikes and of non-finite steps left out, and counts them."""
 
     def __init__(
         self,

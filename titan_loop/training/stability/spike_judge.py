@@ -154,7 +154,6 @@ class Place(NamedTuple):
     """Beginning of a spike.
 
     Attributes:
-        step: Recurrent step; 0 for a layer outside the loop.
         ratio: Norm over its usual one; infinity if it is not finite.
     """
 

@@ -27,11 +27,7 @@ _LEAST_WAIT = 0.02
 
 
 class RankTimes(NamedTuple):
-    """Seconds of one rank.
-
-    Attributes:
-        step: Wall time of a training step, on average since the last record.
-    """
+    """Seconds of one rank: a step on average, its wait for data, and fixed products now."""
 
     step: float
     data: float
@@ -39,11 +35,7 @@ class RankTimes(NamedTuple):
 
 
 class Stragglers(Callback):
-    """Measures this rank, gathers all, and names a straggler.
-
-    Args:
-        factor: Ratio of a rank's own time to the median from which it is a straggler, above 1.
-    """
+    """Measures this rank, gathers all, and names one `factor` times slower than the median."""
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor, self._device = factor, device
