@@ -15,18 +15,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    create_default_local_load_plan,
-)
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from titan_loop.checkpoint.safe_reading import (
-    PlainLoadPlanner,
-    SafeFileSystemReader,
-    root_cause,
-)
+from titan_loop.checkpoint.safe_reading import PlainLoadPlanner, SafeFileSystemReader, root_cause
 from titan_loop.checkpoint.tensor_table import read_table
 from titan_loop.errors import UserError
 from titan_loop.ranks import from_rank_zero

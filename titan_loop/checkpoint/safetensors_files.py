@@ -208,11 +208,7 @@ def write_safetensors(
         if dtype not in _TYPES:
             raise UserError(f"{name} has type {dtype}, which safetensors does not know")
         start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {
-            "dtype": _TYPES[dtype],
-            "shape": [*shape],
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": _TYPES[dtype], "shape": [*shape], "data_offsets": [start, end]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT_BYTES)
     with path.open("wb") as file:

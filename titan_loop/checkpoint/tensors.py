@@ -43,11 +43,7 @@ from titan_loop.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from titan_loop.checkpoint.safe_reading import (
-    PlainLoadPlanner,
-    SafeFileSystemReader,
-    root_cause,
-)
+from titan_loop.checkpoint.safe_reading import PlainLoadPlanner, SafeFileSystemReader, root_cause
 from titan_loop.checkpoint.tensor_table import TableWriter, read_table
 from titan_loop.errors import UserError, nearest
 
@@ -147,9 +143,7 @@ class LazyTensor:
 
 
 def write_checkpoint(
-    checkpoint: Path,
-    entries: Mapping[str, LazyTensor | Tensor | Any],
-    content: Mapping[str, Any],
+    checkpoint: Path, entries: Mapping[str, LazyTensor | Tensor | Any], content: Mapping[str, Any]
 ) -> None:
     """Write and commit a checkpoint, with one lazy tensor in memory at a time.
 

@@ -22,11 +22,7 @@ from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest
 from titan_loop.formats.format import Format
 from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
-from titan_loop.formats.tokenizer_files import (
-    PADDING_ROWS,
-    TEMPLATE,
-    TOKENIZER_CONFIG,
-)
+from titan_loop.formats.tokenizer_files import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.models.family import decoder_config
 from titan_loop.plugins import find, names
 from titan_loop.runs.run_directory import RunDirectory
@@ -34,12 +30,7 @@ from titan_loop.storage.json_files import read_json_object
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
 from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import (
-    END_OF_TEXT,
-    TOKENIZER_NAME,
-    check_vocabulary,
-    load_tokenizer,
-)
+from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

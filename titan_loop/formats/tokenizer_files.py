@@ -14,12 +14,7 @@ from titan_loop.errors import UserError
 from titan_loop.storage.json_files import write_json
 from titan_loop.text.chatml import CHAT_TEMPLATE
 from titan_loop.text.text_format import TextFormat
-from titan_loop.text.tokenizer import (
-    TOKENIZER_NAME,
-    TURN_START,
-    check_vocabulary,
-    load_tokenizer,
-)
+from titan_loop.text.tokenizer import TOKENIZER_NAME, TURN_START, check_vocabulary, load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -44,11 +44,7 @@ from titan_loop.models.dropout import Dropout
 from titan_loop.models.injection import Injected
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup, default_group
-from titan_loop.models.positions import (
-    Positions,
-    RelativePositions,
-    RotaryPositions,
-)
+from titan_loop.models.positions import Positions, RelativePositions, RotaryPositions
 from titan_loop.models.recurrence import Carry, Recurrence
 from titan_loop.models.sharding import set_block_sharding, set_parts_sharding
 from titan_loop.models.units import LAYERS, NORM_AND_GATE, OUTSIDE, TABLES, Unit

@@ -59,11 +59,7 @@ DecoderConfig = TypeVar("DecoderConfig", bound=LlamaDecoder.Config)
 
 
 def llama_config(
-    kind: type[DecoderConfig],
-    options: LlamaOptions,
-    shape: ModelSize,
-    max_seq_len: int,
-    **own: Any,
+    kind: type[DecoderConfig], options: LlamaOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
     """Return the architecture; arguments as of `loop_config`.
 

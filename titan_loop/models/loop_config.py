@@ -30,11 +30,7 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
-from titan_loop.models.attention import (
-    DocumentAttention,
-    LoopAttention,
-    inner_attention_config,
-)
+from titan_loop.models.attention import DocumentAttention, LoopAttention, inner_attention_config
 from titan_loop.models.block import SandwichBlock
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import dropout_config
@@ -141,11 +137,7 @@ def residual_gain(options: LoopOptions, shape: ModelSize) -> float:
 
 
 def loop_config(
-    kind: type[DecoderConfig],
-    options: LoopOptions,
-    shape: ModelSize,
-    max_seq_len: int,
-    **own: Any,
+    kind: type[DecoderConfig], options: LoopOptions, shape: ModelSize, max_seq_len: int, **own: Any
 ) -> DecoderConfig:
     """Return the architecture of a looped decoder.
 

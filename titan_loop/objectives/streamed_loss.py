@@ -18,12 +18,7 @@ import spmd_types as spmd
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import (
-    IGNORE_INDEX,
-    BaseLoss,
-    ChunkedLossWrapper,
-    CrossEntropyLoss,
-)
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
 from torchtitan.tools.logging import logger
 

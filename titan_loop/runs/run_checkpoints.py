@@ -5,12 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_loop.checkpoint.best import named_checkpoint
-from titan_loop.checkpoint.folders import (
-    committed_steps,
-    discard,
-    is_committed,
-    step_folder,
-)
+from titan_loop.checkpoint.folders import committed_steps, discard, is_committed, step_folder
 from titan_loop.checkpoint.keep_policy import KeepPolicy
 from titan_loop.checkpoint.listing import (
     ListedCheckpoint,

@@ -116,12 +116,7 @@ class RunDirectory:
             retried(lambda: self.path.mkdir(parents=True, exist_ok=True))
             record = self.read_run() if self.run_json.exists() else None
             if record is None:
-                record = {
-                    "format_version": FORMAT_VERSION,
-                    "created": now,
-                    **start,
-                    "restarts": [],
-                }
+                record = {"format_version": FORMAT_VERSION, "created": now, **start, "restarts": []}
             else:
                 record.setdefault("restarts", []).append({"started": now, **start})
             if config is not None:

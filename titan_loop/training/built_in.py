@@ -63,10 +63,7 @@ def built_in_callbacks(run: ResolvedRun, device: torch.device) -> list[Callback]
         callbacks.append(states)  # before those that read its sums
     if asked.skip_spikes:
         judge = SpikeJudge(
-            window=asked.window,
-            threshold=asked.threshold,
-            shape=(depth + 1, layers),
-            device=device,
+            window=asked.window, threshold=asked.threshold, shape=(depth + 1, layers), device=device
         )
         callbacks.append(SpikeSkipping(asked, judge, states, run.model.looped, directory))
     else:

@@ -98,9 +98,7 @@ def resolve(
         flavor=config.model.size,
         model=model,
         parallelize_fn=partial(
-            parallelize_loop_decoder,
-            fsdp=config.fsdp,
-            trainable=config.trainable,
+            parallelize_loop_decoder, fsdp=config.fsdp, trainable=config.trainable
         ),
         pipelining_fn=None,
         post_optimizer_build_fn=None,

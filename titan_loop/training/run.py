@@ -279,8 +279,7 @@ def _leaving(stop_listener: StopListener | None, world_size: int) -> Iterator[No
 
 
 def _callbacks(
-    config: RunConfig,
-    evaluations: Callable[[RunConfig], Sequence[Callback]] | None,
+    config: RunConfig, evaluations: Callable[[RunConfig], Sequence[Callback]] | None
 ) -> Sequence[Callback]:
     """Return the callbacks that evaluate while training; refuse to leave any out silently."""
     if evaluations is not None:

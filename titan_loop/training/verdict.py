@@ -101,11 +101,7 @@ class UnreadSteps:
 
 
 def agree_on_step(
-    loss: Tensor,
-    grad_norm: Tensor,
-    *,
-    stop: bool = False,
-    calm: Tensor | None = None,
+    loss: Tensor, grad_norm: Tensor, *, stop: bool = False, calm: Tensor | None = None
 ) -> StepVerdict:
     """Return the common decision of all ranks about a step; collective, and no wait."""
     updates = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()

@@ -99,13 +99,7 @@ def norms_record(
         name: dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))
         for name, norms in (("gradient", of.gradient), ("weight", of.weight), ("update", of.update))
     }
-    return {
-        "step": step,
-        "tokens": tokens,
-        "state_rms": rms,
-        "state_gradient": gradient,
-        **named,
-    }
+    return {"step": step, "tokens": tokens, "state_rms": rms, "state_gradient": gradient, **named}
 
 
 def norms_line(record: Mapping[str, Any]) -> str:
