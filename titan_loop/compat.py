@@ -49,35 +49,15 @@ class CpuDevice:
     Delete when torchtitan runs on CPU by itself (not in 0.3.0).
     """
 
+    set_device = staticmethod(lambda device: None)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    synchronize = staticmethod(lambda device=None: None)  # operations on the host are synchronous
+    empty_cache = staticmethod(lambda: None)
+    get_device_name = staticmethod(lambda device=None: "CPU")
+
     def __init__(self) -> None:
         self._peak_is_resettable = True
-
-    @staticmethod
-    def set_device(device: torch.device) -> None:
-        """Do nothing: there is one host."""
-
-    @staticmethod
-    def current_device() -> int:
-        """Return 0."""
-        return 0
-
-    @staticmethod
-    def device_count() -> int:
-        """Return 1."""
-        return 1
-
-    @staticmethod
-    def synchronize(device: torch.device | None = None) -> None:
-        """Do nothing: operations on the host are synchronous."""
-
-    @staticmethod
-    def empty_cache() -> None:
-        """Do nothing: the host allocator returns memory by itself."""
-
-    @staticmethod
-    def get_device_name(device: torch.device | None = None) -> str:
-        """Return "CPU"."""
-        return "CPU"
 
     @staticmethod
     def get_device_properties(device: torch.device | None = None) -> SimpleNamespace:

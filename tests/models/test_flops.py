@@ -7,7 +7,6 @@ from torchtitan.models.utils import get_dense_model_nparams_and_flops
 
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.models.family import decoder_config
-from titan_loop.models.flops import LayerVisits, training_flops_per_token
 
 SEQ_LEN = 512
 
@@ -36,21 +35,11 @@ def test_baseline_equals_torchtitan_up_to_norm_weights():
     ("steps", "readouts", "gate"), [(1, 1, False), (4, 4, True), (8, 1, False)]
 )
 def test_each_term_by_hand(steps: int, readouts: int, gate: bool):
-    per_layer = 6 * 500_000 + 12 * 16 * 16 * SEQ_LEN
+    shape = {"n_layers": 6, "dim": 256, "n_heads": 16, "hidden_dim": 704, "vocab_size": 2048}
+    config = decoder_config(OuroOptions(exit_gate=gate, **shape), max_seq_len=SEQ_LEN)
+    per_layer = 6 * (4 * 256 * 256 + 3 * 256 * 704) + 12 * 16 * 16 * SEQ_LEN
     expected = steps * 6 * per_layer + 6 * readouts * 256 * 2048 + (6 * steps * 256 if gate else 0)
-    assert (
-        expected
-        == training_flops_per_token(
-            visits=LayerVisits(6 * steps, 6 * steps),
-            layer_parameters=500_000,
-            query_width=16 * 16,
-            dim=256,
-            vocab_size=2048,
-            seq_len=SEQ_LEN,
-            recurrent_steps=steps,
-            gate=gate,
-        ).total
-    )
+    assert config.training_flops(SEQ_LEN, steps).total == expected
 
 
 def test_a_frozen_language_model_runs_forward_only():

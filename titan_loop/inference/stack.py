@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from titan_loop.errors import UserError
 from titan_loop.inference.cache import CacheShape, LoopCache, Places
 from titan_loop.models.attention import DocumentAttention, LoopAttention
-from titan_loop.models.context import KeyValueCache, LoopContext
+from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.recurrence import Carry
 
@@ -55,7 +55,7 @@ class Stack:
             raise UserError(
                 f"model.attention={type(kernel).__name__} cannot decode; build it with sdpa"
             )
-        self.model = model
+        self.model, self.readout, self.gate = model, model.readout, model.gate
         self.attention = attention
         self.work = Work()
         weight = model.tok_embeddings.weight
@@ -152,11 +152,3 @@ class Stack:
             return torch.where(starts_B.view(-1, *[1] * (start.ndim - 1)), start, advance)
 
         return tree_map(chosen, started(), advanced((step - 1).clamp_min(1)))
-
-    def readout(self, read_BLD: Tensor) -> Tensor:
-        """Return logits (B, L, V)."""
-        return self.model.readout(read_BLD)
-
-    def gate(self, read_BLD: Tensor) -> Tensor:
-        """Return exit logits (B, L), fp32."""
-        return self.model.gate(read_BLD)

@@ -12,7 +12,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_loop.models.exit_gate import ExitGate, Trainable
 from titan_loop.models.final_norm import NormPlacement
-from titan_loop.models.flops import Flops, LayerVisits, training_flops_per_token
+from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import AdditiveInjection
 
 
@@ -69,16 +69,34 @@ class DecoderCosts(Decoder.Config):
         trainable: Trainable = "all",
         backward_steps: float | None = None,
     ) -> Flops:
-        """Return model FLOPs per trained token; arguments as of `training_flops_per_token`."""
-        return training_flops_per_token(
-            visits=self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0),
-            layer_parameters=self.layers[0].matrix_elements,
-            query_width=self.layers[0].attention.widths[0],
-            dim=self.dim,
-            vocab_size=self.vocab_size,
-            seq_len=seq_len,
-            recurrent_steps=recurrent_steps,
-            gate=self.exit_gate is not None,
-            trainable=trainable,
-            backward_steps=backward_steps,
+        """Return forward and backward FLOPs per token, with the layers' visits.
+
+            (2·forward + 4·backward)·(matrix elements + 2·N·H·L) + 6·readouts·D·V + 6·R·D [gate]
+
+        The last state alone is read out without a gate, else all R are. Steps that the backward
+        pass does not reach have 4 instead of 6 for their readout and gate, whose input needs no
+        gradient. If only the gate trains: 2 instead of 6 for readouts, which run forward only, and
+        4 for the gate, whose input needs no gradient.
+
+        Args:
+            seq_len: L, the window.
+            recurrent_steps: R, or its mean.
+            trainable: Parameters that train.
+            backward_steps: Number of last steps that the backward pass reaches, or its mean; None
+                for all.
+        """
+        reached = min(recurrent_steps, backward_steps or recurrent_steps)
+        visits = self.layer_visits(recurrent_steps, backward_steps if trainable == "all" else 0)
+        layer, gate = self.layers[0], self.exit_gate is not None
+        layer_factor = 2 * visits.forward + 4 * visits.backward
+        gate_factor = 6 * recurrent_steps - 2 * (recurrent_steps - reached)
+        readout_factor = gate_factor if gate else 6
+        if trainable == "exit_gate":
+            gate_factor = 4 * recurrent_steps
+            readout_factor = 2 * recurrent_steps if gate else 2
+        return Flops(
+            matrices=layer_factor * layer.matrix_elements,
+            attention=layer_factor * 2 * layer.attention.widths[0] * seq_len,
+            readouts=readout_factor * self.dim * self.vocab_size,
+            gate=gate_factor * self.dim if gate else 0,
         )
