@@ -83,10 +83,10 @@ class Cluster:
                 *("slurm", "run", f"{module}:{recipe}", f"--dump-folder={folder}"),
                 *(f"--save-seconds={save_seconds}", *run),
             ],
-            resources=resources,
-            site=Site(),
-            site_file=self.site,
-            log=self.log(folder, "job"),
+            self.log(folder, "job"),
+            resources,
+            Site(),
+            self.site,
         )
         path = slurm_folder(folder) / "job.sbatch"
         path.parent.mkdir(parents=True, exist_ok=True)

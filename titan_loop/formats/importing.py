@@ -6,7 +6,6 @@ config.json ─► LlamaShape ─► names and shapes that must be there, no mor
 
 import hashlib
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,10 +24,10 @@ from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
 from titan_loop.formats.tokenizer_files import PADDING_ROWS, TEMPLATE, TOKENIZER_CONFIG
 from titan_loop.models.family import decoder_config
 from titan_loop.plugins import find, names
+from titan_loop.runs.conversion import written_run
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import read_json_object
 from titan_loop.storage.regular_file import DamagedFileError, read_regular
-from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.text_format import TextFormat
 from titan_loop.text.tokenizer import END_OF_TEXT, TOKENIZER_NAME, check_vocabulary, load_tokenizer
 
@@ -181,12 +180,8 @@ def import_run(
         "dataloader": {"mixture": []},
         "text": None if folder.text is None else asdict(folder.text),
     }
-    with staged_folder(output) as staged:
-        new = RunDirectory(staged)
+    with written_run(output, config, command, tokenizer=folder.tokenizer) as new:
         import_folder(folder, new.checkpoint(0), dtype=dtype)
-        if folder.tokenizer is not None:
-            shutil.copyfile(folder.tokenizer, staged / folder.tokenizer.name)
-        new.create_or_open(command, config=config)
     return RunDirectory(output).checkpoint(0)
 
 

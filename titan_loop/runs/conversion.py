@@ -5,8 +5,10 @@ evaluation and conversion take it like any other. It appears whole or not at all
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from titan_loop.checkpoint.merging import merge_checkpoints, scaled_weights
 from titan_loop.checkpoint.model import check_architecture
@@ -43,11 +45,8 @@ def upcycle_run(
         "dataloader": run.dataloader,
         "model": {**run.config["model"], "n_layers": upcycling.n_layers},
     }
-    with staged_folder(output) as staged:
-        new = RunDirectory(staged)
+    with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
         upcycle_checkpoint(source.path, new.checkpoint(source.step), upcycling)
-        _copy_tokenizer(run, staged)
-        new.create_or_open(command, config=config)
     return source.path, RunDirectory(output).checkpoint(source.step)
 
 
@@ -77,18 +76,27 @@ def merge_runs(
         "dataloader": first.dataloader,
         "text": first.config.get("text"),
     }
-    with staged_folder(output) as staged:
-        new = RunDirectory(staged)
-        paths = [source.path for source in sources]
+    paths = [source.path for source in sources]
+    with written_run(output, config, command, tokenizer=first.path / TOKENIZER_NAME) as new:
         merge_checkpoints(paths, new.checkpoint(0), weights=weights)
-        _copy_tokenizer(first, staged)
-        new.create_or_open(command, config=config)
     return RunDirectory(output).checkpoint(0)
 
 
-def _copy_tokenizer(run: SavedRun, folder: Path) -> None:
-    if (run.path / TOKENIZER_NAME).is_file():
-        shutil.copyfile(run.path / TOKENIZER_NAME, folder / TOKENIZER_NAME)
+@contextmanager
+def written_run(
+    output: Path, config: Mapping[str, Any], command: Sequence[str], *, tokenizer: Path | None
+) -> Iterator[RunDirectory]:
+    """Yield a new run for its checkpoint; it appears when the block ends well.
+
+    Args:
+        tokenizer: In none of the run's sources, as after an import; copied if it is there.
+    """
+    with staged_folder(output) as staged:
+        new = RunDirectory(staged)
+        yield new
+        if tokenizer is not None and tokenizer.is_file():
+            shutil.copyfile(tokenizer, staged / TOKENIZER_NAME)
+        new.create_or_open(command, config=config)
 
 
 def _check_vocabularies(runs: Sequence[SavedRun]) -> None:

@@ -129,24 +129,17 @@ def _script(request: Request, stage: Stage, root: Path, *, alone: bool) -> str:
         *([] if request.check_nodes else ["--no-node-check"]),
     ]
     name = request.recipe.name if alone else f"{request.recipe.name}-{stage.name}"
-    return render_script(
-        name,
-        command,
-        resources=request.resources,
-        site=request.site,
-        site_file=request.site_file,
-        log=slurm_folder(root) / f"{stage.name}.log",
-    )
+    log = slurm_folder(root) / f"{stage.name}.log"
+    return render_script(name, command, log, request.resources, request.site, request.site_file)
 
 
 def render_script(
     name: str,
     command: Sequence[str],
-    *,
+    log: Path,
     resources: Resources,
     site: Site,
     site_file: Path | None,
-    log: Path,
 ) -> str:
     """Return the batch script of a training job, whose starts all append to `log`."""
     extra = (*site.sbatch_flags, *resources.sbatch_flags)
