@@ -150,29 +150,23 @@ class LMHead(Linear):
                 "cast_forward_inputs=False in the head's MixedPrecisionPolicy"
             )
         head_weight_VD, hidden_RBLD = self.vocabulary.local(self.weight, input)
+        how = _How(self.chunk_tokens, self.vocabulary, z_loss, rows_T)
         if torch.is_grad_enabled():
             loss, ce_RBL = _StreamedCrossEntropy.apply(  # pyright: ignore[reportGeneralTypeIssues]
-                head_weight_VD,
-                labels_BL,
-                weight_RBL,
-                self.chunk_tokens,
-                self.vocabulary,
-                z_loss,
-                rows_T,
-                *hidden_RBLD,
+                head_weight_VD, labels_BL, weight_RBL, how, *hidden_RBLD
             )
             return loss, ce_RBL
-        streamed = _stream(
-            hidden_RBLD,
-            head_weight_VD,
-            labels_BL,
-            weight_RBL,
-            self.chunk_tokens,
-            self.vocabulary,
-            z_loss,
-            rows_T,
-        )
+        streamed = _stream(hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
         return streamed.loss, streamed.ce_RBL
+
+
+class _How(NamedTuple):
+    """Settings of a streamed loss; names as in `LMHead`."""
+
+    chunk_tokens: int
+    vocabulary: Vocabulary
+    z_loss: float
+    rows_T: Tensor | None
 
 
 class _Streamed(NamedTuple):
@@ -191,22 +185,16 @@ class _StreamedCrossEntropy(torch.autograd.Function):
         head_weight_VD: Tensor,
         labels_BL: Tensor,
         weight_RBL: Tensor,
-        chunk_tokens: int,
-        vocabulary: Vocabulary,
-        z_loss: float,
-        rows_T: Tensor | None,
+        how: _How,
         *hidden_RBLD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        needs_head_weight, _, needs_weight, _, _, _, _, *needs_hidden = ctx.needs_input_grad
+        needs_head_weight, _, needs_weight, _, *needs_hidden = ctx.needs_input_grad
         streamed = _stream(
             hidden_RBLD,
             head_weight_VD,
             labels_BL,
             weight_RBL,
-            chunk_tokens,
-            vocabulary,
-            z_loss,
-            rows_T,
+            how,
             needs_head_weight=needs_head_weight,
             needs_hidden=needs_hidden,
         )
@@ -241,9 +229,6 @@ class _StreamedCrossEntropy(torch.autograd.Function):
             None,
             scaled(ce_RBL, ctx.weight_dtype),
             None,
-            None,
-            None,
-            None,
             *(scaled(grad_BLD) for grad_BLD in hidden_grad_RBLD),
         )
 
@@ -253,16 +238,14 @@ def _stream(
     head_weight_VD: Tensor,
     labels_BL: Tensor,
     weight_RBL: Tensor,
-    chunk_tokens: int,
-    vocabulary: Vocabulary,
-    z_loss: float,
-    rows_T: Tensor | None,
+    how: _How,
     *,
     needs_head_weight: bool = False,
     needs_hidden: Sequence[bool] | None = None,
 ) -> _Streamed:
     """Visit every recurrent step and chunk once; return the loss and the gradients asked for."""
     assert len(hidden_RBLD) == len(weight_RBL), "one weight per recurrent step"
+    chunk_tokens, vocabulary, z_loss, rows_T = how
     needs_hidden = needs_hidden or [False] * len(hidden_RBLD)
     compute_dtype = head_weight_VD.dtype
     loss_dtype = torch.promote_types(compute_dtype, torch.float32)

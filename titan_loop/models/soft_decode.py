@@ -99,9 +99,7 @@ def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tenso
         hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
         tables.decoder_VD,
         tables.encoder_VD,
-        tables.vocabulary,
-        tables.chunk_tokens,
-        decoding,
+        (tables.vocabulary, tables.chunk_tokens, decoding),
     )
     return decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -128,10 +126,9 @@ class _AllTokens(torch.autograd.Function):
         hidden_TD: Tensor,
         decoder_VD: Tensor,
         encoder_VD: Tensor | None,
-        vocabulary: Vocabulary,
-        chunk_tokens: int,
-        decoding: Decoding,
+        how: tuple[Vocabulary, int, Decoding],
     ) -> Tensor:
+        vocabulary, chunk_tokens, decoding = ctx.how = how
         encode_VD = decoder_VD if encoder_VD is None else encoder_VD
         decoded_TD = encode_VD.new_empty(hidden_TD.shape)
         log_sum_T = hidden_TD.new_empty(len(hidden_TD), dtype=_wide(decoder_VD))
@@ -140,7 +137,6 @@ class _AllTokens(torch.autograd.Function):
             log_sum_T[chunk] = _softmax_(logit_CV, vocabulary)
             torch.mm(logit_CV.to(encode_VD.dtype), encode_VD, out=decoded_TD[chunk])
         ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, log_sum_T)
-        ctx.how = vocabulary, chunk_tokens, decoding
         return decoded_TD
 
     @staticmethod
@@ -156,7 +152,7 @@ class _AllTokens(torch.autograd.Function):
             prob_CV = _logits(hidden_CD, decoder_VD, decoding)
             prob_CV.sub_(log_sum_T[chunk].unsqueeze(-1)).exp_()
             score_CV = torch.mm(grad_CD.to(gradients.encode_VD.dtype), gradients.encode_VD.t())
-            gradients.add_encoded(prob_CV, grad_CD)
+            gradients.add_product(gradients.encoder_grad_VD, prob_CV, grad_CD)
             score_CV = prob_CV * score_CV
             (mean_C,) = vocabulary.all_reduce_sum(score_CV.sum(dim=-1))
             logit_grad_CV = score_CV.sub_(prob_CV.mul_(mean_C.unsqueeze(-1)))
@@ -173,10 +169,9 @@ class _KeptTokens(torch.autograd.Function):
         hidden_TD: Tensor,
         decoder_VD: Tensor,
         encoder_VD: Tensor | None,
-        vocabulary: Vocabulary,
-        chunk_tokens: int,
-        decoding: Decoding,
+        how: tuple[Vocabulary, int, Decoding],
     ) -> Tensor:
+        vocabulary, chunk_tokens, decoding = ctx.how = how
         assert decoding.top_k is not None
         tokens, kept, wide = len(hidden_TD), decoding.top_k, _wide(decoder_VD)
         encode_VD = decoder_VD if encoder_VD is None else encoder_VD
@@ -197,7 +192,6 @@ class _KeptTokens(torch.autograd.Function):
             weight_C1K = prob_CK.unsqueeze(1).to(encode_VD.dtype)
             decoded_TD[chunk] = torch.bmm(weight_C1K, encode_VD[row_CK]).squeeze(1)
         ctx.save_for_backward(hidden_TD, decoder_VD, encoder_VD, log_sum_T, id_TK, prob_TK)
-        ctx.how = vocabulary, chunk_tokens, decoding
         return decoded_TD
 
     @staticmethod
@@ -216,7 +210,7 @@ class _KeptTokens(torch.autograd.Function):
             grad_CD1 = grad_CD.to(encode_VD.dtype).unsqueeze(-1)
             score_CK = prob_CK * torch.bmm(encode_VD[row_CK], grad_CD1).squeeze(-1)
             (mean_C,) = vocabulary.all_reduce_sum(score_CK.sum(dim=-1))
-            gradients.add_kept_encoded(row_CK, prob_CK, grad_CD)
+            gradients.add_rows(gradients.encoder_grad_VD, row_CK, prob_CK, grad_CD)
             if log_sum_T is None:
                 logit_grad_CK = (score_CK - prob_CK * mean_C.unsqueeze(-1)) / decoding.temperature
                 gradients.add_kept_decoded(chunk, row_CK, logit_grad_CK, hidden_CD)
@@ -240,25 +234,17 @@ class _Gradients:
         if encoder_VD is not None:
             self.encoder_grad_VD = torch.zeros_like(encoder_VD, dtype=_wide(encoder_VD))
 
-    def add_encoded(self, prob_CV: Tensor, grad_CD: Tensor) -> None:
-        """Add p_v g to every row v."""
-        self._add_product(self.encoder_grad_VD, prob_CV, grad_CD)
-
     def add_decoded(self, chunk: slice, logit_grad_CV: Tensor, hidden_CD: Tensor) -> None:
         """Take the gradient of all logits of a chunk."""
-        self._add_product(self.decoder_grad_VD, logit_grad_CV, hidden_CD)
+        self.add_product(self.decoder_grad_VD, logit_grad_CV, hidden_CD)
         narrow_CV = logit_grad_CV.to(self.decode_VD.dtype)
         self.hidden_grad_TD[chunk] = torch.mm(narrow_CV, self.decode_VD)
-
-    def add_kept_encoded(self, row_CK: Tensor, prob_CK: Tensor, grad_CD: Tensor) -> None:
-        """Add p_v g to the rows that were kept."""
-        self._add_rows(self.encoder_grad_VD, row_CK, prob_CK, grad_CD)
 
     def add_kept_decoded(
         self, chunk: slice, row_CK: Tensor, logit_grad_CK: Tensor, hidden_CD: Tensor
     ) -> None:
         """Take the gradient of the logits that were kept."""
-        self._add_rows(self.decoder_grad_VD, row_CK, logit_grad_CK, hidden_CD)
+        self.add_rows(self.decoder_grad_VD, row_CK, logit_grad_CK, hidden_CD)
         weight_C1K = logit_grad_CK.unsqueeze(1).to(self.decode_VD.dtype)
         hidden_grad_CD = torch.bmm(weight_C1K, self.decode_VD[row_CK]).squeeze(1)
         self.hidden_grad_TD[chunk] = hidden_grad_CD
@@ -267,9 +253,10 @@ class _Gradients:
         """Return the gradients in the order of `backward`."""
         encoder_grad_VD = None if self.tied else self.encoder_grad_VD.to(self.encode_VD.dtype)
         decoder_grad_VD = self.decoder_grad_VD.to(self.decode_VD.dtype)
-        return self.hidden_grad_TD, decoder_grad_VD, encoder_grad_VD, None, None, None
+        return self.hidden_grad_TD, decoder_grad_VD, encoder_grad_VD, None
 
-    def _add_product(self, total_VD: Tensor, weight_CV: Tensor, value_CD: Tensor) -> None:
+    def add_product(self, total_VD: Tensor, weight_CV: Tensor, value_CD: Tensor) -> None:
+        """Add weight_v · value to every row v."""
         narrow_CV, value_CD = (part.to(self.decode_VD.dtype) for part in (weight_CV, value_CD))
         if total_VD.dtype == self.decode_VD.dtype:
             total_VD.addmm_(narrow_CV.t(), value_CD)
@@ -277,7 +264,8 @@ class _Gradients:
             total_VD += torch.mm(narrow_CV.t(), value_CD)
 
     @staticmethod
-    def _add_rows(total_VD: Tensor, row_CK: Tensor, weight_CK: Tensor, value_CD: Tensor) -> None:
+    def add_rows(total_VD: Tensor, row_CK: Tensor, weight_CK: Tensor, value_CD: Tensor) -> None:
+        """Add weight_v · value to the rows that were kept."""
         product_CKD = weight_CK.unsqueeze(-1) * value_CD.unsqueeze(1).to(total_VD.dtype)
         total_VD.index_add_(0, row_CK.flatten(), product_CKD.flatten(0, 1))
 
