@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from titan_loop.errors import UserError
 from titan_loop.inference.cache import CacheShape, LoopCache, Places
 from titan_loop.models.attention import DocumentAttention, LoopAttention
-from titan_loop.models.context import LoopContext
+from titan_loop.models.context import KeyValueCache, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.recurrence import Carry
 
