@@ -4,18 +4,20 @@
 made; `bash tools/retrofit.sh` fetches the model, makes them, trains and prints the tables. All arms
 read the same windows of the quick start's corpus, in SmolLM2's tokens. `source` is the dense model,
 trained on the same text, with which the others are compared. `identity` and `plain` draw R, with a
-mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes.
+mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half passes. The `tied`
+arms have half of the layers, each for two, and adapters of a rank.
 
 LOG.md has the results.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
-from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.families.retrofit.surgery import Surgery
 from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
@@ -31,8 +33,23 @@ FOLDER = "runs/retrofit"
 SMOLLM2_TOKENS = 65_536
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 2 * WINDOW_TOKENS
-PRELUDE, CORE, CODA = 6, 6, 18
-"""The span of six layers whose second pass costs least before training, by the scan."""
+
+DENSE = NanbeigeOptions(
+    size="smollm2-135m", tie_weights=True, rope_theta=100_000.0, recurrent_steps=1
+)
+SPAN: dict[str, Any] = {"prelude": 6, "core": 6, "coda": 18}
+"""The span of six layers whose second pass costs least before training, by a scan."""
+
+HALVES: dict[str, Any] = {"prelude": 0, "core": 15, "coda": 0}
+"""Half of the layers, each for two of the dense model's."""
+
+STARTS = {
+    "identity": Surgery(mode="identity", **SPAN),
+    "plain": Surgery(mode="plain", **SPAN),
+    "damped": Surgery(mode="damped", **SPAN),
+    **{f"tied_rank{rank}": Surgery(mode="tied", rank=rank, **HALVES) for rank in (0, 8, 64)},
+}
+"""Name → surgery, whose run is FOLDER/start/NAME."""
 
 GROWN = RecurrenceConfig(
     steps=Schedule.parse(f"0:1 linear {SMOLLM2_TOKENS // 2}:2"),
@@ -40,19 +57,12 @@ GROWN = RecurrenceConfig(
     lognormal_sigma=0.5,
     max_steps=4,
 )
-SPANS = ("--prelude", str(PRELUDE), "--core", str(CORE), "--coda", str(CODA))
-STARTS: dict[str, tuple[str, ...]] = {
-    "identity": ("--mode", "identity", *SPANS),
-    "plain": ("--mode", "plain", *SPANS),
-    "damped": ("--mode", "damped", *SPANS),
-}
-"""Name → flags of `titan-loop retrofit`, whose run is FOLDER/start/NAME."""
-
 ARMS: dict[str, dict[str, Any]] = {
     "source": {},
-    "identity": {"start": "identity", "bridge": True, "recurrence": GROWN},
+    "identity": {"start": "identity", "recurrence": GROWN, "new_rate_factor": 10.0},
     "plain": {"start": "plain", "recurrence": GROWN},
-    "damped": {"start": "damped", "damping": 2, "recurrent_steps": 2},
+    "damped": {"start": "damped", "steps": 2},
+    **{f"tied_rank{r}": {"start": f"tied_rank{r}", "steps": 2, "rate": 5e-4} for r in (0, 8, 64)},
 }
 """Name → options; `start` is one of `STARTS`, without one it is the dense model."""
 
@@ -60,34 +70,22 @@ ARMS: dict[str, dict[str, Any]] = {
 def start_of(arm: str) -> tuple[str, ...]:
     """Return the name and the flags of an arm's start; nothing for the dense model."""
     start = ARMS[arm].get("start")
-    return () if start is None else (start, *STARTS[start])
+    return () if start is None else (start, *STARTS[start].flags())
 
 
 def _smollm2(
     *,
     start: str | None = None,
+    steps: int = 1,
     recurrence: RecurrenceConfig | None = None,
     rate: float = 1e-4,
-    recurrent_steps: int = 1,
     **options: Any,
 ) -> LoopTrainer.Config:
-    """Return an arm; R is `recurrent_steps` without a `recurrence`."""
-    shape: dict[str, Any] = {
-        "size": "smollm2-135m",
-        "tie_weights": True,
-        "rope_theta": 100_000.0,
-        "recurrent_steps": recurrent_steps,
-    }
-    if start is not None:
-        shape |= {"prelude_layers": PRELUDE, "coda_layers": CODA}
-    model: LlamaOptions = (
-        RetrofitOptions(**shape, **options, new_rate_factor=10.0)
-        if options
-        else NanbeigeOptions(**shape)
-    )
+    """Return an arm; R is `steps` without a `recurrence`."""
+    model: LlamaOptions = DENSE if start is None else STARTS[start].options(DENSE)
     config = LoopTrainer.Config(
         total_tokens=SMOLLM2_TOKENS,
-        model=model,
+        model=replace(model, recurrent_steps=steps, **options),
         dataloader=WindowLoader.Config(
             mixture=[f"{CORPUS}/code=0.4", f"{CORPUS}/prose=0.4", f"{CORPUS}/math=0.2"]
         ),
@@ -98,7 +96,7 @@ def _smollm2(
             total_tokens=SMOLLM2_TOKENS,
             final=rate / 10,
         ),
-        recurrence=recurrence or RecurrenceConfig(steps=Schedule.constant(recurrent_steps)),
+        recurrence=recurrence or RecurrenceConfig(steps=Schedule.constant(steps)),
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=0),
     )

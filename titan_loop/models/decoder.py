@@ -64,6 +64,9 @@ class LoopDecoder(Decoder):
 
     exit_policy: Any = None
 
+    tells_step: bool = False
+    """Whether layers learn by which step they are visited, and so are compiled for each."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(DecoderCosts):
         """Architecture of a looped decoder."""
@@ -309,7 +312,8 @@ class LoopDecoder(Decoder):
         """Apply layers one after the other; their numbers in a cache are shifted."""
         for index in layers:
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
-            slot = None if context.cache is None else CacheSlot(step, index + shift)
+            unaddressed = context.cache is None and not self.tells_step
+            slot = None if unaddressed else CacheSlot(step, index + shift)
             hidden_BLD = self.layers[str(index)](hidden_BLD, context, slot)
             if self.observe is not None:
                 self.observe(hidden_BLD, step, index)

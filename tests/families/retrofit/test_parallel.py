@@ -18,6 +18,24 @@ CASES = {
         backward_steps=2,
         checkpointing="recurrent-step",
     ),
+    "adapters": Case(
+        family=RetrofitOptions,
+        exit_gate=False,
+        options=(*SPLIT, ("adapter_rank", 3), ("adapter_sets", 2)),
+        checkpointing="full",
+    ),
+    "new": Case(
+        family=RetrofitOptions,
+        exit_gate=False,
+        options=(
+            *SPLIT,
+            ("bridge", True),
+            ("adapter_rank", 2),
+            ("adapter_first_step", 2),
+            ("trained", "new"),
+        ),
+        steps=(4, 3, 2),
+    ),
 }
 PAIRS = [
     *(("dp2", case) for case in CASES),
@@ -25,6 +43,9 @@ PAIRS = [
     ("tp2-no-sp", "bridge"),
     ("dp2-tp2", "truncated"),
     ("cp2", "bridge"),
+    ("tp2", "adapters"),
+    ("tp2-no-sp", "adapters"),
+    ("tp2", "new"),
 ]
 
 

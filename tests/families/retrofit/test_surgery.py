@@ -66,6 +66,8 @@ def test_the_manifest_names_parent_and_surgery(dense: Made, retrofit: Retrofit):
         "core": 2,
         "coda": 1,
         "recurrent_steps": 3,
+        "rank": 0,
+        "tie": "average",
     }
     assert manifest["trainer"]["recurrent_steps"] == 3
     assert manifest["trainer"]["architecture"]["bridge"] is True

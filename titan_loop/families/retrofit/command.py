@@ -6,6 +6,7 @@ from pathlib import Path
 
 from titan_loop.errors import UserError
 from titan_loop.families.retrofit.surgery import Mode, Surgery, retrofit_run
+from titan_loop.families.retrofit.tying import Tie
 
 
 def retrofit(
@@ -17,6 +18,8 @@ def retrofit(
     core: int | None = None,
     coda: int | None = None,
     recurrent_steps: int = 2,
+    rank: int = 0,
+    tie: Tie = "average",
     scan: bool = False,
     lengths: list[int] | None = None,
     sources: list[str] | None = None,
@@ -32,11 +35,14 @@ def retrofit(
         model: A LlamaForCausalLM folder, a run of Llama's blocks at R = 1, or a checkpoint of one.
         output: New run directory; with --scan a JSON file for the table, if wanted.
         mode: identity adds a bridge that starts at zero; plain adds nothing; damped makes a step a
-            part of a pass.
+            part of a pass; tied makes one looped layer of several.
         prelude: Number of layers before the loop.
         core: Number of looped layers.
         coda: Number of layers after the loop.
-        recurrent_steps: R that the model is used at; with damped also the steps of one pass.
+        recurrent_steps: R that the model is used at; with damped also the steps of one pass, with
+            tied the number of layers that one looped layer stands for.
+        rank: Rank of adapters; with tied one set a step, the best of that rank.
+        tie: With tied, a looped layer is the average of its layers, or one in so many of them.
         scan: Measure spans instead.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
         sources: Prepared sources whose held-out text is read; the run's by default.
@@ -67,7 +73,13 @@ def retrofit(
     assert core is not None
     assert coda is not None
     surgery = Surgery(
-        mode=mode, prelude=prelude, core=core, coda=coda, recurrent_steps=recurrent_steps
+        mode=mode,
+        prelude=prelude,
+        core=core,
+        coda=coda,
+        recurrent_steps=recurrent_steps,
+        rank=rank,
+        tie=tie,
     )
     print(retrofit_run(model, output, surgery, sys.argv))
     print(f"To train it: titan-loop train RECIPE --from {output}")

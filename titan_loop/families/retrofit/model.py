@@ -9,6 +9,7 @@
 |---|---|
 | K | `model.damping`: steps that make one pass through the core; 1 is the whole pass |
 | W | `Bridge` (`bridge.py`), with `model.bridge` |
+| adapters of g | `adapters.py`, with `model.adapter_rank` |
 
 With K = 1 and R = 1 this is the dense model that it was made of. With neither bridge nor damping it
 is family `nanbeige`, which `plain` retrofits become.
@@ -18,20 +19,34 @@ model).
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.retrofit.adapters import (
+    ADAPTERS,
+    AdaptedBlock,
+    AdapterSets,
+    adapted_block,
+)
 from titan_loop.families.retrofit.bridge import Bridge, bridge_config
+from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
+from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.flops import Flops
 from titan_loop.models.injection import Injected
 from titan_loop.models.llama import LLAMA_SIZES, LlamaDecoder, LlamaOptions, llama_config
 from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.units import Unit
+
+Trained: TypeAlias = Literal["all", "core", "new"]
+"""The parameters that train."""
+
+_NO_ADAPTERS = AdapterSets(rank=0, sets=1, first_step=1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +62,18 @@ class RetrofitOptions(LlamaOptions):
     """K, the number of steps that make one pass through the looped layers: each moves the state by
     1/K of the way."""
 
+    adapter_rank: int = 0
+    """Rank of the adapters beside every matrix of the looped layers; 0 for none."""
+
+    adapter_sets: int = 1
+    """Number of sets of adapters, each for one step; later steps use the last."""
+
+    adapter_first_step: int = 1
+    """The first step with adapters; earlier ones run the layers as they are."""
+
+    trained: Trained = "all"
+    """Parameters that train: all, core (looped layers and new parameters), or the new ones."""
+
     new_rate_factor: float = 1.0
     """Learning rate of the parameters that the dense model lacks over the scheduled one."""
 
@@ -60,7 +87,16 @@ class RetrofitDecoder(LlamaDecoder):
 
         bridge: Bridge.Config | None
         damping: int
+        adapters: AdapterSets | None
+        trained: Trained
         new_rate_factor: float
+
+        def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
+            """Declare the placements of one layer and of its adapters."""
+            LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
+            if isinstance(layer, AdaptedBlock.Config):
+                for linear in layer.adapted:
+                    linear.place_adapters()
 
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Declare placements, the added parts' too."""
@@ -75,14 +111,65 @@ class RetrofitDecoder(LlamaDecoder):
 
         def architecture(self) -> dict[str, Any]:
             """As in the base class, with the added parts."""
-            inherited = LlamaDecoder.Config.architecture(self)
-            return {**inherited, "bridge": self.bridge is not None, "damping": self.damping}
+            adapters = self.adapters or _NO_ADAPTERS
+            return {
+                **LlamaDecoder.Config.architecture(self),
+                "bridge": self.bridge is not None,
+                "damping": self.damping,
+                "adapter_rank": adapters.rank,
+                "adapter_sets": adapters.sets,
+                "adapter_first_step": adapters.first_step,
+            }
+
+        def training_flops(
+            self,
+            seq_len: int,
+            recurrent_steps: float,
+            trainable: Trainable = "all",
+            backward_steps: float | None = None,
+        ) -> Flops:
+            """As in the base class, with adapters and bridge, and less where weights are frozen."""
+            flops = LlamaDecoder.Config.training_flops(
+                self, seq_len, recurrent_steps, trainable, backward_steps
+            )
+            if trainable != "all":
+                return flops
+            reached = min(recurrent_steps, backward_steps or recurrent_steps)
+            matrices = flops.matrices
+            if self.adapters is not None:
+                elements = self.layers[self.looped.start].adapter_elements
+                before = self.adapters.first_step - 1
+                visits, back = (max(0, steps - before) for steps in (recurrent_steps, reached))
+                matrices += len(self.looped) * elements * (2 * visits + 4 * back)
+            if self.bridge is not None:
+                between = recurrent_steps - 1
+                matrices += self.dim**2 * (2 * between + 4 * min(between, reached))
+            if self.trained == "all":
+                return flops._replace(matrices=matrices)
+            # A frozen layer passes gradients on, at half the price; nothing before the loop trains.
+            visits = self.layer_visits(recurrent_steps, reached)
+            outside = visits.backward - reached * len(self.looped)
+            start = self.prelude_layers * self.reaches_start(recurrent_steps, reached)
+            frozen = 2 * (outside - start) + 4 * start
+            frozen += 2 * reached * len(self.looped) * (self.trained == "new")
+            matrices -= frozen * self.layers[0].matrix_elements
+            attention = flops.attention * (
+                1 - 4 * start / (2 * visits.forward + 4 * visits.backward)
+            )
+            readouts = flops.readouts - 2 * self.dim * self.vocab_size
+            return flops._replace(matrices=matrices, attention=attention, readouts=readouts)
 
     config: Config
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.bridge = None if config.bridge is None else config.bridge.build()
+        self.tells_step = config.adapters is not None
+        if config.trained != "all":
+            core = tuple(f"layers.{index}." for index in config.looped)
+            for name, parameter in self.named_parameters():
+                trains = is_new(name) or (config.trained == "core" and name.startswith(core))
+                parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
         """Return the carry of step 1: the prelude's output, twice with a bridge."""
@@ -116,8 +203,13 @@ class RetrofitDecoder(LlamaDecoder):
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """As in the base class, with the new parameters' own rate."""
         group = super().parameter_group(name, parameter)
-        is_new = name.startswith("bridge.")
-        return replace(group, rate_factor=self.config.new_rate_factor) if is_new else group
+        factor = self.config.new_rate_factor
+        return replace(group, rate_factor=factor) if is_new(name) else group
+
+
+def is_new(name: str) -> bool:
+    """Return whether the dense model lacks a parameter."""
+    return name.startswith("bridge.") or name.endswith(ADAPTERS)
 
 
 def decoder_config(
@@ -133,15 +225,48 @@ def decoder_config(
         )
     if options.new_rate_factor <= 0:
         raise UserError(f"model.new_rate_factor={options.new_rate_factor} must be above 0")
-    return llama_config(
+    if options.trained not in get_args(Trained):
+        close = nearest(options.trained, get_args(Trained))
+        raise UserError(f"model.trained={options.trained} is unknown{close}")
+    adapters = _adapters(options, shape)
+    if options.trained == "new" and adapters is None and not options.bridge:
+        raise UserError("model.trained=new: there is neither bridge nor adapter; use core or all")
+    config = llama_config(
         RetrofitDecoder.Config,
         options,
         shape,
         max_seq_len,
         bridge=bridge_config(shape.dim, options.norm_eps) if options.bridge else None,
         damping=options.damping,
+        adapters=adapters,
+        trained=options.trained,
         new_rate_factor=options.new_rate_factor,
     )
+    if adapters is not None:
+        for index in config.looped:
+            layer = config.layers[index]
+            assert isinstance(layer, PreNormBlock.Config)
+            config.layers[index] = adapted_block(layer, adapters)
+    return config
+
+
+def _adapters(options: RetrofitOptions, shape: ModelSize) -> AdapterSets | None:
+    adapters = AdapterSets(options.adapter_rank, options.adapter_sets, options.adapter_first_step)
+    if not 0 <= adapters.rank <= shape.dim:
+        raise UserError(
+            f"model.adapter_rank={adapters.rank} must be from 0 to the width, {shape.dim}"
+        )
+    for name in ("adapter_sets", "adapter_first_step"):
+        if getattr(options, name) < 1:
+            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
+    if adapters.rank:
+        return adapters
+    if adapters != _NO_ADAPTERS:
+        raise UserError(
+            "model.adapter_sets and model.adapter_first_step have no effect with "
+            "model.adapter_rank=0; leave them at 1"
+        )
+    return None
 
 
 RETROFIT = Family(
@@ -149,6 +274,6 @@ RETROFIT = Family(
     options=RetrofitOptions,
     sizes=LLAMA_SIZES,
     decoder_config=decoder_config,
-    runtime_options=RUNTIME_OPTIONS | {"new_rate_factor"},
+    runtime_options=RUNTIME_OPTIONS | {"new_rate_factor", "trained"},
     uses=frozenset({"analyse", "generate", "held_out"}),
 )

@@ -8,13 +8,15 @@
 | identity | all | a bridge of zeros | the dense model |
 | plain | all | none; family `nanbeige` | the dense model |
 | damped | all | none; a step is 1/K of a pass, K = R | with R = K = 1 the dense model |
+| tied | C for R·C of them (`tying.py`) | adapters of each step | the first of R passes |
 
-One tensor is in memory at a time. The dense model's optimiser state is left behind.
+`rank` gives the first three adapters that start at zero and act from the second step on. One tensor is in memory at a time. The dense model's optimiser state is left behind.
 """
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -31,6 +33,7 @@ from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_ch
 from titan_loop.errors import UserError, nearest, seen_from
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.retrofit.model import RetrofitOptions
+from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
 from titan_loop.models.family import build_decoder, decoder_config
 from titan_loop.models.llama import LlamaOptions
@@ -39,7 +42,7 @@ from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
-Mode: TypeAlias = Literal["identity", "plain", "damped"]
+Mode: TypeAlias = Literal["identity", "plain", "damped", "tied"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +54,10 @@ class Surgery:
         prelude: Number of layers before the loop, P.
         core: Number of looped layers, C.
         coda: Number of layers after the loop, K.
-        recurrent_steps: R that the model is used at; for `damped` also the steps of one pass.
+        recurrent_steps: R that the model is used at; for `damped` also the steps of one pass, for
+            `tied` the number of layers that one looped layer stands for.
+        rank: Rank of adapters; 0 for none.
+        tie: How `tied` makes one layer of several.
     """
 
     mode: Mode
@@ -59,48 +65,72 @@ class Surgery:
     core: int
     coda: int
     recurrent_steps: int = 2
+    rank: int = 0
+    tie: Tie = "average"
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise UserError(f"--mode={self.mode} is unknown{nearest(self.mode, get_args(Mode))}")
-        for name, least in (("prelude", 0), ("core", 1), ("coda", 0), ("recurrent_steps", 1)):
+        if self.tie not in get_args(Tie):
+            raise UserError(f"--tie={self.tie} is unknown{nearest(self.tie, get_args(Tie))}")
+        smallest = {"prelude": 0, "core": 1, "coda": 0, "recurrent_steps": 1, "rank": 0}
+        for name, least in smallest.items():
             value = getattr(self, name)
             if value < least:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag}={value} must be at least {least}")
 
+    def flags(self) -> list[str]:
+        """Return the flags of `titan-loop retrofit` that stand for this."""
+        return [
+            word
+            for field in fields(self)
+            for word in (f"--{field.name.replace('_', '-')}", str(getattr(self, field.name)))
+        ]
+
     def check_layers(self, n_layers: int) -> None:
         """Raise `UserError` unless the spans make up a dense model of so many layers."""
-        total = self.prelude + self.core + self.coda
+        passes = self.recurrent_steps if self.mode == "tied" else 1
+        total = self.prelude + passes * self.core + self.coda
         if total != n_layers:
+            times = f" × --recurrent-steps={passes}" if self.mode == "tied" else ""
             raise UserError(
-                f"--prelude={self.prelude} --core={self.core} --coda={self.coda} are {total} "
-                f"layers, and the model has {n_layers}; --mode={self.mode} keeps every layer once"
+                f"--prelude={self.prelude} --core={self.core}{times} --coda={self.coda} are "
+                f"{total} layers, and the model has {n_layers}; --mode={self.mode} uses every "
+                "layer once"
             )
 
     def options(self, dense: LlamaOptions) -> LlamaOptions:
         """Return the looped model's options.
 
         Raises:
-            UserError: The spans are not the dense model's layers.
+            UserError: The spans are not the dense model's layers, or the rank is above its width.
         """
-        n_layers = decoder_config(dense, max_seq_len=1).architecture()["n_layers"]
-        self.check_layers(n_layers)
+        architecture = decoder_config(dense, max_seq_len=1).architecture()
+        self.check_layers(architecture["n_layers"])
+        if self.rank > architecture["dim"]:
+            raise UserError(f"--rank={self.rank} is above the model's width, {architecture['dim']}")
         loop = replace(
             dense,
-            n_layers=n_layers,
+            n_layers=self.prelude + self.core + self.coda,
             prelude_layers=self.prelude,
             coda_layers=self.coda,
             recurrent_steps=self.recurrent_steps,
         )
-        if self.mode == "plain":
+        if self.mode in ("plain", "tied") and not self.rank:
             return loop
         shared = {
             field.name: getattr(loop, field.name) for field in fields(LlamaOptions) if field.init
         }
-        if self.mode == "damped":
-            return RetrofitOptions(**shared, damping=self.recurrent_steps)
-        return RetrofitOptions(**shared, bridge=True)
+        tied = self.mode == "tied"
+        return RetrofitOptions(
+            **shared,
+            bridge=self.mode == "identity",
+            damping=self.recurrent_steps if self.mode == "damped" else 1,
+            adapter_rank=self.rank,
+            adapter_sets=self.recurrent_steps if tied else 1,
+            adapter_first_step=2 if self.rank and not tied else 1,
+        )
 
 
 class Dense:
@@ -144,13 +174,17 @@ class Dense:
         self.options = options
         self._reader = CheckpointReader(self.checkpoint.path)
 
+    def read(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return self._reader.read(name)
+
     def tensors(self) -> dict[str, LazyTensor]:
         """Return the model's tensors by name."""
         return {
             name: LazyTensor(
                 tuple(self._reader.shape(name)),
                 self._reader.dtype(name),
-                partial(self._reader.read, name),
+                partial(self.read, name),
             )
             for name in self._reader.tensor_keys()
             if not name.startswith(OPTIMIZER_PREFIX)
@@ -226,7 +260,7 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
             "data": dense.checkpoint.manifest["data"],
             "lineage": {**lineage, "retrofit": asdict(surgery)},
         }
-        write_checkpoint(new.checkpoint(0), _entries(dense, options), content)
+        write_checkpoint(new.checkpoint(0), _entries(dense, surgery, options), content)
         tokenizer = dense.run.path / TOKENIZER_NAME
         if tokenizer.is_file():
             shutil.copyfile(tokenizer, staged / TOKENIZER_NAME)
@@ -234,20 +268,33 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
     return RunDirectory(output).checkpoint(0)
 
 
-def _entries(dense: Dense, options: LlamaOptions) -> dict[str, LazyTensor]:
+def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str, LazyTensor]:
     """Return the looped model's tensors: the dense model's, and initial values of the new ones."""
     old = dense.tensors()
     dtype = next(iter(old.values())).dtype
-    with torch.device("meta"):
-        wanted = build_decoder(options, max_seq_len=1, device="meta").state_dict()
-    new = {name: tuple(tensor.shape) for name, tensor in wanted.items() if name not in old}
-    initial = {
-        name: LazyTensor(shape, dtype, _initial(name, shape, dtype)) for name, shape in new.items()
+    if surgery.mode == "tied":
+        span = TiedSpan(surgery.prelude, surgery.core, surgery.recurrent_steps, surgery.coda)
+        tying = Tying(span, surgery.rank, surgery.tie, dense.read)
+        shapes = {name: entry.shape for name, entry in old.items()}
+        return {
+            name: LazyTensor(shape, dtype, partial(produce, dtype))
+            for name, (shape, produce) in tying.tensors(shapes).items()
+        }
+    model = build_decoder(options, max_seq_len=1, device="meta")
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    new = [name for name in wanted if name not in old]
+    return old | {
+        name: LazyTensor(wanted[name], dtype, partial(_initial, name, wanted[name], dtype))
+        for name in new
     }
-    return {**old, **initial}
 
 
-def _initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return a producer of ones for the gain of a norm, and of zeros for the rest."""
-    fill = torch.ones if name.endswith("norm.weight") else torch.zeros
-    return partial(fill, shape, dtype=dtype)
+def _initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the initial value of a new parameter: the projection and U are zeros, V random."""
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=dtype)
+    if not name.endswith(".down"):
+        return torch.zeros(shape, dtype=dtype)
+    seed = zlib.crc32(name.encode())
+    draw = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return draw.mul_(shape[-1] ** -0.5).to(dtype)

@@ -1,0 +1,134 @@
+"""Adapters of looped layers: which step they act in, and which parameters train."""
+
+import pytest
+import torch
+
+from tests.families.retrofit.conftest import TOKENS, logits
+from tests.inference.generation import check_generation
+from titan_loop.errors import UserError
+from titan_loop.families.retrofit.model import RetrofitDecoder, RetrofitOptions
+from titan_loop.inference.exit_policy import Confidence
+from titan_loop.models.family import build_decoder, decoder_config
+
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "vocab_size": 300}
+
+
+def made(**options: object) -> RetrofitDecoder:
+    """Return a model whose every weight is at random."""
+    torch.manual_seed(4)
+    model = build_decoder(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=128).eval()  # type: ignore[arg-type]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+            if "norm" in name:
+                parameter.add_(1.0)
+    assert isinstance(model, RetrofitDecoder)
+    return model
+
+
+def merged(model: RetrofitDecoder, chosen: int | None) -> RetrofitDecoder:
+    """Return a model without adapters, whose looped matrices have one set of them added."""
+    bare = made()
+    state = {name: value for name, value in model.state_dict().items() if name in bare.state_dict()}
+    for name, value in model.state_dict().items():
+        if name.endswith(".up") and chosen is not None:
+            down = model.state_dict()[name.replace(".up", ".down")]
+            target = name.replace(".up", ".weight")
+            state[target] = state[target] + value[chosen] @ down[chosen]
+    bare.load_state_dict(state)
+    return bare
+
+
+@pytest.mark.parametrize(
+    ("sets", "first_step", "chosen"),
+    [(2, 1, [0, 1, 1]), (1, 2, [None, 0, 0]), (2, 2, [None, 0, 1])],
+)
+def test_a_step_runs_with_its_own_set(sets: int, first_step: int, chosen: list):
+    model = made(adapter_rank=3, adapter_sets=sets, adapter_first_step=first_step)
+    context = model.make_context(TOKENS)
+    with torch.no_grad():
+        state = model.start(TOKENS, context)
+        for number in chosen:
+            state = merged(model, number).step(state, 1, context)
+        want = model.readout(model.read(state, context))
+    torch.testing.assert_close(logits(model, 3), want, atol=1e-4, rtol=0)
+
+
+def test_new_adapters_change_nothing():
+    options = RetrofitOptions(**SPLIT, adapter_rank=3)  # type: ignore[arg-type]
+    model = build_decoder(options, max_seq_len=128).eval()
+    bare = build_decoder(RetrofitOptions(**SPLIT), max_seq_len=128).eval()  # type: ignore[arg-type]
+    bare.load_state_dict(model.state_dict(), strict=False)
+    assert torch.equal(logits(model, 2), logits(bare, 2))
+    downs = [p for name, p in model.named_parameters() if name.endswith("down")]
+    assert all(p.std() > 0.05 for p in downs)
+
+
+@pytest.mark.parametrize("first_step", [1, 2])
+def test_generation_with_adapters_is_the_full_forward_pass(first_step: int):
+    model = made(
+        adapter_rank=2, adapter_sets=2, adapter_first_step=first_step, bridge=True
+    ).double()
+    check_generation(model, steps=3, leaves=Confidence(0.03))
+
+
+@pytest.mark.parametrize(
+    ("trained", "names"),
+    [
+        ("new", {"bridge.", "adapters"}),
+        ("core", {"bridge.", "adapters", "layers.1.", "layers.2."}),
+    ],
+)
+def test_only_the_named_part_gets_gradients(trained: str, names: set[str]):
+    model = made(adapter_rank=2, bridge=True, trained=trained).train()
+    model(TOKENS, recurrent_steps=2).hidden_RBLD[-1].square().mean().backward()
+    for name, parameter in model.named_parameters():
+        kind = "adapters" if name.endswith((".up", ".down")) else name
+        expected = any(kind.startswith(start) for start in names)
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == expected, name
+
+
+def test_new_parameters_have_their_own_rate():
+    model = made(adapter_rank=2, bridge=True, new_rate_factor=7.0)
+    factors = {
+        name: model.parameter_group(name, parameter).rate_factor
+        for name, parameter in model.named_parameters()
+    }
+    seven = {name for name, factor in factors.items() if factor == 7.0}
+    assert seven == {n for n in factors if n.startswith("bridge.") or n.endswith((".up", ".down"))}
+
+
+def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
+    def flops(**options: object) -> float:
+        config = decoder_config(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=32)  # type: ignore[arg-type]
+        return config.training_flops(32, 2).total
+
+    dim, ffn, kv = 64, 192, 32
+    widths = 2 * (dim + dim) + 2 * (dim + kv) + 3 * (dim + ffn)
+    assert flops(adapter_rank=3) - flops() == 6 * 2 * 2 * 3 * widths  # layers, steps
+    assert flops(bridge=True) - flops() == 6 * dim * dim
+    layer = 2 * dim * (dim + kv) + 3 * dim * ffn
+    head = 2 * dim * 300
+    prelude = 4 * (layer + 2 * dim * 32)
+    assert flops() - flops(trained="core") == prelude + 2 * layer + head
+    new = {"adapter_rank": 3, "trained": "new"}
+    assert flops(adapter_rank=3) - flops(**new) == prelude + 2 * layer + head + 2 * 2 * 2 * layer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adapter_rank": 65}, "model.adapter_rank=65 must be from 0 to the width, 64"),
+        ({"adapter_rank": -1}, "model.adapter_rank=-1 must be from 0"),
+        ({"adapter_sets": 2}, "no effect with model.adapter_rank=0"),
+        ({"adapter_rank": 1, "adapter_sets": 0}, "model.adapter_sets=0 must be at least 1"),
+        ({"trained": "new"}, "there is neither bridge nor adapter"),
+        ({"trained": "cores"}, "model.trained=cores is unknown; nearest: core"),
+        ({"damping": 0}, "model.damping=0 must be at least 1"),
+        ({"injection": "additive"}, "reads its prelude through model.bridge"),
+        ({"new_rate_factor": 0.0}, "model.new_rate_factor=0.0 must be above 0"),
+    ],
+)
+def test_options_that_cannot_work(options: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        decoder_config(RetrofitOptions(**{**SPLIT, **options}), max_seq_len=32)

@@ -1,0 +1,96 @@
+"""Tied layers: exact at full rank, best of their rank below, averages or copies at rank 0."""
+
+import pytest
+import torch
+
+from tests.families.retrofit.conftest import Made, Retrofit, logits
+from tests.families.retrofit.test_surgery import error_of
+from titan_loop.families.retrofit.tying import TiedSpan, low_rank
+from titan_loop.runs.saved_run import SavedRun
+
+ALL = ("--prelude", 0, "--core", 2, "--coda", 0)
+INNER = ("--prelude", 1, "--core", 1, "--coda", 1)
+
+
+@pytest.mark.parametrize("spans", [ALL, INNER], ids=["all layers", "prelude and coda"])
+@pytest.mark.parametrize("tie", ["average", "stepwise"])
+def test_at_full_rank_the_loop_is_the_dense_model(
+    dense: Made, retrofit: Retrofit, spans: tuple, tie: str
+):
+    model = retrofit("tied", *spans, "--rank", 64, "--tie", tie).model
+    assert len(model.layers) == 4 - (2 if spans == ALL else 1)
+    torch.testing.assert_close(logits(model, 2), logits(dense.model, 1), atol=2e-4, rtol=0)
+
+
+def test_a_higher_rank_is_closer(dense: Made, retrofit: Retrofit):
+    errors = [
+        float(
+            (
+                logits(retrofit("tied", *ALL, "--rank", rank).model, 2) - logits(dense.model, 1)
+            ).norm()
+        )
+        for rank in (0, 24, 56)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_rank_zero_is_a_plain_loop_of_averages_with_folded_gains(dense: Made, retrofit: Retrofit):
+    looped = retrofit("tied", *ALL)
+    assert SavedRun.open(looped.run).model_options.family == "nanbeige"
+    old, new = dense.model.state_dict(), looped.model.state_dict()
+    gains = [old[f"layers.{layer}.ffn_norm.weight"] for layer in (1, 3)]
+    wide = [old[f"layers.{layer}.feed_forward.w1.weight"] for layer in (1, 3)]
+    want = (wide[0] * gains[0] + wide[1] * gains[1]) / 2
+    torch.testing.assert_close(new["layers.1.feed_forward.w1.weight"], want)
+    back = [old[f"layers.{layer}.feed_forward.w2.weight"] for layer in (0, 2)]
+    torch.testing.assert_close(new["layers.0.feed_forward.w2.weight"], (back[0] + back[1]) / 2)
+    assert torch.equal(new["layers.1.ffn_norm.weight"], torch.ones(64))
+    assert torch.equal(new["norm.weight"], old["norm.weight"])
+
+
+def test_stepwise_keeps_the_first_and_the_last_layer(dense: Made, retrofit: Retrofit):
+    assert [TiedSpan(2, 4, 2, 0).stepwise(layer) for layer in range(4)] == [2, 4, 7, 9]
+    new = retrofit("tied", *ALL, "--tie", "stepwise").model.state_dict()
+    old = dense.model.state_dict()
+    for layer, copied in ((0, 0), (1, 3)):
+        name = "feed_forward.w2.weight"
+        assert torch.equal(new[f"layers.{layer}.{name}"], old[f"layers.{copied}.{name}"])
+
+
+@pytest.mark.parametrize("rank", [1, 5, 9])
+def test_adapters_are_the_best_of_their_rank(rank: int):
+    torch.manual_seed(1)
+    matrix = torch.randn(6, 11, dtype=torch.float64)
+    down, up = low_rank(matrix, rank)
+    assert (down.shape, up.shape) == ((rank, 11), (6, rank))
+    rest = torch.linalg.svdvals(matrix)[rank:]
+    error = (up @ down - matrix).norm()
+    torch.testing.assert_close(error, rest.square().sum().sqrt(), atol=1e-12, rtol=0)
+
+
+def test_zero_adapters_leave_identity_as_it_is(dense: Made, retrofit: Retrofit):
+    bare, adapted = retrofit("identity").model, retrofit("identity", "--rank", 3).model
+    for steps in (1, 2):
+        assert torch.equal(logits(adapted, steps), logits(bare, steps))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if name.endswith(".up"):
+                parameter.normal_()
+    assert torch.equal(logits(adapted, 1), logits(dense.model, 1))
+    assert not torch.equal(logits(adapted, 2), logits(bare, 2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((*ALL, "--rank", 65), "--rank=65 is above the model's width, 64"),
+        ((*ALL, "--rank", -1), "--rank=-1 must be at least 0"),
+        (
+            ("--prelude", 1, "--core", 2, "--coda", 1),
+            "--core=2 × --recurrent-steps=2 --coda=1 are 6 layers, and the model has 4",
+        ),
+    ],
+)
+def test_ties_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
+    words = ("--output", tmp_path / "run", "--mode", "tied", *flags)
+    assert message in error_of(capsys, dense.run, *words)

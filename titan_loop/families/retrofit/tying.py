@@ -1,0 +1,179 @@
+"""Tied layers: a looped layer stands for the layers of several passes, adapters for the difference.
+
+    dense layer P + s·C + i  ≈  looped layer i in step s + 1,   i < C,   s < S
+    W_i = mean over s of W_{P+sC+i} (average), or one of S·C layers at equal distances (stepwise)
+    U_s V_s = the best approximation of W_{P+sC+i} − W_i of rank k,   from its singular values
+
+The gain of a norm is first folded into the matrices that read it, W ← W diag(γ), and becomes one:
+the adapters then stand for it, too, and at full rank the loop is the dense model.
+
+Source: Bae et al. 2024 (Relaxed Recursive Transformers), arXiv 2410.20672, §2.2 (average,
+stepwise), §2.3 (singular values). Deviation: the folded gains; there norms are tied without.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Tie: TypeAlias = Literal["average", "stepwise"]
+"""How one looped layer is made of the layers that it stands for."""
+
+Produced: TypeAlias = tuple[tuple[int, ...], Callable[[torch.dtype], Tensor]]
+"""Shape of a new tensor, and a function that makes it in a dtype."""
+
+READS = {
+    "attention.qkv_linear.wq": "attention_norm",
+    "attention.qkv_linear.wk": "attention_norm",
+    "attention.qkv_linear.wv": "attention_norm",
+    "attention.wo": None,
+    "feed_forward.w1": "ffn_norm",
+    "feed_forward.w2": None,
+    "feed_forward.w3": "ffn_norm",
+}
+"""Matrix of a layer → the norm whose output it reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiedSpan:
+    """Layers of the dense model: P, then S passes of C, then the rest.
+
+    Attributes:
+        prelude: P.
+        core: C.
+        passes: S.
+        coda: Number of the rest.
+    """
+
+    prelude: int
+    core: int
+    passes: int
+    coda: int
+
+    def behind(self, layer: int) -> list[int]:
+        """Return the dense layers that a looped layer stands for, one a step."""
+        return [self.prelude + step * self.core + layer for step in range(self.passes)]
+
+    def outside(self) -> Iterator[tuple[int, int]]:
+        """Yield the number of every layer outside the loop, in the dense model and in the new."""
+        for layer in range(self.prelude):
+            yield layer, layer
+        first = self.prelude + self.passes * self.core
+        for layer in range(self.coda):
+            yield first + layer, self.prelude + self.core + layer
+
+    def stepwise(self, layer: int) -> int:
+        """Return the dense layer that a looped layer is a copy of; first and last stay."""
+        distance = (self.passes * self.core - 1) / max(1, self.core - 1)
+        return self.prelude + round(layer * distance)
+
+
+class Tying:
+    """The tensors of a tied model, each made from those of the dense model when it is asked for.
+
+    Args:
+        span: The tied layers.
+        rank: k; 0 for no adapters.
+        tie: How a looped layer is made.
+        read: Returns a tensor of the dense model.
+    """
+
+    def __init__(self, span: TiedSpan, rank: int, tie: Tie, read: Callable[[str], Tensor]) -> None:
+        self._span = span
+        self._rank = rank
+        self._tie = tie
+        self._read = read
+        self._newest: tuple[tuple[int, str], tuple[Tensor, Tensor]] | None = None
+
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Produced]:
+        """Return name → shape and producer of every tensor of the new model.
+
+        Args:
+            shapes: Those of the dense model, by name.
+        """
+        renamed = {name: name for name in shapes if not name.startswith("layers.")}
+        for old, new in self._span.outside():
+            for name in shapes:
+                if name.startswith(f"layers.{old}."):
+                    renamed[name.replace(f"layers.{old}.", f"layers.{new}.", 1)] = name
+        made: dict[str, Produced] = {
+            new: (shapes[old], partial(self._copied, old)) for new, old in renamed.items()
+        }
+        for layer in range(self._span.core):
+            made |= self._looped(layer, shapes)
+        return made
+
+    def _looped(self, layer: int, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Produced]:
+        at = f"layers.{self._span.prelude + layer}."
+        made: dict[str, Produced] = {}
+        for norm in ("attention_norm", "ffn_norm"):
+            shape = shapes[f"{at}{norm}.weight"]
+            made[f"{at}{norm}.weight"] = shape, partial(_ones, shape)
+        for matrix in READS:
+            rows, columns = shapes[f"{at}{matrix}.weight"]
+            made[f"{at}{matrix}.weight"] = (rows, columns), partial(self._tied, layer, matrix)
+            if self._rank:
+                sets, rank = self._span.passes, self._rank
+                made[f"{at}{matrix}.down"] = (
+                    (sets, rank, columns),
+                    partial(self._adapter, layer, matrix, 0),
+                )
+                made[f"{at}{matrix}.up"] = (
+                    (sets, rows, rank),
+                    partial(self._adapter, layer, matrix, 1),
+                )
+        return made
+
+    def _copied(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._read(name).to(dtype)
+
+    def _folded(self, layer: int, matrix: str) -> Tensor:
+        """Return a matrix of the dense model with its norm's gain, in float64."""
+        weight = self._read(f"layers.{layer}.{matrix}.weight").double()
+        norm = READS[matrix]
+        if norm is not None:
+            weight *= self._read(f"layers.{layer}.{norm}.weight").double()
+        return weight
+
+    def _tied(self, layer: int, matrix: str, dtype: torch.dtype) -> Tensor:
+        if self._tie == "stepwise":
+            return self._folded(self._span.stepwise(layer), matrix).to(dtype)
+        behind = self._span.behind(layer)
+        total = self._folded(behind[0], matrix)
+        for other in behind[1:]:
+            total += self._folded(other, matrix)
+        return (total / len(behind)).to(dtype)
+
+    def _adapter(self, layer: int, matrix: str, part: int, dtype: torch.dtype) -> Tensor:
+        """Return V or U of all sets; the other one is asked for next."""
+        if self._newest is None or self._newest[0] != (layer, matrix):
+            tied = self._tied(layer, matrix, torch.float64)
+            pairs = [
+                low_rank(self._folded(source, matrix) - tied, self._rank)
+                for source in self._span.behind(layer)
+            ]
+            downs, ups = zip(*pairs, strict=True)
+            self._newest = (layer, matrix), (torch.stack(downs), torch.stack(ups))
+        return self._newest[1][part].to(dtype)
+
+
+def low_rank(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return V (k × columns) and U (rows × k), whose product is closest to a matrix.
+
+    Both get the square roots of the singular values. Beyond the matrix's own rank they are zero.
+    """
+    u, values, v = torch.linalg.svd(residual, full_matrices=False)
+    roots = values[:rank].sqrt()
+    down, up = roots[:, None] * v[:rank], u[:, :rank] * roots
+    missing = rank - len(roots)
+    if missing:
+        down = torch.cat([down, down.new_zeros(missing, down.shape[1])])
+        up = torch.cat([up, up.new_zeros(up.shape[0], missing)], dim=1)
+    return down, up
+
+
+def _ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
