@@ -10,7 +10,8 @@
 | damped | all | none; a step is 1/K of a pass, K = R | with R = K = 1 the dense model |
 | tied | C for R·C of them (`tying.py`) | adapters of each step | the first of R passes |
 
-`rank` gives the first three adapters that start at zero and act from the second step on. One tensor is in memory at a time. The dense model's optimiser state is left behind.
+`rank` gives the first three adapters that start at zero and act from the second step on. One tensor
+is in memory at a time. The dense model's optimiser state is left behind.
 """
 
 import shutil
