@@ -72,7 +72,7 @@ class TiedSpan:
 
 
 class Tying:
-    """The tensors of a tied model, each made from those of the dense model when it is asked for.
+    """The tensors of a tied model, each made from the dense model's when it is asked for.
 
     Args:
         span: The tied layers.
@@ -92,7 +92,7 @@ class Tying:
         """Return name → shape and producer of every tensor of the new model.
 
         Args:
-            shapes: Those of the dense model, by name.
+            shapes: Shapes of the dense model's tensors, by name.
         """
         renamed = {name: name for name in shapes if not name.startswith("layers.")}
         for old, new in self._span.outside():
