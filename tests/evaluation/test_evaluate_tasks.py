@@ -209,7 +209,7 @@ def test_the_bits_of_an_answer_are_those_of_its_string():
     sample = {
         "target": 1,
         "arguments": [("q", " ab"), ("q", " äb")],
-        "filtered_resps": [(-9.0, False), (-3.0 * math.log(2), True)],
+        "filtered_resps": [(-9.0, False), (-4.0 * math.log(2), True)],
     }
     assert _answer_bits_per_byte([sample, {**sample, "target": "1"}]) == pytest.approx(1.0)
     assert _answer_bits_per_byte([{**sample, "arguments": [("q", {"until": []})]}]) is None

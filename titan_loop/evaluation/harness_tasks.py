@@ -186,7 +186,7 @@ def _numbers(raw: Mapping[str, Any]) -> dict[str, float]:
 def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the mean over multiple-choice questions; None for other tasks.
 
-    The answer is the string that was scored, without the space in front of it.
+    The answer is the string that was scored, with the space in front of it.
     """
     bits = []
     for sample in samples:
@@ -199,7 +199,7 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
         if not isinstance(target, int) or not 0 <= target < len(texts):
             return None
         likelihood = sample["filtered_resps"][target][0]
-        size = len(texts[target].strip().encode())
+        size = len(texts[target].encode())
         if size:
             bits.append(-likelihood / (math.log(2) * size))
     return sum(bits) / len(bits) if bits else None

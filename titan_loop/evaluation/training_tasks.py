@@ -270,7 +270,8 @@ def _multiple_choice(
         by_character = [value / len(choice) for value, choice in zip(each, choices, strict=True)]
         right += each.index(min(each)) == answer
         right_by_character += by_character.index(min(by_character)) == answer
-        bits += each[answer] / (math.log(2) * len(choices[answer].encode()))
+        scored = f" {choices[answer]}"  # the space costs nats, too
+        bits += each[answer] / (math.log(2) * len(scored.encode()))
     return {
         "acc,none": right / len(documents),
         "acc_norm,none": right_by_character / len(documents),
