@@ -160,6 +160,9 @@ def sum_gradients_as_declared(unit: nn.Module) -> None:
 
     torch 2.15's FSDP resets `grad_dtype` before each backward pass, to save a cast per parameter:
     the contributions of all visits would be added up in the compute dtype. Delete when it does not.
+
+    Args:
+        unit: An FSDP unit that has been gathered at least once.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -175,6 +178,9 @@ def gather_at_every_visit(modules: Sequence[nn.Module]) -> None:
     of one of them would be gathered for, but its output would not bring the weights back in the
     backward pass, nor would they be freed after it. Delete when a module of a group may be called
     more often than the others.
+
+    Args:
+        modules: Modules that one call of `fully_shard` was given, at least two.
     """
     assert isinstance(modules[0], FSDPModule)
     state = modules[0]._get_fsdp_state()

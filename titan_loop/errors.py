@@ -130,7 +130,11 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """Return "; nearest: a, b" for candidates close to `name`, else "; known: …" with all."""
+    """Return "; nearest: a, b" for candidates close to `name`, else "; known: …" with all.
+
+    Args:
+        count: Largest number of names to offer.
+    """
     known = sorted(set(candidates))
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     if close:

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 
 class SlurmTask(NamedTuple):
-    """A task of a SLURM step, which is one rank; `node` is empty if it is not known."""
+    """A task of a SLURM step, which is one rank; `node` is empty if it is not known.
+
+    Attributes:
+        rank: Number of the task.
+        world_size: Number of tasks of the step.
+        local_world_size: Number of tasks on its node.
+    """
 
     rank: int
     world_size: int

@@ -86,6 +86,9 @@ def find(kind: str, name: str) -> Any:
     Args:
         kind: Attribute of `Plugin`.
         name: Name in it. Modules of `TITAN_LOOP_PLUGINS` are searched last.
+
+    Raises:
+        UserError: `TITAN_LOOP_PLUGINS` names a module that does not exist.
     """
     known = _known[kind]
     for more in (_import_own, import_plugins):
@@ -102,7 +105,11 @@ def find(kind: str, name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`."""
+    """Return every name of a kind, including names from `TITAN_LOOP_PLUGINS`.
+
+    Raises:
+        UserError: As `find`.
+    """
     _import_own()
     import_plugins()
     return sorted(_known[kind])
@@ -125,7 +132,11 @@ def _import_own() -> None:
 
 
 def import_plugins() -> None:
-    """Import the modules that the environment names; each registers its own plugin."""
+    """Import the modules that the environment names; each registers its own plugin.
+
+    Raises:
+        UserError: There is no such module.
+    """
     listed = (name.strip() for name in os.environ.get(PLUGINS, "").split(","))
     for name in filter(None, listed):
         import_user_module(
@@ -143,6 +154,9 @@ def import_user_module(name: str, refusal: Callable[[str], str]) -> ModuleType:
     Args:
         name: Dotted name of the module.
         refusal: Maps the name that was not found to the message of the error.
+
+    Raises:
+        UserError: There is no such module.
     """
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # users write modules in the folder they work in

@@ -40,7 +40,12 @@ class Failure(NamedTuple):
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Say in one line that ranks could not meet; starting again may do."""
+    """Say in one line that ranks could not meet; starting again may do.
+
+    Raises:
+        RunFailedError: The port is taken, or a rank or the network is missing: starting again may
+            do.
+    """
     import torch.distributed as dist
 
     try:
@@ -185,7 +190,11 @@ def require_equal(group: "dist.ProcessGroup | None", value: str, called: str) ->
 def try_on_all(
     group: "dist.ProcessGroup | None", work: Callable[[], T]
 ) -> tuple[list[T], Failure | None]:
-    """Let every rank work; return all results in the order of ranks, or the first failure."""
+    """Let every rank work; return all results in the order of ranks, or the first failure.
+
+    Returns:
+        The results and None, or an empty list and the failure of the lowest rank that failed.
+    """
     rank, world_size = place_in(group)
     mine: tuple[Any, Failure | None]
     try:

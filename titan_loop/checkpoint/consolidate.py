@@ -17,6 +17,9 @@ from titan_loop.errors import UserError
 def consolidate(reader: CheckpointReader, output: Path, *, optimizer: bool = False) -> list[str]:
     """Write full tensors to one file; it appears under its name when it is complete.
 
+    Returns:
+        The tensors written.
+
     Raises:
         UserError: `output` exists, or a tensor has a type that safetensors does not know.
         OSError: It cannot be written.

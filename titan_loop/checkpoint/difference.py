@@ -63,7 +63,11 @@ def manifest_differences(
 
 
 def largest_differences(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """Return the largest absolute and relative difference of two tensors of one shape."""
+    """Return the largest absolute and relative difference of two tensors of one shape.
+
+    Args:
+        a: Any real dtype.
+    """
     floating = a.is_floating_point() or b.is_floating_point()
     exact = torch.float64 if floating else torch.int64
     absolute = relative = 0.0

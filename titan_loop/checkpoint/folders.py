@@ -35,7 +35,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def is_committed(checkpoint: Path) -> bool:
-    """Return whether the save of a checkpoint finished, even if it was damaged since."""
+    """Return whether the save of a checkpoint finished, even if it was damaged since.
+
+    Raises:
+        OSError: Something hides the answer.
+    """
     try:
         retried((checkpoint / MANIFEST).stat)
     except FileNotFoundError:
@@ -71,6 +75,9 @@ def discard(checkpoint: Path) -> None:
     """Delete a checkpoint, its commit record first; nothing happens if there is none.
 
     If it is a symbolic link, only the link is deleted; the checkpoint it points to stays whole.
+
+    Raises:
+        OSError: It cannot be deleted.
     """
     if checkpoint.is_symlink():
         target = checkpoint.readlink()

@@ -59,7 +59,11 @@ def list_checkpoints(
 
 
 def look_at(path: Path, *, hashes: bool = False, policy: KeepPolicy = KEEP_ALL) -> ListedCheckpoint:
-    """Describe one checkpoint's folder; arguments as for `list_checkpoints`."""
+    """Describe one checkpoint's folder; arguments as for `list_checkpoints`.
+
+    Raises:
+        UserError: The folder does not exist, or is not named like a checkpoint.
+    """
     match = _NAME.fullmatch(path.name)
     if match is None or not (path.is_dir() or _leads_nowhere(path)):
         raise UserError(f"{path} is not a checkpoint; give its folder step-N")
@@ -111,7 +115,11 @@ def find_faults(checkpoint: Path, manifest: dict[str, Any], *, hashes: bool) -> 
 
 
 def why_not_delete(path: Path, policy: KeepPolicy = KEEP_ALL) -> list[str]:
-    """Return the reasons to keep a checkpoint; empty if it may be deleted."""
+    """Return the reasons to keep a checkpoint; empty if it may be deleted.
+
+    Raises:
+        UserError: The folder is not a checkpoint.
+    """
     checkpoint = look_at(path, policy=policy)
     if not checkpoint.committed:
         return []

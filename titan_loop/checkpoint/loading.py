@@ -94,7 +94,11 @@ def load_checkpoint(
 
 
 class StrictLoadPlanner(PlainLoadPlanner):
-    """Plans to read the wanted entries, if they equal the saved ones."""
+    """Plans to read the wanted entries, if they equal the saved ones.
+
+    Attributes:
+        match: Which entries are loaded and which are not; None until planned.
+    """
 
     def __init__(self, checkpoint: Path, policy: KeyPolicy) -> None:
         super().__init__()

@@ -122,7 +122,11 @@ def rank_files(checkpoint: Path, rank: int) -> list[str]:
 
 
 def file_records(checkpoint: Path, names: Iterable[str] | None = None) -> dict[str, FileRecord]:
-    """Return sizes and hashes of files in a checkpoint, by default of all that DCP wrote."""
+    """Return sizes and hashes of files in a checkpoint, by default of all that DCP wrote.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     if names is None:
         names = sorted(path.name for path in checkpoint.glob("*.distcp"))
         names += [METADATA, TABLE]

@@ -41,8 +41,15 @@ def merge_checkpoints(
     manifest and its share a_i / Σ a_i as `weight`.
 
     Args:
+        sources: Folders of committed checkpoints, at least two.
         weights: One for each checkpoint, finite and ≥ 0 with a positive sum; empty for equal ones.
             A checkpoint of weight 0 is checked like the others, but not added.
+
+    Raises:
+        UserError: The weights or the number of checkpoints are not as above, one of `sources` is
+            not a committed checkpoint, or they differ in architecture, entries, shapes, dtypes or
+            anything that has no mean, such as integers.
+        DamagedCheckpointError: A file is missing, truncated or altered.
     """
     factors = scaled_weights(weights, len(sources))
     manifests = [read_manifest(source) for source in sources]
@@ -85,6 +92,9 @@ def scaled_weights(weights: Sequence[float], count: int) -> list[float]:
     """Return the weights of `count` checkpoints times a power of 2: the largest is in [1, 2).
 
     Scaling is exact, and keeps products far from overflow.
+
+    Raises:
+        UserError: There are fewer than two checkpoints, or the weights do not fit.
     """
     if count < 2:
         raise UserError(f"a merge needs at least two checkpoints, not {count}; name another one")

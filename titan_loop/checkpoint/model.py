@@ -42,7 +42,11 @@ def check_architecture(
 
 
 def different_options(first: Mapping[str, Any], second: Mapping[str, Any]) -> set[str]:
-    """Return the names in which two architecture records, each of any version, do not agree."""
+    """Return the names in which two architecture records, each of any version, do not agree.
+
+    Raises:
+        UserError: This version does not know the family of one of them.
+    """
     first, second = completed_architecture(first), completed_architecture(second)
     missing = object()
     return {
@@ -65,6 +69,10 @@ def load_model(
     Args:
         verify_hashes: Whether to read every file first and compare its hash; sizes are always
             compared.
+
+    Raises:
+        UserError: The folder is not a committed checkpoint, not of such a model, or has no average.
+        DamagedCheckpointError: A file is missing, truncated or altered.
     """
     look_at = "hashes" if verify_hashes else "sizes"
     reader = CheckpointReader(checkpoint, look_at=look_at, ema=ema)

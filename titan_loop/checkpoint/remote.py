@@ -52,6 +52,9 @@ class RemoteCheckpoints:
     Args:
         stage: Name of the run's stage: a recipe's stages share the address.
         adopt: Whether a run directory without checkpoints goes on with the run that writes there.
+
+    Raises:
+        UserError: See `RemoteFolder`; or the folder belongs to another run.
     """
 
     def __init__(self, url: str, *, stage: str, run: Path, adopt: bool = False) -> None:
@@ -65,7 +68,11 @@ class RemoteCheckpoints:
         return sorted(step for step in self._all_steps() if self._is_committed(step))
 
     def upload(self, checkpoint: Path) -> None:
-        """Copy a committed checkpoint: its files, then its manifest."""
+        """Copy a committed checkpoint: its files, then its manifest.
+
+        Raises:
+            OSError: Something did not arrive.
+        """
         manifest, name = read_manifest(checkpoint), checkpoint.name
         self._folder.delete(f"{name}/{MANIFEST}")
         self._folder.delete(name)
@@ -211,7 +218,11 @@ class RemoteCheckpoints:
 
 
 class Uploader:
-    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on."""
+    """Copies checkpoints in a thread; failures are logged and tried again, and training goes on.
+
+    Args:
+        wait_seconds: Wait before the second attempt; it doubles each time.
+    """
 
     def __init__(
         self, remote: RemoteCheckpoints, policy: KeepPolicy, *, attempts: int, wait_seconds: float
@@ -262,7 +273,12 @@ class Uploader:
 
 
 def fetch_if_needed(remote: RemoteCheckpoints, run: Path) -> None:
-    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0."""
+    """Fetch the newest whole remote checkpoint into a run that has no whole one; on rank 0.
+
+    Raises:
+        UserError: All local checkpoints are damaged, and there is no remote one.
+        RunFailedError: There are remote checkpoints, and none arrives whole.
+    """
     try:
         if newest_good(run / CHECKPOINTS, look_at="sizes") is None:
             remote.fetch_newest()

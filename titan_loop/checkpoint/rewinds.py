@@ -28,7 +28,11 @@ that training goes on from."""
 
 
 def read_rewinds(run: Path) -> list[Rewind]:
-    """Return the rewinds of a run, the first one first."""
+    """Return the rewinds of a run, the first one first.
+
+    Raises:
+        UserError: The record is damaged.
+    """
     path, fix = run / REWINDS, "delete it to go on without jumping over the windows of spikes"
     try:
         rewinds = read_json_object(path, fix=fix).get("rewinds")

@@ -48,6 +48,10 @@ class SafetensorsFolder:
 
     Only one file is open at a time, so that at most one shard is in memory if tensors are read in
     the order of `names`.
+
+    Raises:
+        UserError: There are no safetensors, a file is missing or damaged, or index and files
+            disagree.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -201,7 +205,11 @@ def write_safetensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file, one tensor in memory at a time, and wait for the disk."""
+    """Write a safetensors file, one tensor in memory at a time, and wait for the disk.
+
+    Raises:
+        UserError: safetensors has no such type.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (shape, dtype) in tensors.items():

@@ -94,6 +94,10 @@ def convert_checkpoint(checkpoint: Path) -> bool:
     """Give a checkpoint of an older version its table; return False if it has one already.
 
     Its other files, and with its manifest its identity, stay as they are.
+
+    Raises:
+        UserError: The folder is not a committed checkpoint, or cannot be written.
+        DamagedCheckpointError: `.metadata` is missing, altered or not DCP's.
     """
     files = read_manifest(checkpoint)["files"]
     if (checkpoint / TABLE).exists():

@@ -104,7 +104,12 @@ class CheckpointReader:
         return self._read(self._averages.get(key, key), target)
 
     def read_object(self, key: str) -> Any:
-        """Return the value of a byte entry, if it is plain data."""
+        """Return the value of a byte entry, if it is plain data.
+
+        Raises:
+            UserError: There is no such entry, or it is more than plain data.
+            DamagedCheckpointError: Its file is truncated or garbled.
+        """
         entries = self.metadata.state_dict_metadata
         if key not in entries or isinstance(entries[key], TensorStorageMetadata):
             objects = entries.keys() - set(self.tensor_keys())

@@ -67,7 +67,12 @@ def check_context_parallelism(
 def window_share(
     seq_len: int, *, degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> WindowShare:
-    """Return the indices of the queries of `rank`, and of all keys in the order of arrival."""
+    """Return the indices of the queries of `rank`, and of all keys in the order of arrival.
+
+    Args:
+        seq_len: L, a multiple of 2 × `degree`.
+        degree: Number of ranks that share a window.
+    """
     chunks = torch.arange(seq_len, device=device).chunk(2 * degree)
     shares = [torch.cat([chunks[r], chunks[-1 - r]]) for r in range(degree)]
     return WindowShare(queries_L=shares[rank], keys_L=torch.cat(shares))
@@ -118,6 +123,9 @@ def gather_keys_and_values(model: LoopDecoder, group: dist.ProcessGroup) -> None
     """Let every layer's attention kernel see the keys and values of all ranks of `group`.
 
     Call it before tensor parallelism places the kernels, so that each sees one rank's heads.
+
+    Args:
+        group: Ranks that share a window.
     """
     for layer, config in zip(model.layers.values(), model.config.layers, strict=True):
         attention = layer.get_submodule("attention")

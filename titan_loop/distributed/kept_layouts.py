@@ -16,7 +16,11 @@ _kept: dict[tuple[Any, ...], tuple[Any, ParallelDims]] = {}
 
 
 def kept_layout(new: ParallelDims, timeout: timedelta) -> ParallelDims:
-    """Return an earlier stage's equal layout, or keep and return this one; collective."""
+    """Return an earlier stage's equal layout, or keep and return this one; collective.
+
+    Args:
+        timeout: Time-out of a first step's collectives, which an earlier stage has lowered.
+    """
     degrees = (new.dp_replicate, new.dp_shard, new.cp, new.tp, new.pp, new.ep)
     key = (*degrees, new.world_size, new.spmd_backend)
     world = dist.group.WORLD

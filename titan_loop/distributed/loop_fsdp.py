@@ -70,7 +70,12 @@ class FSDPConfig:
         compute_bytes: int,
         device_bytes: float,
     ) -> tuple["FSDPConfig", str]:
-        """Return this config with `auto` decided, and why; training and `plan` both ask here."""
+        """Return this config with `auto` decided, and why; training and `plan` both ask here.
+
+        Args:
+            compute_bytes: Bytes of a parameter in the forward pass.
+            device_bytes: Memory of the smallest device, or a rank's share of the host's.
+        """
         if self.policy != "auto":
             return self, "as set"
         if parallelism.fsdp_reshard_after_forward == "always":

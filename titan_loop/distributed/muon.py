@@ -43,7 +43,11 @@ RankTable = tuple[tuple[int, ...], ...]
 
 
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` for plain matrices and for DTensors of any placements."""
+    """`torch.optim.Muon` for plain matrices and for DTensors of any placements.
+
+    Args:
+        dtype: Dtype of the iteration and the exchanges.
+    """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
         super().__init__(params)
@@ -95,7 +99,13 @@ class Muon(torch.optim.Muon):
 def orthogonalise(
     matrix: Tensor, *, steps: int, coefficients: tuple[float, float, float], eps: float
 ) -> Tensor:
-    """Return NS(matrix), in its dtype; see the module."""
+    """Return NS(matrix), in its dtype; see the module.
+
+    Args:
+        matrix: (rows, columns).
+        steps: Number of iterations.
+        eps: Smallest norm that is divided by.
+    """
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

@@ -124,6 +124,7 @@ def parallelize_loop_decoder(
     """Spread `model` (best on the meta device) as the configs say; torchtitan's `parallelize_fn`.
 
     Args:
+        parallel_dims: Meshes.
         fsdp: FSDP policy between visits; None takes the defaults. Under a policy that holds layers,
             call `reshard_units` after the last backward pass of every step.
         trainable: "exit_gate" freezes everything else, which then keeps no activations to

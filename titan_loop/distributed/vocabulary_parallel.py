@@ -20,7 +20,12 @@ from titan_loop.models.vocabulary import Vocabulary
 
 
 class SlicedVocabulary(Vocabulary):
-    """The rows that this rank holds; raises `UserError` if a rank would be left without a row."""
+    """The rows that this rank holds; raises `UserError` if a rank would be left without a row.
+
+    Args:
+        rows: Number of rows of the whole head.
+        group: Ranks that share the rows.
+    """
 
     def __init__(self, rows: int, group: dist.ProcessGroup) -> None:
         ranks = dist.get_world_size(group)

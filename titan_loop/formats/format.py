@@ -23,6 +23,7 @@ class Export:
     """A model on its way out.
 
     Attributes:
+        tokenizer: Its tokenizer; None to write none.
         max_shard_bytes: Most tensor bytes in one safetensors file.
         trained_tokens: Tokens that the weights were trained on, in all stages.
     """

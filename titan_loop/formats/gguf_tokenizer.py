@@ -26,6 +26,9 @@ def write_tokenizer(writer: "GGUFWriter", tokenizer: TokenizerExport, *, rows: i
 
     Args:
         rows: Rows of the embedding; rows behind the last token become unused tokens.
+
+    Raises:
+        UserError: llama.cpp has no such tokenizer.
     """
     from gguf import TokenType
 

@@ -58,6 +58,10 @@ class ModelFolder:
     Args:
         path: Holds config.json and safetensors; a tokenizer.json is checked if it is there.
 
+    Attributes:
+        tokenizer: Its tokenizer.json; None without one.
+        text: How text ends and conversations are rendered; None without a tokenizer.
+
     Raises:
         UserError: Anything about it is not as the format says.
     """
@@ -131,6 +135,9 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
     """Write a committed checkpoint of step 0 that holds the folder's weights.
 
     Memory is one shard of the folder and one tensor.
+
+    Args:
+        dtype: float32, which training needs and which holds every other type exactly, or bfloat16.
     """
     shapes = folder.shape.tensor_shapes()
     entries = {

@@ -36,6 +36,7 @@ class LlamaShape:
         n_kv_heads: Key-value heads.
         hidden_dim: Feed-forward width F.
         vocab_size: Rows of embedding and head, V.
+        norm_eps: Added to the mean square in every norm.
         recurrent_steps: R.
         max_positions: Window of the last stage, or the imported folder's.
     """
@@ -123,7 +124,12 @@ class LlamaShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Read a `config.json`."""
+        """Read a `config.json`.
+
+        Raises:
+            UserError: A field is missing, of the wrong kind, or asks for a feature that titan_loop
+            lacks.
+        """
         return cls(**cls.read_fields(config))
 
     @classmethod

@@ -8,6 +8,9 @@ from titan_loop.errors import UserError, first_line
 def push_folder(folder: Path, repo: str) -> str:
     """Upload a folder or a file to a model repository, created private if there is none.
 
+    Returns:
+        Address of the commit.
+
     Raises:
         UserError: huggingface_hub is missing, or the Hub cannot be reached or refuses.
     """

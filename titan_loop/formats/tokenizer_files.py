@@ -28,7 +28,11 @@ PADDING_ROWS = 127
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerExport:
-    """A checked tokenizer and how text ends in it; a turn only where `turn_end_id` is set."""
+    """A checked tokenizer and how text ends in it; a turn only where `turn_end_id` is set.
+
+    Attributes:
+        end_of_text_id: Id of the token between documents.
+    """
 
     path: Path
     text: TextFormat

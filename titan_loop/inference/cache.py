@@ -71,6 +71,9 @@ class CacheShape(NamedTuple):
 class LoopCache(ABC):
     """Keys and values of the rows of one batch.
 
+    Args:
+        shape: Sizes; `rows` is the largest number of rows at once.
+
     Attributes:
         rows: Number of rows now; they come first in memory.
         outside: The cache of the layers outside the loop, of which it keeps the latest visit.
@@ -157,7 +160,13 @@ class LoopCache(ABC):
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:
-        """Settle the entries of the E tokens that just left the recurrence."""
+        """Settle the entries of the E tokens that just left the recurrence.
+
+        Args:
+            rows: (E,) their rows.
+            positions: (E,) their positions.
+            steps: (E,) the last step each of them ran.
+        """
 
 
 class FullCache(LoopCache):

@@ -18,6 +18,9 @@ class Detokenizer:
 
     Args:
         stop: Strings that end the row; the text is cut before the first that occurs.
+
+    Raises:
+        UserError: A stop string is empty.
     """
 
     def __init__(self, tokenizer: "Tokenizer", stop: Sequence[str] = ()) -> None:

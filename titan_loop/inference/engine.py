@@ -90,7 +90,11 @@ class Engine:
         Args:
             rows: Number of rows that run at once; the other requests wait, in order, for a place.
                 None runs all at once. Results are the same up to rounding.
+            sampling: How tokens are chosen; None is greedy.
             generator: A CPU generator that seeds each row's own; required unless greedy.
+
+        Raises:
+            UserError: A prompt, a limit or a number of rows is invalid, or a generator is missing.
         """
         # Inference mode saves a tenth of a small model's time.
         stream = torch.inference_mode()(self._stream)

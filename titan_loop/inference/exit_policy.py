@@ -234,7 +234,11 @@ _NUMBERS = {"static": 1, "kl": 2}
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
-    """Read a policy as in this module's docstring; `full` is full depth."""
+    """Read a policy as in this module's docstring; `full` is full depth.
+
+    Raises:
+        UserError: The policy is unknown, or a value is missing, not a number or out of range.
+    """
     name, _, values = text.partition(":")
     kind: Any = _POLICIES.get("static" if name == "full" else name) or find("exit_policies", name)
     if kind is None:
@@ -276,6 +280,10 @@ def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
 
 class ExitDecider:
     """Applies a policy step by step and keeps the earlier steps that it needs.
+
+    Args:
+        gate: Maps a state (B, L, D) to exit logits (B, L).
+        readout: Maps a state (B, L, D) to logits (B, L, V).
 
     Attributes:
         log_prob_BLV: Log-probabilities of the next token after the latest step; None before the

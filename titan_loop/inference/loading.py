@@ -79,6 +79,9 @@ def load_checkpoint(
 def load_matching_tokenizer(loaded: Loaded, given: str | Path | None = None) -> "Tokenizer":
     """Load the tokenizer a model was trained with, or check that `given` is the same.
 
+    Args:
+        given: A `tokenizer.json`; None takes the source's, or the one an import left in the run.
+
     Raises:
         UserError: There is none to take, or the one given is another one.
     """

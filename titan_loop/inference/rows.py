@@ -51,7 +51,11 @@ def text_requests(
     max_new_tokens: int = 64,
     stop: Sequence[str] = (),
 ) -> list[Request]:
-    """Return requests whose completions come back as text; special tokens are recognised."""
+    """Return requests whose completions come back as text; special tokens are recognised.
+
+    Raises:
+        UserError: A stop string is empty.
+    """
     return [
         Request(
             prompt=tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt,
@@ -82,7 +86,11 @@ class GeneratedToken(NamedTuple):
 
 @dataclass(kw_only=True)
 class Completion:
-    """The result of one request."""
+    """The result of one request.
+
+    Attributes:
+        tokens: Token ids, without the stop token.
+    """
 
     tokens: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

@@ -37,6 +37,7 @@ class SelfSpeculation:
 
     Attributes:
         draft_step: Step s that drafts, at least 1 and below R.
+        rounds: Number of rounds, each with one verification.
     """
 
     draft_step: int = 1

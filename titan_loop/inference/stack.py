@@ -22,7 +22,12 @@ from titan_loop.models.recurrence import Carry
 
 @dataclass
 class Work:
-    """The cost of generating: bytes of caches, calls of the stack, tokens in those with padding."""
+    """The cost of generating: bytes of caches, calls of the stack, tokens in those with padding.
+
+    Attributes:
+        cache_bytes: Bytes allocated for keys and values.
+        applications: Number of calls of the whole stack.
+    """
 
     cache_bytes: int = 0
     applications: int = 0
@@ -113,6 +118,7 @@ class Stack:
         """Run one more step, each row its own.
 
         Args:
+            state: State after the step before; None if all rows are at step 1.
             tokens_BL: The tokens that rows at step 1 start from; None if there are none.
             reads: Whether anything reads a state after this step; if not, no coda runs.
         """

@@ -50,7 +50,11 @@ def document_mask(positions_BL: Tensor, share: WindowShare | None = None) -> Ten
 def document_block_mask(
     positions_BL: Tensor, share: WindowShare, block_size: int | tuple[int, int]
 ) -> BlockMask:
-    """Return Flex's form of `document_mask` for a share of the window."""
+    """Return Flex's form of `document_mask` for a share of the window.
+
+    Args:
+        positions_BL: (B, L) positions of whole windows, restarting per document.
+    """
     document_BL = (positions_BL == 0).cumsum(dim=1)
     query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
     queries_L, keys_L = share
@@ -225,6 +229,7 @@ class LoopAttention(GQAttention):
         """Attend and project back; (B, L, D) in and out.
 
         Args:
+            x_BLD: Normed input.
             cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
                 that a compiled block is not specialised on the step.
         """

@@ -14,6 +14,7 @@ class WindowShare(NamedTuple):
     """The part of every window that this rank computes under context parallelism.
 
     Attributes:
+        queries_L: Indices into the window of this rank's tokens.
         keys_L: Indices into the window of all tokens, in the order in which keys are gathered.
     """
 
@@ -52,6 +53,7 @@ class LoopContext(NamedTuple):
         attention_mask: Mask of the attention backend; None means causal attention that ignores
             document boundaries.
         cache: Keys and values of earlier tokens; None in training.
+        columns: Further model inputs of the batch, by name; None if there are none.
         said_BLV: Log-probabilities of the next token after the previous step, if they are known;
             they save decoding that state again.
     """

@@ -179,6 +179,7 @@ class LoopDecoder(Decoder):
         """Run R recurrent steps over whole windows.
 
         Args:
+            tokens: (B, L) token ids.
             positions: (B, L) positions restarting per document; None means one document a window.
             attention_masks: Mask of the attention backend; None builds it from `positions`.
             recurrent_steps: R for this call; None means `self.recurrent_steps`.
@@ -216,6 +217,7 @@ class LoopDecoder(Decoder):
         """Gather the inputs that all layer visits of one pass share.
 
         Args:
+            tokens: (B, L) current tokens, for their shape.
             positions: (B, L), restarting per document; None counts from 0.
             attention_masks: None builds a document mask from `positions`, or plain causal attention
                 if those are None, too. With a cache, give a (B, 1, L, L_key) mask.
@@ -324,7 +326,11 @@ class LoopDecoder(Decoder):
         return self.lm_head(self.state_gather(read_BLD))
 
     def gate(self, read_BLD: Tensor) -> Tensor:
-        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32."""
+        """Map the output of `read`, (B, L, D), to exit logits (B, L), fp32.
+
+        Raises:
+            ValueError: The model has no exit gate.
+        """
         if self.exit_gate is None:
             raise ValueError("this model has no exit gate")
         return self.exit_gate(self.state_gather(read_BLD))
@@ -386,7 +392,11 @@ class LoopDecoder(Decoder):
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None
     ) -> AttentionMask | None:
-        """Build the kernel's causal-and-same-document mask of whole windows, (B, L) positions."""
+        """Build the kernel's causal-and-same-document mask of whole windows, (B, L) positions.
+
+        Args:
+            share: The part of every window this rank computes; None for all of it.
+        """
         if not self._needs_mask():
             return document_mask(positions, share)
         kernel = self.config.layers[0].attention.inner_attention

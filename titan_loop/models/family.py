@@ -213,6 +213,9 @@ def completed_architecture(recorded: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         recorded: `architecture` of its manifest. The family, and options younger than the
             checkpoint, may be absent; the shape never is.
+
+    Raises:
+        UserError: The family is unknown.
     """
     family = get_family(str(recorded.get("family", FIRST_FAMILY)))
     default = family.options(size=next(iter(family.sizes)), attention="sdpa")

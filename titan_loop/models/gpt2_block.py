@@ -186,7 +186,11 @@ def block_config(
     *,
     dropout: float = 0.0,
 ) -> GPT2Block.Config:
-    """Return the block of one layer; `output_init` has both output projections' initial weights."""
+    """Return the block of one layer; `output_init` has both output projections' initial weights.
+
+    Args:
+        dropout: Share that is zeroed in training.
+    """
     head_dim, matrix = shape.dim // shape.n_heads, matrix_init(shape.dim)
 
     def linear(in_features: int, out_features: int) -> Linear.Config:

@@ -56,7 +56,11 @@ class Positions(Module):
         def scores(
             self, head_dim: int, n_heads: int, matrix: dict[str, Callable]
         ) -> "DistanceScores.Config | None":
-            """Return the part of a layer's scores that depends on distances, if there is one."""
+            """Return the part of a layer's scores that depends on distances, if there is one.
+
+            Args:
+                n_heads: Number of query heads.
+            """
             return None
 
     def __init__(self, config: Config, *, rope: RoPE.Config) -> None:
@@ -89,6 +93,9 @@ class RopeTable(CosSinRoPE):
 
     def rows(self, positions_BL: Tensor) -> Tensor:
         """Gather the rows of `positions_BL`.
+
+        Args:
+            positions_BL: (B or 1, L) integers in [0, max_seq_len).
 
         Returns:
             (B or 1, L, 1, 2·H) fp32: cosines, then sines.

@@ -75,6 +75,9 @@ class Recurrence(Module):
         With `backward_steps` = k the steps before the last k, and the advances between them, run
         without recording anything for the backward pass, which treats their results as constants.
         Parts of a carry that come unchanged from the start keep their gradient.
+
+        Args:
+            recurrent_steps: R.
         """
         self.recurrent_steps = recurrent_steps
         run_step: Callable[..., Tensor] = self.wrapped(model.step)

@@ -39,6 +39,7 @@ class Decoding:
 
     Attributes:
         temperature: τ > 0.
+        top_k: Number of tokens kept; None keeps all of them.
         normalised_over: Tokens whose probabilities add up to 1.
     """
 
@@ -93,7 +94,11 @@ class Tables(NamedTuple):
 
 
 def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tensor:
-    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables."""
+    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables.
+
+    Args:
+        decoding: Temperature, tokens kept and normalisation.
+    """
     function = _AllTokens if decoding.top_k is None else _KeptTokens
     decoded_TD = function.apply(
         hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
@@ -105,7 +110,11 @@ def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tenso
 
 
 def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
-    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients."""
+    """Return Φ, (B, L, D), of log-probabilities at temperature 1, without gradients.
+
+    Args:
+        decoding: Temperature, tokens kept and normalisation.
+    """
     log_prob_CV = log_prob_BLV.flatten(0, -2) / decoding.temperature
     prob_CV = log_prob_CV.softmax(dim=-1)
     if decoding.top_k is not None:
@@ -281,7 +290,13 @@ def _chunks(tokens: int, chunk_tokens: int, parts: float = 1) -> list[slice]:
 
 
 def kept_chunks(kept: int, tokens: int, chunk_tokens: int, shape: tuple[int, ...]) -> list[slice]:
-    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings."""
+    """Return the slices in which K tokens are chosen: logits, their order, and K embeddings.
+
+    Args:
+        kept: K.
+        tokens: T.
+        shape: Rows of the table on this rank, and D.
+    """
     return _chunks(tokens, chunk_tokens, 3 + kept * shape[1] / shape[0])
 
 

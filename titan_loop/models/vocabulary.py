@@ -14,6 +14,7 @@ class Vocabulary:
 
     Attributes:
         rows: Number of rows of the whole head, V.
+        start: Token id of the first row on this device.
     """
 
     def __init__(self, rows: int, start: int = 0) -> None:

@@ -119,6 +119,7 @@ def geometric_prior(
         π_r = η(1−η)^{r−1} / Σ_{j≤R} η(1−η)^{j−1}
 
     Args:
+        recurrent_steps: R, at least 1.
         eta: η in (0, 1). Larger values put more mass on shallow steps; η → 0 is the uniform prior.
 
     Returns:

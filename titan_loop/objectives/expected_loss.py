@@ -131,6 +131,10 @@ def last_step_loss(
 
         L = 1/N Σ_i (CE_R + ζ z_R²)
 
+    Args:
+        labels_BL: Next-token ids; ignored labels do not count.
+        z_loss: ζ ≥ 0.
+
     Returns:
         The scalar loss in nats per token and CE_R per token, (1, B, L), detached.
     """
@@ -249,6 +253,7 @@ def collapse_warning(
     Args:
         metrics: *Global* means under the keys of `exit_metrics`, numbers or scalar tensors.
             Without exit metrics, or with a single recurrent step, nothing can collapse.
+        fix: Remedy.
     """
     pmf: list[float] = []
     while (key := f"exit/pmf_{len(pmf) + 1}") in metrics:

@@ -41,6 +41,7 @@ def absent_gpu(
     """Make this process rank 0 of a cluster until the end of the block.
 
     Args:
+        cluster: Number of ranks, and the memory of a GPU.
         build_mask: Called instead of the compiled `create_block_mask`.
 
     Raises:

@@ -56,8 +56,10 @@ class MeasuredStep:
     """One training step of rank 0, and its checkpoint.
 
     Attributes:
+        moved: Its collectives by kind.
         moved_again: Collectives of its last micro-batch, which every further one repeats.
         peak_bytes: The most that was held during the step.
+        checkpoint_bytes: Bytes that the rank would write to a checkpoint.
     """
 
     micro_batches: int
@@ -81,7 +83,11 @@ class MeasuredStep:
 
 
 def rehearsal_key(needs: StageNeeds, ranks: int, micro_batches: int) -> str:
-    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal."""
+    """Return 64 hexadecimal digits for everything that decides the result of a rehearsal.
+
+    Args:
+        ranks: Number of ranks of the cluster.
+    """
     loader = needs.config.dataloader
     decides = {
         "versions": library_versions(),

@@ -52,7 +52,11 @@ def plan_lines(recipe: str, gpu: str, cluster: Cluster, needs: Sequence[StageNee
 
 
 def rehearsal_lines(found: Sequence[Rehearsed], cluster: Cluster) -> list[str]:
-    """Return a table with one column per stage, and why stages were not assembled."""
+    """Return a table with one column per stage, and why stages were not assembled.
+
+    Args:
+        found: Stages, of which at least one.
+    """
     assembled = [one for one in found if one.measured is not None]
     lines = [f"rehearsed as rank 0 of {cluster.ranks:,}, fake tensors on a fake process group"]
     for some in _side_by_side(assembled):

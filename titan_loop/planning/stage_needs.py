@@ -46,9 +46,11 @@ class StageNeeds:
         model: Architecture, for the vocabulary of the data or the default.
         flops_per_token: Forward and backward FLOPs at the mean R.
         flops_at_one: The same at R = 1.
+        steps: Number of training steps.
         batch_windows: Smallest and largest global batch, in windows.
         data_parallel_ranks: Number of ranks that read different windows.
         policy: FSDP policy, per_visit or per_step, with `auto` decided.
+        states: Bytes of weights, gradients and moments on one rank.
         gpu_flops: Peak FLOP/s of one GPU in the precision of the forward pass.
         data: "enough", "too little" or "not here".
     """
@@ -86,6 +88,7 @@ def recipe_needs(recipe: Recipe, cluster: Cluster, *, only: str | None = None) -
     Args:
         recipe: Made under `compat.assuming("cuda")`, so that it has a GPU's defaults; its data need
             not be here.
+        only: Name of the only stage to plan; None for all.
     """
     needs: list[StageNeeds] = []
     for stage in recipe.stages if only is None else [recipe.stage(only)]:

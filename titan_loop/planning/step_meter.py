@@ -39,6 +39,7 @@ class Moved:
     """Collectives of one kind, and the bytes they bring to this rank.
 
     Attributes:
+        count: Number of collectives.
         received_bytes: Bytes received in a ring of n ranks: (n − 1)/n of the whole for a gather or
             a reduce-scatter, twice that for an all-reduce; in an all-to-all, the other ranks'
             parts.
@@ -55,7 +56,9 @@ class StepMeter(TorchDispatchMode):
         fake_mode: Tensors of other modes, as of a graph that is traced, do not count.
 
     Attributes:
+        live_bytes: Bytes of all live storages.
         peak_bytes: Most live bytes since `reset`.
+        moved: Collectives since `reset` by kind.
     """
 
     supports_higher_order_operators = True

@@ -58,6 +58,10 @@ def merge_runs(
     Model options, window, data and text format come from the first parent, so that the new run
     is evaluated on its held-out text. A tokenizer that is not known is taken to be the others'.
 
+    Args:
+        parents: Runs, whose newest checkpoints are taken, or checkpoints; at least two.
+        weights: One for each parent, see `merge_checkpoints`; empty for equal ones.
+
     Raises:
         UserError: `output` is not empty, the weights do not fit, or a parent is missing, damaged,
             or of another architecture or vocabulary than the first.

@@ -21,7 +21,11 @@ REPORTS_VARIABLE = "TITAN_LOOP_EXIT_REPORTS"
 
 
 class RankExit(NamedTuple):
-    """How a rank ended; `node` is empty if it is not known."""
+    """How a rank ended; `node` is empty if it is not known.
+
+    Attributes:
+        rank: Number of the rank.
+    """
 
     rank: int
     node: str

@@ -23,7 +23,11 @@ _PATIENCE = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heartbeat:
-    """A rank's report of itself; times in seconds since the epoch, "" for no collective."""
+    """A rank's report of itself; times in seconds since the epoch, "" for no collective.
+
+    Attributes:
+        collective: Oldest collective operation that has not ended; empty if there is none.
+    """
 
     rank: int
     host: str
@@ -53,7 +57,11 @@ def heartbeat_file(run: Path, rank: int) -> Path:
 
 
 def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it."""
+    """Replace a rank's heartbeat, without a wait for the disk: after a crash nobody reads it.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
     path = heartbeat_file(run, heartbeat.rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
@@ -97,6 +105,7 @@ def silent_ranks(
     in another collective than most.
 
     Args:
+        now: Time of the look; None for this moment.
         hung: Whether the run is known to make no progress.
     """
     now = time.time() if now is None else now

@@ -15,6 +15,9 @@ def chosen_run(folder: Path, stage: str | None) -> Path:
 
     Args:
         stage: Name of a stage or fork; None for the one trained last, which the log names.
+
+    Raises:
+        UserError: There is no such stage, or none has begun.
     """
     if not (folder / RECIPE_JSON).exists():
         if stage is not None:

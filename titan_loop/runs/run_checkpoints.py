@@ -41,14 +41,22 @@ def checkpoints_folder(path: Path) -> tuple[Path, KeepPolicy]:
 
 
 def verified(path: Path) -> list[ListedCheckpoint]:
-    """Read every file of a checkpoint, or of all checkpoints of a run; return the findings."""
+    """Read every file of a checkpoint, or of all checkpoints of a run; return the findings.
+
+    Raises:
+        UserError: As `checkpoints_folder`.
+    """
     if is_committed(path) or any(path.glob("*.distcp")):
         return [look_at(path, hashes=True)]
     return list_checkpoints(checkpoints_folder(path)[0], hashes=True)
 
 
 def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Give checkpoints, a run's all, their table; yield each, and whether it had none."""
+    """Give checkpoints, a run's all, their table; yield each, and whether it had none.
+
+    Raises:
+        UserError: A path is neither a run nor a committed checkpoint, or one is damaged.
+    """
     from titan_loop.checkpoint.tensor_table import convert_checkpoint  # imports torch
 
     for path in paths:
@@ -61,7 +69,11 @@ def convert_checkpoints(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def delete_checkpoints(checkpoints: Sequence[Path], *, force: bool) -> Iterator[Path]:
-    """Delete checkpoints, kept ones only with `force`, and yield each that is gone."""
+    """Delete checkpoints, kept ones only with `force`, and yield each that is gone.
+
+    Raises:
+        UserError: One of them is kept, or a job may be writing it; nothing was deleted then.
+    """
     with contextlib.ExitStack() as locks:
         locked: set[Path] = set()
         for path in checkpoints:

@@ -60,6 +60,10 @@ class RunDirectory:
 
     Args:
         path: The run's folder; nothing is touched until something is written.
+
+    Attributes:
+        norms_jsonl: One record per measured step (keys: `titan_loop.training.stability.norms`).
+        wandb_run_id: The id under which all starts of the run log to W&B.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -99,6 +103,9 @@ class RunDirectory:
         Args:
             config: The resolved configuration, written to `config.json` when given. A restart
                 with another one first keeps the old as `config-before-restart-K.json`.
+
+        Returns:
+            The content of `run.json`.
 
         Raises:
             UserError: If the folder may not be written, holds a run of a newer format, or has a

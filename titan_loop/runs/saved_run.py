@@ -91,6 +91,7 @@ class SavedRun:
     """A run that has a `config.json`; use `open` for the path that a user gave.
 
     Args:
+        checkpoint: The checkpoint in it that is meant; None for the newest whole one.
         config_json: A config that a restart kept, to read instead of `config.json`.
 
     Raises:
@@ -109,7 +110,11 @@ class SavedRun:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "SavedRun":
-        """Open a run by its folder, or by one of its checkpoints, such as `best`."""
+        """Open a run by its folder, or by one of its checkpoints, such as `best`.
+
+        Raises:
+            UserError: There is neither, or no run around the checkpoint.
+        """
         path = named_checkpoint(Path(path))
         if not path.is_dir():
             raise UserError(
@@ -325,7 +330,11 @@ class SavedRun:
         return SavedCheckpoint(self.directory.checkpoint(step), manifest)
 
     def checkpoint(self) -> SavedCheckpoint:
-        """Return the checkpoint by which the run was opened, or the newest whole one."""
+        """Return the checkpoint by which the run was opened, or the newest whole one.
+
+        Raises:
+            UserError: There is none.
+        """
         if self._checkpoint is not None:
             return self._checkpoint
         newest = self.newest()

@@ -24,7 +24,12 @@ FORMAT_VERSION = 1
 
 
 class PlannedStage(NamedTuple):
-    """One stage of a recipe, as `recipe.json` records it; studies leave out a control stage."""
+    """One stage of a recipe, as `recipe.json` records it; studies leave out a control stage.
+
+    Attributes:
+        parent: Name of the stage it starts from; None for initial weights.
+        total_tokens: Global tokens it trains on.
+    """
 
     name: str
     parent: str | None
@@ -33,7 +38,11 @@ class PlannedStage(NamedTuple):
 
 
 def write_plan(folder: Path, recipe: str, stages: Iterable[PlannedStage]) -> None:
-    """Record a recipe's stages, in their order, in its folder; call it on one rank."""
+    """Record a recipe's stages, in their order, in its folder; call it on one rank.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
     plan = {
         "format_version": FORMAT_VERSION,
         "name": recipe,
@@ -49,6 +58,9 @@ class StageStatus:
     Attributes:
         name: Name of its run directory.
         parent: Name of the run that it starts from; empty for initial weights.
+        total_tokens: Global tokens to train on.
+        tokens: Global tokens of its last logged step.
+        saved_tokens: Global tokens of its newest checkpoint.
         loss: Training loss of its last logged step, in nats; None before the first.
         runs: Whether a job trains it now; None where that is not known.
         planned: Whether it belongs to the recipe; True for a run without one.
@@ -86,7 +98,11 @@ class StageStatus:
 
 
 def read_status(folder: Path) -> list[StageStatus]:
-    """Return the stages that start from initial weights, with their descendants."""
+    """Return the stages that start from initial weights, with their descendants.
+
+    Raises:
+        UserError: It is neither.
+    """
     plan = read_plan(folder)
     places = {stage.name: (folder / stage.name).resolve() for stage in plan}
     parents = {places[stage.name]: places.get(stage.parent or "") for stage in plan}
@@ -193,7 +209,11 @@ def _measure(status: StageStatus, run: SavedRun) -> None:
 
 
 def read_plan(folder: Path) -> list[PlannedStage]:
-    """Return the stages of a recipe's folder; none for a run's."""
+    """Return the stages of a recipe's folder; none for a run's.
+
+    Raises:
+        UserError: The folder is missing, or its record is damaged.
+    """
     path = folder / RECIPE_JSON
     if not path.exists():
         if not folder.is_dir():

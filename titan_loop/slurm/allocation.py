@@ -20,7 +20,12 @@ _FIRST_PORT, _PORTS, PORTS_A_JOB = 20_000, 12_000, 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """A job's nodes, the first with the batch step, and its tasks."""
+    """A job's nodes, the first with the batch step, and its tasks.
+
+    Attributes:
+        restarts: Number of times that SLURM has started it again.
+        gpus_per_node: Number of GPUs the job asked for on a node; 0 for none.
+    """
 
     job: str
     restarts: int
@@ -30,7 +35,11 @@ class Allocation:
 
     @classmethod
     def current(cls, environment: Mapping[str, str] = os.environ) -> "Allocation":
-        """Return the job that this process runs in."""
+        """Return the job that this process runs in.
+
+        Raises:
+            UserError: The process runs in no job, or the job sets no number of tasks for a node.
+        """
         job = slurm_job(environment)
         if job is None:
             raise UserError(

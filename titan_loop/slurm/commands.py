@@ -40,7 +40,11 @@ def slurm(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def show(kind: str, name: str) -> dict[str, str]:
-    """Return the fields that `scontrol show KIND NAME` prints."""
+    """Return the fields that `scontrol show KIND NAME` prints.
+
+    Raises:
+        CommandFailedError: SLURM knows no such thing.
+    """
     line = slurm("scontrol", "show", "--oneliner", kind, name).splitlines()[0]
     found = list(_FIELD.finditer(line))
     ends = [field.start() for field in found[1:]] + [len(line)]
@@ -69,7 +73,14 @@ def outside_of_a_job(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def parse_seconds(time: str) -> int:
-    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as `sbatch --time` takes it."""
+    """Return the seconds of M, M:S, H:M:S, D-H, D-H:M or D-H:M:S, as `sbatch --time` takes it.
+
+    Args:
+        time: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Raises:
+        UserError: The text has another form.
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
         raise UserError(f"--time={time} is not a time limit; write H:M:S or D-H:M:S")

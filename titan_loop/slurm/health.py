@@ -21,7 +21,11 @@ _Reports = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeCheck:
-    """Requirements on every node: free 10⁹ bytes of disk, and free share of every GPU's memory."""
+    """Requirements on every node: free 10⁹ bytes of disk, and free share of every GPU's memory.
+
+    Attributes:
+        free_disk_gigabytes: Free space in the recipe's folder and in TMPDIR, in 10⁹ bytes.
+    """
 
     free_disk_gigabytes: float = 1.0
     free_memory_share: float = 0.9

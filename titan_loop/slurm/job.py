@@ -66,6 +66,7 @@ class Job:
     """One job of a recipe.
 
     Attributes:
+        stage: The stage to train; None for all that are not complete.
         save_seconds: Seconds between SLURM's SIGUSR1 and the time limit.
     """
 
@@ -82,7 +83,11 @@ class Job:
 
 
 def run_job(job: Job, environment: Mapping[str, str] = os.environ) -> int:
-    """Run one start of a job and return the exit code of its batch step."""
+    """Run one start of a job and return the exit code of its batch step.
+
+    Raises:
+        UserError: The process runs in no job, or a setting of the site is wrong.
+    """
     allocation, site = Allocation.current(environment), Site.of(environment)
     restarts = read_restarts(job.folder, job.name)
     is_restart = allocation.restarts > 0 or SUCCESSOR_VARIABLE in environment

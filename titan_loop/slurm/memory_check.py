@@ -23,6 +23,9 @@ def memory_remarks(
 ) -> list[str]:
     """Return a line for each stage that hardly fits, or one that says why nothing was checked.
 
+    Args:
+        gpus_per_node: Number of GPUs per node, one rank each.
+
     Raises:
         UserError: A stage needs more than the whole memory of a GPU.
     """

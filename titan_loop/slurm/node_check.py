@@ -39,7 +39,11 @@ def check_node(
     free_memory_share: float,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Check this rank's node and write a report; faults are reported, not raised."""
+    """Check this rank's node and write a report; faults are reported, not raised.
+
+    Args:
+        gpus: Number of GPUs that the node must have; 0 checks none.
+    """
     task = slurm_task(environment)
     assert task is not None
     rank, world_size, local_rank, local_world_size, node = task

@@ -41,8 +41,11 @@ class Site:
     """The settings of one cluster.
 
     Attributes:
+        container: Words in front of a rank's command; empty for none.
         network_interface: Network interface of NCCL and gloo; empty lets them choose.
         rendezvous_host: Name or address of rank 0's node; empty for its name in SLURM.
+        partition: SLURM partition; empty for the cluster's default.
+        account: SLURM account; empty for the user's default.
     """
 
     container: tuple[str, ...] = ()

@@ -51,6 +51,7 @@ class Resources:
         ranks_per_node: Processes on a node, one for each GPU.
         gpu_type: SLURM's name for the kind of GPU; empty for any.
         time: Time limit of one start, as `sbatch --time` takes it.
+        save_seconds: Seconds between the signal to save and the time limit.
         sbatch_flags: Further flags of the batch script, in front of which the site's stand.
     """
 
@@ -70,6 +71,8 @@ class Request:
     Attributes:
         train: Stage → arguments of `titan-loop train`: the recipe's name and the stage's flags.
         only: The one stage to submit; None for all that are not complete.
+        folder: Folder for the stages' run directories; empty for the recipe's own.
+        site_file: File with those settings; None without one.
     """
 
     recipe: Recipe

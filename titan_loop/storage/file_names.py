@@ -27,7 +27,11 @@ def is_file_name(name: object) -> bool:
 
 
 def require_file_name(name: object, named_in: str | Path) -> str:
-    """Return `name` if it is the name of a file, without folders."""
+    """Return `name` if it is the name of a file, without folders.
+
+    Raises:
+        UserError: It is something else, which `named_in` says.
+    """
     if not is_file_name(name):
         raise UserError(
             f"{named_in} names the file {name!r:.80}, which may lie outside of its folder; do not "

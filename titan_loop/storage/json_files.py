@@ -30,14 +30,22 @@ _NO_OBJECT = "not a JSON object"
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a JSON file so that a reader sees the old content or the new, never a part."""
+    """Write a JSON file so that a reader sees the old content or the new, never a part.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
     text = json.dumps(finite_or_null(record), indent=2, ensure_ascii=False, allow_nan=False)
     # Half a surrogate pair, from a name that is not UTF-8, becomes the escape that JSON has for it.
     write_text(path, (text + "\n").encode(errors="backslashreplace").decode())
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file as `write_json` does: a reader sees the old content or the new."""
+    """Write a text file as `write_json` does: a reader sees the old content or the new.
+
+    Raises:
+        OSError: If the folder cannot be written, also when it is tried again.
+    """
     retried(lambda: _write_text(path, text))
 
 

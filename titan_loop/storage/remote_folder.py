@@ -131,7 +131,11 @@ class RemoteFolder:
 
 
 def check_address(url: str, field: str) -> str:
-    """Return the scheme of a remote folder's address, without looking there."""
+    """Return the scheme of a remote folder's address, without looking there.
+
+    Raises:
+        UserError: It is none, its scheme is unknown, or it holds credentials.
+    """
     match = _URL.fullmatch(url)
     if match is None or match["scheme"] not in SCHEMES:
         known = {scheme for scheme in SCHEMES if scheme != "memory"}

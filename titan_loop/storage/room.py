@@ -26,6 +26,10 @@ def require_writable(folder: Path, called: str) -> None:
 
     A folder's permissions do not tell: some file systems let nobody create a file, so one without a
     name is tried. A full disk passes: `wait_for_room` waits for it.
+
+    Raises:
+        UserError: The folder may not be written.
+        RunFailedError: Its disk fails.
     """
     try:
         retried(lambda: _write_nameless(folder, b""))

@@ -19,6 +19,9 @@ def staged_folder(output: Path) -> Iterator[Path]:
     If the block raises, nothing is left. If the process is killed, `.NAME.unfinished` is left
     beside `output`, and the next attempt removes it.
 
+    Args:
+        output: Must not exist, or be an empty folder.
+
     Raises:
         UserError: There is something already, or the folder may not be written.
         RunFailedError: The disk fails, or is full.

@@ -111,7 +111,11 @@ def encode_chats(
 
 
 def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
-    """Return the ids of a conversation up to where the assistant is to speak, as in training."""
+    """Return the ids of a conversation up to where the assistant is to speak, as in training.
+
+    Raises:
+        UserError: The tokenizer lacks a control token.
+    """
     # Of an empty answer only the end of its turn is a target: the prompt is what stands before it.
     chat = [*turns, Turn(ASSISTANT, "")]
     ((ids, is_target),) = encode_chats(tokenizer, [chat], end_of_text=TURN_END)
@@ -119,7 +123,11 @@ def chat_prompt(tokenizer: "Tokenizer", turns: Sequence[Turn]) -> list[int]:
 
 
 def control_tokens(tokenizer: "Tokenizer", end_of_text: str) -> tuple[int, int, int]:
-    """Return the ids of the tokens that begin a turn, end a turn and end a document."""
+    """Return the ids of the tokens that begin a turn, end a turn and end a document.
+
+    Raises:
+        UserError: The tokenizer lacks one.
+    """
     names = (TURN_START, TURN_END, end_of_text)
     start, end, document_end = (require_token(tokenizer, n, "control token") for n in names)
     return start, end, document_end

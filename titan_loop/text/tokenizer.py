@@ -29,7 +29,11 @@ _MOST_IDS = 1 << 24
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
-    """Load a `tokenizer.json`, without the truncation and padding it may ask for."""
+    """Load a `tokenizer.json`, without the truncation and padding it may ask for.
+
+    Raises:
+        UserError: If the file is missing or not one.
+    """
     from tokenizers import Tokenizer
 
     require_local(path, "tokenizer")
@@ -65,7 +69,11 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> int:
-    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule."""
+    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule.
+
+    Raises:
+        UserError: If there are so few tokens that two bytes are chosen, but an id needs more.
+    """
     if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
         return 4
     if vocab_size(tokenizer) > _LARGEST_UINT16_VOCABULARY:

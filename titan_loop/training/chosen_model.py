@@ -83,6 +83,10 @@ def saved_architecture(config: RunConfig, newest: Newest | None = None) -> Mappi
     Ranks that each look may see different files: let rank 0 look for all of them.
 
     `newest` is from `newest_of`; None reads the checkpoint anew.
+
+    Raises:
+        RunFailedError: A disk fails, which says nothing about the weights.
+        OSError: The same.
     """
     carry = config.checkpoint.carry
     try:

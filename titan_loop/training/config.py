@@ -246,6 +246,8 @@ class RunConfig(Trainer.Config):
         """Read the schedules of a run without refusals.
 
         Args:
+            step: Number of the step, from 1.
+            tokens: Global tokens consumed before it.
             deepest: Returns the steps that the deepest of so many windows, the next ones, needs;
                 asked where R follows from the data.
         """

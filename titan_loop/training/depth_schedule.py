@@ -147,6 +147,7 @@ def recurrent_steps_at(
     """Return R for one training step, min_steps ≤ R ≤ max_steps, the same on every rank.
 
     Args:
+        tokens: Global tokens consumed before this step.
         step: The training step, which with the seed, ≥ 0, keys the random draw.
         deepest: Steps that the deepest example of the global batch needs; None if not known.
     """

@@ -37,6 +37,9 @@ def within_budget(config: RunConfig) -> RunConfig:
     """Return a config that trains on as many tokens as its `total_flops` pay for.
 
     Without a budget, or with schedules that are stretched already, it is `config` itself.
+
+    Raises:
+        UserError: The budget is not positive, pays for less than one window, or the model is wrong.
     """
     budget = config.total_flops
     if budget is None:

@@ -41,7 +41,14 @@ class MicroBatch(NamedTuple):
 def forward_backward(
     trainer: TrainingState, batches: Sequence[Batch]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Accumulate the gradients of a training step."""
+    """Accumulate the gradients of a training step.
+
+    Args:
+        batches: This rank's micro-batches.
+
+    Returns:
+        This rank's share of the loss and of the objective's metrics: ranks' shares add up.
+    """
     model, plan = trainer.model, trainer.plan
     # Each loss is divided by the valid tokens of the whole global batch, so that sums are means.
     valid = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum()

@@ -20,6 +20,9 @@ class FolderWatch:
     """Looks from a thread whether a run still has its folder, from `start` to `end`.
 
     A file system whose server stalls would stall every training step that looks for itself.
+
+    Args:
+        lock: The run's lock; None on other ranks than 0.
     """
 
     def __init__(self, lock: FolderLock | None) -> None:
@@ -38,6 +41,9 @@ class FolderWatch:
 
     def follow(self, checkpointer: LoopCheckpointManager) -> UserError | None:
         """Let a run that lost its folder save in the new place; collective.
+
+        Returns:
+            None if all is well, else the error to end with after a last save.
 
         Raises:
             UserError: There is nowhere to save: the folder is gone, or another training's.

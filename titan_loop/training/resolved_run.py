@@ -86,6 +86,13 @@ def resolve(
     """Check everything a user can get wrong, and fill in the derived fields.
 
     Touches neither a process group nor a device, and leaves `config` as it is.
+
+    Args:
+        world_size: Number of ranks that will train.
+        saved: From `saved_architecture`; None looks for it.
+
+    Raises:
+        UserError: The first of the config's `refusals`.
     """
     config = within_budget(config)
     saved = saved_architecture(config) if saved is None else saved

@@ -84,6 +84,10 @@ def run_training(
         evaluations: Builds the callbacks that follow `held_out`, `suite` and a curriculum, called
             after the callbacks of the config; needed where one is on, since training imports no
             evaluation.
+        startup: Measures this start; None begins now.
+
+    Returns:
+        `EXIT_OK`.
 
     Raises:
         UserError: One line naming field, value and fix.
@@ -254,7 +258,12 @@ def copy_last_checkpoint(config: RunConfig) -> None:
 
 
 def copy_sources(configs: Sequence[RunConfig]) -> None:
-    """Copy sources in object stores to every node's cache; all ranks call it before they meet."""
+    """Copy sources in object stores to every node's cache; all ranks call it before they meet.
+
+    Raises:
+        UserError: An address cannot be used, or is no source.
+        RunFailedError: A source does not arrive.
+    """
     entries = dict.fromkeys(
         entry
         for config in configs

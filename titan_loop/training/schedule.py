@@ -31,7 +31,11 @@ _NUMBER = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)([KMBT]?)")
 
 @dataclass(frozen=True, slots=True)
 class Knot:
-    """A point of a schedule; `interpolation` moves to the next knot's value, "constant" jumps."""
+    """A point of a schedule; `interpolation` moves to the next knot's value, "constant" jumps.
+
+    Attributes:
+        tokens: Global tokens consumed at this point, ≥ 0.
+    """
 
     tokens: int
     value: float
@@ -161,6 +165,9 @@ class Schedule:
         """Read the text form: `VALUE`, or `TOKENS:VALUE` knots with an interpolation between two.
 
         For example `3e-4` or `0:4M constant 3B:8M`; numbers accept K, M, B and T.
+
+        Raises:
+            UserError: The text is not a schedule.
         """
         words = text.split()
         if len(words) == 1 and ":" not in words[0]:
@@ -205,7 +212,11 @@ class Schedule:
 
 
 def parse_tokens(word: str) -> int:
-    """Return a token count from its text, such as `200000`, `4M` or `1.4T`."""
+    """Return a token count from its text, such as `200000`, `4M` or `1.4T`.
+
+    Raises:
+        UserError: If it is not a whole number.
+    """
     tokens = _parse_number(word, word)
     if tokens != int(tokens):
         raise UserError(f"tokens={word} is not a whole number of tokens; write it like 4M")

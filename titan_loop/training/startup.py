@@ -25,7 +25,12 @@ FIRST_STEP = "first_step"
 
 
 class StartupClock:
-    """Measures the parts of one start, each from the end of the one before."""
+    """Measures the parts of one start, each from the end of the one before.
+
+    Args:
+        since_process_start: Whether the first part begins with the process, as far as the system
+            tells (Linux does), or now.
+    """
 
     def __init__(self, *, since_process_start: bool = False) -> None:
         self.seconds: dict[str, float] = {}

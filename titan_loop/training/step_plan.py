@@ -14,6 +14,8 @@ class StepPlan:
     """One training step, from `RunConfig.plan_step`.
 
     Attributes:
+        tokens: Global tokens consumed before it.
+        recurrent_steps: R.
         backward_steps: k, the number of last steps that are trained through; None for all.
         schedules: Values of the objective's schedules by name, and 0 for each of
             `OBJECTIVE_SCHEDULES` that it has no use for.

@@ -69,7 +69,9 @@ class StopListener:
     Enter it in the main thread; the handlers there were before come back at the end.
 
     Args:
+        grace: Seconds from the first signal to the end of the process.
         echo: Seconds in which a further signal counts as the first.
+        leave: Seconds from `leave` to the end of the process.
     """
 
     def __init__(

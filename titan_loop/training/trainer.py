@@ -67,6 +67,7 @@ class LoopTrainer(Trainer):
             loop, is the only field that changes: it follows the plan to the end.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
         callbacks: The config's switches (`built_in`), the recipe's, then all that is appended.
+        window_share: The part of every window this rank computes; None for all of it.
         startup: Measures this start up to its first step; `run_training` brings its own.
     """
 
@@ -139,7 +140,12 @@ class LoopTrainer(Trainer):
         self.config.training.steps = self.run.config.last_step(tokens=self.tokens, steps=self.step)
 
     def train(self) -> None:
-        """Train to the end, from the newest checkpoint if there is one."""
+        """Train to the end, from the newest checkpoint if there is one.
+
+        Raises:
+            StoppedError: A rank's `stop_listener` heard a signal; the run saved its state.
+            UserError: The run lost its folder.
+        """
         try:
             super().train()
         finally:

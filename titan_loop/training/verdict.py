@@ -57,8 +57,11 @@ class TrainedStep(NamedTuple):
     """Results of a training step, on the device.
 
     Attributes:
+        step: Number of the step.
         loss: This rank's share.
+        metrics: This rank's share of the objective's metrics.
         grad_norm: Gradient norm before clipping, of all ranks.
+        verdict: Common decision of all ranks.
     """
 
     step: int
@@ -103,7 +106,18 @@ class UnreadSteps:
 def agree_on_step(
     loss: Tensor, grad_norm: Tensor, *, stop: bool = False, calm: Tensor | None = None
 ) -> StepVerdict:
-    """Return the common decision of all ranks about a step; collective, and no wait."""
+    """Return the common decision of all ranks about a step; collective, and no wait.
+
+    Args:
+        loss: This rank's loss of the step, any shape.
+        grad_norm: The gradient norm before clipping, any shape.
+        stop: Whether this rank was asked to stop.
+        calm: Whether this rank agrees to the update, a scalar bool; None has no opinion.
+
+    Returns:
+        An update if loss and gradient norm are finite and `calm` holds on every rank; stop if any
+        rank was asked to.
+    """
     updates = torch.isfinite(local_part(loss)).all() & torch.isfinite(local_part(grad_norm)).all()
     if calm is not None:
         updates = updates & calm

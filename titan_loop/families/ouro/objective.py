@@ -36,6 +36,9 @@ def improvement_nats(ce_RBL: Tensor) -> Tensor:
 
         I_r = max(0, CE_{r−1} − CE_r),  r = 2 … R
 
+    Args:
+        ce_RBL: Cross entropies in nats.
+
     Returns:
         (P, B, L) improvements in nats, ≥ 0: I_2 first. Detached.
 
@@ -101,6 +104,7 @@ def adaptive_loss(
     Args:
         exit_logit_RBL: Gate logits of at least two steps; the arithmetic is fp32 or float64.
         ce_RBL: Cross entropies in nats; no gradient flows into them.
+        labels_BL: Next-token ids. Ignored labels do not count.
         slope: k > 0, per nat.
         threshold: γ ≥ 0, in nats.
         look_ahead: Whether gate r is taught the next improvement instead of the last one.

@@ -42,7 +42,12 @@ warned of. With a norm after every step the ratio is near 1; without one it grow
 
 
 class NormsLog(Callback):
-    """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log."""
+    """Measures every `interval`-th step, and writes it to `norms.jsonl` and the log.
+
+    Args:
+        states: Collects the norms of states, at these steps at least.
+        window_elements: Elements of one window's state, L x D.
+    """
 
     def __init__(
         self, interval: int, states: StateNorms, window_elements: int, run: RunDirectory
@@ -90,8 +95,11 @@ def norms_record(
     """Return the record of one step; waits for the device.
 
     Args:
+        tokens: Global tokens consumed after it.
         recurrent_steps: R of the step; later rows are left out.
+        sums: `StateNorms.sums`.
         elements: Elements of one state of the global batch.
+        of: Norms of the weights, finished.
     """
     states = torch.stack([root_mean_square(sums), gradient_norm(sums, elements)])
     rms, gradient = states[:, : recurrent_steps + 1].tolist()

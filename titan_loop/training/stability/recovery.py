@@ -60,7 +60,11 @@ class SpikesError(Exception):
 
 
 class SpikeSkipping(Callback):
-    """Has the updates of spikes and of non-finite steps left out, and counts them."""
+    """Has the updates of spikes and of non-finite steps left out, and counts them.
+
+    Args:
+        states: Collects the norms of states of every step.
+    """
 
     def __init__(
         self,

@@ -81,6 +81,7 @@ class SpikeJudge:
         Args:
             loss: This rank's share of the loss.
             grad_norm: Gradient norm before clipping, of all ranks.
+            sums: `StateNorms.sums` of the step.
             share: Factor of this rank's loss: one over the ranks that hold the same.
         """
         total = loss.detach().double().reshape(()) * share
@@ -154,6 +155,8 @@ class Place(NamedTuple):
     """Beginning of a spike.
 
     Attributes:
+        step: Recurrent step; 0 for a layer outside the loop.
+        layer: Number of the layer.
         ratio: Norm over its usual one; infinity if it is not finite.
     """
 

@@ -25,6 +25,9 @@ OUTSIDE = 0
 class StateNorms(Callback):
     """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
+    Args:
+        layers: Number of unique layers N, with those outside the loop.
+
     Attributes:
         sums: Σ h², elements of h, Σ g², elements of g over all ranks, (4, R + 1, N), from the
             end of the backward pass of a measured step on; visits that never happened are 0.

@@ -35,7 +35,11 @@ class RankTimes(NamedTuple):
 
 
 class Stragglers(Callback):
-    """Measures this rank, gathers all, and names one `factor` times slower than the median."""
+    """Measures this rank, gathers all, and names one `factor` times slower than the median.
+
+    Args:
+        factor: Ratio of a rank's own time to the median from which it is a straggler, above 1.
+    """
 
     def __init__(self, factor: float, device: torch.device) -> None:
         self._factor, self._device = factor, device
@@ -61,7 +65,11 @@ class Stragglers(Callback):
         return record
 
     def gather(self, data_seconds: float) -> dict[str, Any]:
-        """Return all ranks' times since the last record; collective."""
+        """Return all ranks' times since the last record; collective.
+
+        Args:
+            data_seconds: Seconds that this rank waited for data since then.
+        """
         steps, self._steps = max(1, self._steps), 0
         elapsed = time.perf_counter() - self._began
         own = RankTimes(elapsed / steps, data_seconds / steps, self._time_products())
@@ -101,7 +109,11 @@ class Stragglers(Callback):
 
 
 def straggler(times: list[RankTimes], factor: float) -> tuple[int, str] | None:
-    """Return the rank whose own time is furthest above the others', and the reason; or None."""
+    """Return the rank whose own time is furthest above the others', and the reason; or None.
+
+    Args:
+        factor: Smallest ratio to the median.
+    """
     if len(times) < 2:
         return None
     found: list[tuple[float, int, str]] = []
