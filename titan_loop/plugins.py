@@ -95,7 +95,11 @@ def find(kind: str, name: str) -> Any:
         if name in known:
             break
         more()
-    place = known.get(name)
+    return load(known.get(name))
+
+
+def load(place: Any) -> Any:
+    """Return the object at a place, "module:attribute" or a `Verb`; other objects as they are."""
     if isinstance(place, Verb):
         place = place.place
     if not isinstance(place, str):

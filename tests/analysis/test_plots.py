@@ -10,7 +10,8 @@ import pytest
 
 from titan_loop.analysis import drawing
 from titan_loop.analysis.depth_plots import plot_depths
-from titan_loop.analysis.plots import plot_mixture, plot_run
+from titan_loop.analysis.plots import plot_mixture
+from titan_loop.analysis.report import plot_run
 from titan_loop.analysis.report_tables import depth_table
 from titan_loop.errors import UserError
 from titan_loop.evaluation.bits_per_byte import Interval
@@ -171,7 +172,7 @@ def test_one_record_without_a_gate(tmp_path: Path):
 
 
 def test_a_run_without_records_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="train the run before plotting"):
+    with pytest.raises(UserError, match="train the run first"):
         plot_run(RunDirectory(tmp_path))
 
 

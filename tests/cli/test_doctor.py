@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_loop.cli import main
-from titan_loop.cli.machine import start_finding
+from titan_loop.cli.doctor import start_finding
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def test_a_slow_start_is_blamed_on_disk_or_processor(wall, processor, fix):
 
 
 def test_a_start_is_measured_in_a_process_that_has_imported_nothing():
-    code = "from titan_loop.cli.machine import check_start; print(*check_start())"
+    code = "from titan_loop.cli.doctor import check_start; print(*check_start())"
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_loop.cli import machine
+from titan_loop.cli import doctor as machine
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,9 @@ def source(jsonl: Path, small_tokenizer: Path, tmp_path: Path) -> Path:
         (chats / f"{name}.jsonl").write_text('{"question": "12?", "answer": "3."}\n' * 3)
     out = tmp_path / "source"
     tokenize_source(
-        chats, out, tokenizer_path=small_tokenizer, chat=True, tasks=2, held_out_fraction=0
+        chats, output=out, tokenizer=small_tokenizer, chat=True, tasks=2, held_out_fraction=0
     )
-    pack_source(out, 64)
+    pack_source(out, seq_len=64)
     return out
 
 

@@ -25,7 +25,7 @@ def test_the_commands_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_source("sources/my", [documents(1, 900, 40)])
-    pack_source(write_source("sources/chats", [documents(2, 300, 40)]), 256)
+    pack_source(write_source("sources/chats", [documents(2, 300, 40)]), seq_len=256)
     (block,) = README.split("```sh\n")[1:]
     commands = block.split("```")[0].replace("\\\n", " ").splitlines()
     assert len(commands) == 2

@@ -31,8 +31,8 @@ def little_held_out(source: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         (folder / f"{name}.txt").write_text(text)
     tokenize_source(
         folder / "train.txt",
-        folder / "little",
-        tokenizer_path=source / "tokenizer.json",
+        output=folder / "little",
+        tokenizer=source / "tokenizer.json",
         held_out_inputs=[folder / "held_out.txt"],
     )
     return folder / "little"

@@ -190,7 +190,7 @@ FILES = ("source.json", "tokenizer.json", "train/*.ds", "train/*.index", "window
 def test_every_damage_of_a_source_is_found(source, tmp_path, name):
     whole, copy = tmp_path / "whole", tmp_path / "copy"
     shutil.copytree(source, whole)
-    pack_source(whole, 32, long_documents="split")
+    pack_source(whole, seq_len=32, long_documents="split")
     by_name = dict(zip(("windows", "pieces"), index_paths(whole / "train", 32), strict=True))
     path = by_name.get(name) or next(iter(sorted(whole.glob(name))))
     where = path.relative_to(whole)

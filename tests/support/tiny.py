@@ -44,7 +44,7 @@ def tiny_source(folder: Path, *, documents: int = 60) -> Path:
     raw.write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = train_tokenizer([raw], vocab_size=TINY_VOCABULARY, output=folder / "tokenizer.json")
     source = folder / "source"
-    tokenize_source(raw, source, tokenizer_path=tokenizer, held_out_fraction=0.2)
+    tokenize_source(raw, output=source, tokenizer=tokenizer, held_out_fraction=0.2)
     return source
 
 

@@ -138,7 +138,7 @@ def test_a_chat_source_stores_masks_beside_tokens(tokenizer_path: Path, tmp_path
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     out = tmp_path / "out"
     card = tokenize_source(
-        path, out, tokenizer_path=tokenizer_path, chat=True, held_out_fraction=0.3
+        path, output=out, tokenizer=tokenizer_path, chat=True, held_out_fraction=0.3
     )
     assert card is not None
     assert card.has_loss_mask
@@ -173,7 +173,7 @@ def test_a_chat_source_stores_masks_beside_tokens(tokenizer_path: Path, tmp_path
 def test_a_text_key_has_no_effect_on_chats(tokenizer_path: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="text_key 'body' has no effect on chats"):
         tokenize_source(
-            tmp_path, tmp_path / "o", tokenizer_path=tokenizer_path, chat=True, text_key="body"
+            tmp_path, output=tmp_path / "o", tokenizer=tokenizer_path, chat=True, text_key="body"
         )
 
 
@@ -186,7 +186,7 @@ def test_a_tokenizer_without_chat_tokens_is_refused(tmp_path: Path) -> None:
         del bare["model"]["vocab"][token]
     (tmp_path / "bare.json").write_text(json.dumps(bare))
     with pytest.raises(UserError, match=r"control token '<\|im_start\|>' is not in the tokenizer"):
-        tokenize_source(path, tmp_path / "out", tokenizer_path=tmp_path / "bare.json", chat=True)
+        tokenize_source(path, output=tmp_path / "out", tokenizer=tmp_path / "bare.json", chat=True)
 
 
 def train_tokenizer_json(folder: Path) -> str:

@@ -173,7 +173,7 @@ def easy_and_hard(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     lines = [json.dumps({"id": str(i), "text": text}) for i, text in enumerate([*hard, *easy])]
     (folder / "raw.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = source.parent / "tokenizer.json"
-    tokenize_source(folder / "raw.jsonl", folder / "source", tokenizer_path=tokenizer)
+    tokenize_source(folder / "raw.jsonl", output=folder / "source", tokenizer=tokenizer)
     return folder / "source"
 
 

@@ -1,8 +1,7 @@
 """The look that all plots share: one style, one colour scale for depth, one axis of tokens.
 
-matplotlib is imported when the first plot is drawn, with the Agg backend, so no display is needed.
-Recurrent steps are ordered, so they share one sequential colour map: light is shallow, dark is
-deep.
+matplotlib is imported when the first plot is drawn. Recurrent steps are ordered, so they share one
+sequential colour map: light is shallow, dark is deep.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +13,34 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SIZE_INCHES = (8.0, 4.8)
-_DOTS_PER_INCH = 150
+_SIZE_INCHES = (8.0, 4.8)
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "figure.figsize": _SIZE_INCHES,
+    "grid.color": "0.9",
+    "legend.frameon": False,
+    "savefig.dpi": 150,
+}
 
 
 def pyplot() -> Any:
-    """Return matplotlib's pyplot with a backend that needs no display."""
+    """Return matplotlib's pyplot in our style, with a backend that needs no display."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.style.use(_STYLE)
     return plt
 
 
 def draw_axes(draw: Callable[["Axes"], None], path: Path) -> Path:
     """Write one pair of axes, filled by `draw`, as PNG."""
-    figure, axes = pyplot().subplots(figsize=SIZE_INCHES, layout="constrained")
-    plain(axes)
+    figure, axes = pyplot().subplots()
     draw(axes)
     return save_figure(figure, path)
 
@@ -39,7 +48,7 @@ def draw_axes(draw: Callable[["Axes"], None], path: Path) -> Path:
 def save_figure(figure: Any, path: Path) -> Path:
     """Write a figure as PNG, close it and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    figure.savefig(path)
     pyplot().close(figure)
     return path
 
@@ -67,21 +76,19 @@ def draw_panels(
     figure, grid = pyplot().subplots(
         rows,
         columns,
-        figsize=(max(SIZE_INCHES[0], 4.2 * columns), 3.9 * rows + 0.6),
-        layout="constrained",
+        figsize=(max(_SIZE_INCHES[0], 4.2 * columns), 3.9 * rows + 0.6),
         squeeze=False,
     )
     for axes in list(grid.flat)[len(names) :]:
         axes.set_visible(False)
     for axes, name in zip(grid.flat, names, strict=False):
-        plain(axes)
         axes.set_title(name)
         draw(axes, name)
     for row in grid if label else ():
         row[0].set_ylabel(label)
     if legend:
         handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=8, frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=8)
     figure.suptitle(title)
     return save_figure(figure, path)
 
@@ -91,14 +98,8 @@ def draw_curve(
 ) -> None:
     """Draw a noisy series: faint as it is, and strong as its running mean."""
     axes.plot(tokens, values, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(
-        tokens,
-        smoothed(values),
-        color=color,
-        linewidth=1.6,
-        label=label,
-        marker=only_marker(tokens),
-    )
+    mean, marker = smoothed(values), only_marker(tokens)
+    axes.plot(tokens, mean, color=color, linewidth=1.6, label=label, marker=marker)
 
 
 def mark_trained_depth(axes: "Axes", depths: Sequence[int], recurrent_steps: int) -> None:
@@ -106,13 +107,6 @@ def mark_trained_depth(axes: "Axes", depths: Sequence[int], recurrent_steps: int
     axes.axvline(recurrent_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
     axes.set_xticks(list(depths))
     axes.set_xlabel("recurrent steps R")
-
-
-def plain(axes: "Axes") -> None:
-    """Give axes a light grid and no box."""
-    axes.grid(visible=True, color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def only_marker(values: np.ndarray) -> str | None:

@@ -4,7 +4,6 @@ A `TaskReport` with the frontier's readings ─► points ─► table, CSV, PNG
 """
 
 import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,22 +16,15 @@ from titan_loop.tables import text_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TITLES = {
-    "static": "static depth",
-    "q": "Q-exit (gate)",
-    "hidden": "hidden-state difference",
-    "relative": "relative difference",
-    "confidence": "confidence",
-    "kl": "KL and entropy",
-}
 _STYLES = {
-    "static": ("#222222", "o", "-"),
-    "q": ("#1f4e79", "s", "-"),
-    "hidden": ("#d1495b", "^", "--"),
-    "relative": ("#d1495b", "v", ":"),
-    "confidence": ("#8a5fbf", "P", "-."),
-    "kl": ("#2a9d5c", "D", ":"),
+    "static": ("static depth", "#222222", "o-"),
+    "q": ("Q-exit (gate)", "#1f4e79", "s-"),
+    "hidden": ("hidden-state difference", "#d1495b", "^--"),
+    "relative": ("relative difference", "#d1495b", "v:"),
+    "confidence": ("confidence", "#8a5fbf", "P-."),
+    "kl": ("KL and entropy", "#2a9d5c", "D:"),
 }
+"""Title, colour and line of each policy; plug-ins' policies come after them."""
 
 
 class FrontierPoint(NamedTuple):
@@ -53,26 +45,12 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
         if len({name.partition(":")[0] for name in readings}) < 2:
             continue
         for name, result in readings.items():
-            if result.mean_steps is None or not result.metrics:
-                continue
-            metric = headline(result.metrics)
-            points.append(
-                FrontierPoint(
-                    task,
-                    metric,
-                    name.partition(":")[0],
-                    name,
-                    result.mean_steps,
-                    result.metrics[metric],
-                )
-            )
-    order = list(_STYLES)
-    return sorted(points, key=lambda p: (p.task, _place(p.policy, order), p.mean_steps))
-
-
-def _place(policy: str, order: list[str]) -> tuple[int, str]:
-    """Sort policies as listed, then plug-ins' policies by name."""
-    return (order.index(policy) if policy in order else len(order), policy)
+            if result.mean_steps is not None and result.metrics:
+                metric, policy = headline(result.metrics), name.partition(":")[0]
+                value = result.metrics[metric]
+                points.append(FrontierPoint(task, metric, policy, name, result.mean_steps, value))
+    order = [*_STYLES, *sorted({point.policy for point in points} - _STYLES.keys())]
+    return sorted(points, key=lambda p: (p.task, order.index(p.policy), p.mean_steps))
 
 
 def frontier_table(points: Sequence[FrontierPoint]) -> str:
@@ -82,33 +60,15 @@ def frontier_table(points: Sequence[FrontierPoint]) -> str:
     return text_table(rows, left=(0, 1, 4))
 
 
-def frontier_csv(points: Sequence[FrontierPoint]) -> str:
-    """Return the points as CSV with a header."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(FrontierPoint._fields)
-    writer.writerows(points)
-    return buffer.getvalue()
-
-
 def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> Path:
     """Draw one panel per task: the metric against mean steps, a line for each policy."""
 
     def draw(axes: "Axes", task: str) -> None:
         mine = [point for point in points if point.task == task]
         for policy in dict.fromkeys(point.policy for point in mine):
-            color, marker, line = _STYLES.get(policy, ("#8c8c8c", "x", "--"))
-            line_points = [point for point in mine if point.policy == policy]
-            axes.plot(
-                [point.mean_steps for point in line_points],
-                [point.value for point in line_points],
-                color=color,
-                marker=marker,
-                linestyle=line,
-                markersize=4,
-                linewidth=1.4,
-                label=_TITLES.get(policy, policy),
-            )
+            label, color, line = _STYLES.get(policy, (policy, "#8c8c8c", "x--"))
+            at = [(point.mean_steps, point.value) for point in mine if point.policy == policy]
+            axes.plot(*zip(*at, strict=True), line, color=color, markersize=4, label=label)
         better = "lower" if lower_is_better(mine[0].metric) else "higher"
         axes.set_ylabel(f"{mine[0].metric} ({better} is better)")
         axes.set_xlabel("mean recurrent steps per token")
@@ -132,10 +92,10 @@ def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFr
         return None
     path = run_directory.evaluations / f"frontier-step-{report.step}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(frontier_csv(points), encoding="utf-8")
-    png = plot_frontier(
-        points,
-        run_directory.plots / "frontier.png",
-        title=f"Quality against compute at step {report.step:,}",
-    )
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(FrontierPoint._fields)
+        writer.writerows(points)
+    title = f"Quality against compute at step {report.step:,}"
+    png = plot_frontier(points, run_directory.plots / "frontier.png", title=title)
     return WrittenFrontier(points, path, png)

@@ -35,7 +35,7 @@ def plot_norms(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.set_yscale("log")
         token_axis(axes, tokens)
         if len(parts) <= 12:
-            axes.legend(frameon=False, fontsize="small")
+            axes.legend(fontsize="small")
 
     names = [_STATES, _GRADIENTS, _PARTS, _UPDATES]
     title = f"Norms at step {newest['step']:,}, and over training"

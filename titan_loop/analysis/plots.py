@@ -1,21 +1,19 @@
 """PNG plots over training: losses, exits, held-out text, mixture and throughput against tokens."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titan_loop.analysis.charts import Chart, Records
-from titan_loop.analysis.depth_plots import plot_depths
 from titan_loop.analysis.drawing import (
     depth_colors,
     draw_axes,
     draw_curve,
     draw_panels,
     only_marker,
-    plain,
     pyplot,
     save_figure,
     series,
@@ -25,11 +23,8 @@ from titan_loop.analysis.drawing import (
 )
 from titan_loop.data.load.loader import named_sources
 from titan_loop.data.load.mixture import parse_mixture
-from titan_loop.errors import UserError
-from titan_loop.evaluation.depth_report import DepthReport
-from titan_loop.evaluation.evals_log import HeldOutRecord, held_out_while_training
+from titan_loop.evaluation.evals_log import HeldOutRecord
 from titan_loop.plugins import find, names
-from titan_loop.runs.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,28 +32,7 @@ if TYPE_CHECKING:
 _SOURCE_COLORS = "tab10"
 
 
-def plot_run(run_directory: RunDirectory) -> list[Path]:
-    """Draw every plot the run has data for into `plots/` and return the paths.
-
-    Raises:
-        UserError: If the run has logged nothing.
-    """
-    records = run_directory.read_metrics()
-    if not records:
-        raise UserError(
-            f"{str(run_directory.metrics_jsonl)!r} has no records; train the run before plotting it"
-        )
-    folder = run_directory.plots
-    paths = [chart.draw(records, folder / f"{name}.png") for name, chart in charts(records).items()]
-    if held_out := held_out_while_training(run_directory):
-        paths.append(plot_held_out(held_out, folder / "held_out.png"))
-    if any(run_directory.evaluations.glob("depth-step-*.json")):
-        report = DepthReport.latest(run_directory)
-        paths.append(plot_depths(report, folder / "bits_per_byte.png"))
-    return paths
-
-
-def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def plot_step_losses(records: Records, path: Path) -> Path:
     """Draw the cross entropy after every recurrent step against tokens."""
 
     def draw(axes: "Axes") -> None:
@@ -70,13 +44,13 @@ def plot_step_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
         show_the_bulk(axes, np.concatenate([series(records, f"ce/step_{s}") for s in steps]))
         axes.set_title("Training loss after each recurrent step")
         axes.set_ylabel("cross entropy (nats per token)")
-        axes.legend(title="recurrent step", frameon=False, loc="upper right")
+        axes.legend(title="recurrent step", loc="upper right")
         token_axis(axes, tokens)
 
     return draw_axes(draw, path)
 
 
-def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def plot_exit_pmf(records: Records, path: Path) -> Path:
     """Draw the mean exit distribution as a stacked area, with the mean exit step on top."""
 
     def draw(axes: "Axes") -> None:
@@ -87,30 +61,22 @@ def plot_exit_pmf(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
             tokens = tokens * (0.98, 1.02)  # a bar: one record has no area
         # A scheduled R may grow: steps that did not run yet have no mass.
         shares = [np.nan_to_num(series(shown, f"exit/pmf_{step}")) for step in steps]
-        colors = depth_colors(len(steps))
-        axes.stackplot(
-            tokens,
-            *shares,
-            colors=colors,
-            labels=[f"step {step}" for step in steps],
-            edgecolor="white",
-            linewidth=0.4,
-        )
+        colors, labels = depth_colors(len(steps)), [f"step {step}" for step in steps]
+        axes.stackplot(tokens, *shares, colors=colors, labels=labels, edgecolor="white")
         axes.set_ylim(0, 1)
         axes.set_title("Where tokens exit, averaged over the batch")
         axes.set_ylabel("exit probability")
         token_axis(axes, tokens)
         axes.grid(visible=False)
         mean_axes = axes.twinx()
-        mean_axes.plot(
-            tokens, series(shown, "exit/mean_step"), color="#d1495b", label="mean exit step"
-        )
+        mean_axes.plot(tokens, series(shown, "exit/mean_step"), color="#d1495b")
         mean_axes.set_ylim(1, max(len(steps), 2))
         mean_axes.set_ylabel("mean exit step", color="#d1495b")
-        mean_axes.spines["top"].set_visible(False)
+        mean_axes.spines["right"].set_visible(True)
+        mean_axes.grid(visible=False)
         handles, labels = axes.get_legend_handles_labels()
         axes.figure.legend(  # beside the axes: the area fills all of them
-            handles[::-1], labels[::-1], loc="outside right upper", frameon=False
+            handles[::-1], labels[::-1], loc="outside right upper"
         )
 
     return draw_axes(draw, path)
@@ -139,7 +105,7 @@ def plot_held_out(records: Sequence[HeldOutRecord], path: Path) -> Path:
     )
 
 
-def plot_entropy(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def plot_entropy(records: Records, path: Path) -> Path:
     """Draw the mean entropy of the exit distribution, below a uniform one's."""
 
     def draw(axes: "Axes") -> None:
@@ -157,7 +123,7 @@ def plot_entropy(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return draw_axes(draw, path)
 
 
-def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], path: Path) -> Path:
+def plot_mixture(records: Records, mixture: Sequence[str], path: Path) -> Path:
     """Draw each source's share of the tokens read so far, and dashed the share asked for.
 
     Args:
@@ -194,7 +160,7 @@ def plot_mixture(records: Sequence[Mapping[str, Any]], mixture: Sequence[str], p
         axes.set_ylim(0, 1.02)
         axes.set_title("Share of each source in the tokens read so far")
         axes.set_ylabel("share")
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
         token_axis(axes, tokens)
 
     return draw_axes(draw, path)
@@ -209,12 +175,10 @@ def _asked_shares(mixture: Sequence[str]) -> dict[str, float]:
     return {name: e.weight / total for name, e in zip(names, entries, strict=True)}
 
 
-def plot_throughput(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def plot_throughput(records: Records, path: Path) -> Path:
     """Draw tokens per second, and below it the share of the time spent waiting for data."""
     tokens = series(records, "tokens")
-    figure, (speed_axes, wait_axes) = pyplot().subplots(
-        2, 1, figsize=(8.0, 5.4), layout="constrained", height_ratios=(3, 1), sharex=True
-    )
+    figure, (speed_axes, wait_axes) = pyplot().subplots(2, 1, height_ratios=(3, 1), sharex=True)
     speed = series(records, "tokens_per_second")
     draw_curve(speed_axes, tokens, speed, "#1f4e79")
     speed_axes.set_ylim(bottom=0)
@@ -224,8 +188,6 @@ def plot_throughput(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     wait_axes.plot(tokens, waiting, color="#d1495b", marker=only_marker(tokens))
     wait_axes.set_ylim(0, 1)
     wait_axes.set_ylabel("waiting for data")
-    for axes in (speed_axes, wait_axes):
-        plain(axes)
     token_axis(wait_axes, tokens)
     return save_figure(figure, path)
 

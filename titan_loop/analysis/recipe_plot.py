@@ -35,11 +35,7 @@ class StageCurve(NamedTuple):
 
 
 def plot_stages(folder: Path) -> Path:
-    """Draw `plots/loss.png` of a recipe's folder and return its path.
-
-    Raises:
-        UserError: The folder holds no recipe, or no stage has logged anything.
-    """
+    """Draw `plots/loss.png` of a recipe's folder and return its path."""
     branches = [
         branch
         for root in read_status(folder)
@@ -99,7 +95,7 @@ def plot_recipe(
         show_the_bulk(axes, np.concatenate(everything))
         axes.set_title("Training loss after the last recurrent step, stage by stage")
         axes.set_ylabel("cross entropy (nats per token)")
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
         token_axis(axes, np.array([0.0, most]))
         axes.set_xlabel("tokens read since the first stage began")
 

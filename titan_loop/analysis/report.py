@@ -30,17 +30,9 @@ REPORT_NAME = "report.html"
 
 
 def write_report(run_directory: RunDirectory) -> Path:
-    """Draw everything a run has data for and write `report.html`; return its path.
-
-    Raises:
-        UserError: The folder is not a run, or the run has logged nothing.
-    """
+    """Draw everything a run has data for and write `report.html`; return its path."""
     run_directory.read_run()
-    records = run_directory.read_metrics()
-    if not records:
-        raise UserError(
-            f"{str(run_directory.metrics_jsonl)!r} has no records; train the run before reporting"
-        )
+    records = _records(run_directory)
     lineage = SavedRun(run_directory.path).lineage()
     missing: list[str] = []
     training = [
@@ -56,6 +48,19 @@ def write_report(run_directory: RunDirectory) -> Path:
     path = run_directory.path / REPORT_NAME
     write_text(path, html_page)
     return path
+
+
+def plot_run(run_directory: RunDirectory) -> list[Path]:
+    """Draw the plots of training and of held-out text into `plots/` and return the paths."""
+    sections = [*_training(run_directory, _records(run_directory)), *_depths(run_directory)]
+    return [section.image for section in sections if section.image is not None]
+
+
+def _records(run_directory: RunDirectory) -> list[dict[str, Any]]:
+    records = run_directory.read_metrics()
+    if not records:
+        raise UserError(f"{str(run_directory.metrics_jsonl)!r} has no records; train the run first")
+    return records
 
 
 def _summary(run_directory: RunDirectory, records: Sequence[dict[str, Any]]) -> Section:
@@ -120,6 +125,22 @@ def _decisions(run_directory: RunDirectory) -> list[Section]:
     return [Section("Spikes", text, rows=decision_rows(decisions))]
 
 
+def _depths(run_directory: RunDirectory) -> list[Section]:
+    if not any(run_directory.evaluations.glob("depth-step-*.json")):
+        return []
+    depths = DepthReport.latest(run_directory)
+    return [
+        Section(
+            "Depth sweep on held-out text",
+            f"Bits per byte at step {depths.step:,}. The plot has differences to the first depth, "
+            "paired over the same windows, with 95 % intervals; grey marks the trained R, depths "
+            "beyond it extrapolate. The table has the values, and those of n-gram models.",
+            plot_depths(depths, run_directory.plots / "bits_per_byte.png"),
+            depth_rows(depths),
+        )
+    ]
+
+
 def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Section]:
     plots, sections = run_directory.plots, []
     name = run_directory.path
@@ -128,20 +149,8 @@ def _evaluations(run_directory: RunDirectory, missing: list[str]) -> list[Sectio
     own, tasks = "held_out", "offline"
     if generated is not None:
         own = tasks = generated.name
-    if any(run_directory.evaluations.glob("depth-step-*.json")):
-        depths = DepthReport.latest(run_directory)
-        sections.append(
-            Section(
-                "Depth sweep on held-out text",
-                f"Bits per byte at step {depths.step:,}. The plot has differences to the first "
-                "depth, paired over the same windows, with 95 % intervals; grey marks the trained "
-                "R, depths beyond it extrapolate. The table has the values, and those of n-gram "
-                "models.",
-                plot_depths(depths, plots / "bits_per_byte.png"),
-                depth_rows(depths),
-            )
-        )
-    elif has_text:
+    sections += _depths(run_directory)
+    if has_text and not sections:
         missing.append(f"a depth sweep: titan-loop eval {name}")
     reports = TaskReport.all_of(run_directory)
     swept = [report for report in reports if _has_depths(report)]

@@ -74,33 +74,31 @@ class ResultTable:
 
     def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
-        where, name = self.address(row, column)
-        found = sorted((r.seed, r.results[name]) for r in results if r.has(where, name))
+        name, runs = self._runs(results, row, column)
+        found = sorted((run.seed, run.results[name]) for run in runs)
         return [self.factor * value for _, value in found]
 
     def costs(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the training FLOPs of the runs that have a cell's number, where recorded."""
-        where, name = self.address(row, column)
-        return [r.flops for r in results if r.has(where, name) and r.flops]
+        return [run.flops for run in self._runs(results, row, column)[1] if run.flops]
 
     def has_any(self, results: Sequence["RunResult"]) -> bool:
         """Return whether a cell has a number."""
         return any(
-            self.values(results, row, column) for row in self.rows for column in self.columns
+            self._runs(results, row, column)[1] for row in self.rows for column in self.columns
         )
 
     def curves(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> Iterator[list[tuple[int, float]]]:
         """Yield (step, number) pairs of a cell over the training of every run that has it."""
-        where, name = self.address(row, column)
-        for result in results:
-            if result.has(where, name):
-                yield [
-                    (step, self.factor * found[name])
-                    for step, found in result.evaluations
-                    if name in found
-                ]
+        name, runs = self._runs(results, row, column)
+        for run in runs:
+            yield [
+                (step, self.factor * found[name])
+                for step, found in run.evaluations
+                if name in found
+            ]
 
     def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Interval | None:
         """Return a cell less the row `less`'s, both over the same documents and seeds.
@@ -108,23 +106,26 @@ class ResultTable:
         Returns:
             None where a run is missing, has no held-out text, or has read other documents.
         """
-        own, other = (self._units(results, label, column) for label in (row, self.less))
-        seeds = own.keys() & other.keys()
+        units: list[dict[int, tuple[list[float], list[float]]]] = []
+        for label in (row, self.less):
+            name, runs = self._runs(results, label, column)
+            units.append({run.seed: numbers(run.units[name]) for run in runs if name in run.units})
+        own, other = units
+        seeds = sorted(own.keys() & other.keys())
         if not seeds or any(own[seed][0] != other[seed][0] for seed in seeds):
             return None
-        n_bytes = own[min(seeds)][0]
         nats, other_nats = (
-            np.mean([found[seed][1] for seed in sorted(seeds)], axis=0) for found in (own, other)
+            np.mean([found[seed][1] for seed in seeds], axis=0) for found in (own, other)
         )
-        return paired_difference(nats, other_nats, n_bytes)
+        return paired_difference(nats, other_nats, own[seeds[0]][0])
 
-    def _units(
+    def _runs(
         self, results: Sequence["RunResult"], row: str, column: str
-    ) -> dict[int, tuple[list[float], list[float]]]:
-        """Return seed → bytes and nats of every document of a cell."""
+    ) -> tuple[str, list["RunResult"]]:
+        """Return the name of a cell's number, and the runs of its stage that have it."""
         where, name = self.address(row, column)
-        found = {r.seed: r.units.get(name) for r in results if r.has(where, name)}
-        return {seed: sums for seed, texts in found.items() if texts for sums in [numbers(texts)]}
+        stage = where.get("stage")
+        return name, [r for r in results if stage in (None, r.stage) and name in r.results]
 
     def address(self, row: str, column: str) -> tuple[Where, str]:
         """Return the address of a cell, and the name by which an evaluation reports its number."""
@@ -174,10 +175,6 @@ class RunResult:
     flops: float | None = None
     format_version: int = FORMAT_VERSION
 
-    def has(self, where: Where, name: str) -> bool:
-        """Return whether the run is of the stage that is meant, and was asked."""
-        return where.get("stage", self.stage) == self.stage and name in self.results
-
     def save(self, folder: Path) -> Path:
         """Write FOLDER/RECIPE/STAGE-seedS.json and return its path."""
         path = folder / short_name(self.recipe) / f"{self.stage}-seed{self.seed}.json"
@@ -186,11 +183,7 @@ class RunResult:
 
     @classmethod
     def of(cls, run: RunDirectory) -> "RunResult":
-        """Collect the records of a run.
-
-        Raises:
-            UserError: It was not started by `titan-loop train`, or logged nothing.
-        """
+        """Collect the records of a run."""
         started = run.read_run()
         start = [started, *started["restarts"]][-1]
         recipe, overrides = _recipe_of(start["command"])
@@ -223,11 +216,7 @@ class RunResult:
 
     @classmethod
     def all_of(cls, folder: Path) -> list["RunResult"]:
-        """Return the results saved in the folder of a recipe.
-
-        Raises:
-            UserError: A file is damaged, or there is none.
-        """
+        """Return the results saved in the folder of a recipe."""
         found = []
         for path in sorted(folder.glob("*-seed*.json")):
             record = read_json_object(path, fix="write it anew: results add RUN")
@@ -352,18 +341,15 @@ def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
     """Return a table in Markdown: means over seeds with their range, and the paper's numbers."""
-    lines = [
-        f"| {table.title} | {' | '.join(table.columns)} |",
-        f"|---|{'---|' * len(table.columns)}",
-    ]
+    rows = [[table.title, *table.columns]]
     for row in table.rows:
-        cells = [_cell(table, table.values(results, row, column)) for column in table.columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
+        cells = (table.values(results, row, column) for column in table.columns)
+        rows.append([row, *(_cell(values, table.digits) for values in cells)])
         if row in table.paper:
             told = (table.paper[row].get(column) for column in table.columns)
-            cells = ["" if value is None else f"{value:.{table.digits}f}" for value in told]
-            lines.append(f"| {row}, paper | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells = ("" if value is None else f"{value:.{table.digits}f}" for value in told)
+            rows.append([f"{row}, paper", *cells])
+    return _markdown(rows)
 
 
 def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
@@ -371,43 +357,43 @@ def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
 
     The 95 % intervals resample documents and average seeds: they leave out how seeds differ.
     """
-    lines = [
-        f"| {table.title}, less {table.less} | {' | '.join(table.columns)} |",
-        f"|---|{'---|' * len(table.columns)}",
-    ]
+    rows = [[f"{table.title}, less {table.less}", *table.columns]]
     for row in table.rows:
         found = [table.difference(results, row, column) for column in table.columns]
         if row != table.less and any(found):
-            cells = ["-" if x is None else _with_bounds(x, table.digits) for x in found]
-            lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _with_bounds(interval: Interval, digits: int) -> str:
-    value, low, high = (f"{number:+.{digits}f}" for number in interval)
-    return f"{value} [{low}, {high}]"
-
-
-def _cell(table: ResultTable, values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    mean = f"{fmean(values):.{table.digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):.{table.digits}f} to {max(values):.{table.digits}f})"
+            rows.append([row, *("-" if x is None else _bounds(x, table.digits) for x in found)])
+    return _markdown(rows) if len(rows) > 1 else ""
 
 
 def runs_text(results: Sequence[RunResult]) -> str:
     """Return a Markdown table of the runs themselves."""
-    lines = [
-        "| run | seed | steps | tokens | FLOPs | seconds | last loss | commit |",
-        f"|---|{'---|' * 7}",
-    ]
-    for result in sorted(results, key=lambda result: (result.stage, result.seed)):
-        flops = f"{result.flops:.2e}" if result.flops else "-"
-        lines.append(
-            f"| {result.stage} | {result.seed} | {result.steps:,} | {result.tokens:,} | "
-            f"{flops} | {result.seconds:,.0f} | {result.losses[-1][1]:.4g} | "
-            f"{result.commit or '-'} |"
+    rows = [["run", "seed", "steps", "tokens", "FLOPs", "seconds", "last loss", "commit"]]
+    for r in sorted(results, key=lambda result: (result.stage, result.seed)):
+        numbers = (
+            f"{r.seed}",
+            f"{r.steps:,}",
+            f"{r.tokens:,}",
+            f"{r.flops:.2e}" if r.flops else "-",
         )
-    return "\n".join(lines)
+        loss = f"{r.losses[-1][1]:.4g}"
+        rows.append([r.stage, *numbers, f"{r.seconds:,.0f}", loss, r.commit or "-"])
+    return _markdown(rows)
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def _bounds(interval: Interval, digits: int) -> str:
+    value, low, high = (f"{number:+.{digits}f}" for number in interval)
+    return f"{value} [{low}, {high}]"
+
+
+def _cell(values: Sequence[float], digits: int) -> str:
+    if not values:
+        return "-"
+    mean = f"{fmean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"

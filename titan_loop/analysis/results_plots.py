@@ -33,7 +33,7 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
         axes.set_title(table.title)
         axes.set_xticks(list(places), columns)
         axes.set_xlabel(table.columns_are)
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
 
     return draw_axes(draw, path)
 
@@ -73,6 +73,6 @@ def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: P
         axes.set_xscale("log")
         axes.set_xlabel("training FLOPs")
         axes.set_ylabel(f"{table.title}, {table.against_flops}")
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
 
     return draw_axes(draw, path)

@@ -36,9 +36,10 @@ from tyro.conf import (
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from titan_loop.errors import EXIT_OK, UserError, nearest
+from titan_loop.plugins import Verb, load
 from titan_loop.tables import columns
 
-Function = TypeVar("Function", bound=Callable[..., int | None])
+Function = TypeVar("Function", bound=Callable[..., Any])
 Run = Callable[[Sequence[str]], int]
 """Takes the words after a verb and returns the exit code."""
 
@@ -57,13 +58,13 @@ def recipe_first(function: Function) -> Function:
     return function
 
 
-def command(name: str, function: Callable[..., int | None]) -> Run:
+def command(name: str, function: Callable[..., Any]) -> Run:
     """Return the `run(words)` of a verb.
 
     Args:
-        function: Body of the verb; it returns an exit code, None for success. The text of its
-            docstring and its `Args:` are `--help`. A parameter `flags` receives the words that are
-            not its own, which are flags of a recipe.
+        function: Body of the verb; it returns an exit code, or lines or paths to print. The text of
+            its docstring and its `Args:` are `--help`. A parameter `flags` receives the words that
+            are not its own, which are flags of a recipe.
 
     Returns:
         A function that raises `UserError` for an unknown flag, a wrong value or a missing one, and
@@ -71,29 +72,45 @@ def command(name: str, function: Callable[..., int | None]) -> Run:
     """
 
     def run(words: Sequence[str]) -> int:
-        code = bind(name, function, words)()
-        return EXIT_OK if code is None else code
+        result = bind(name, function, words)()
+        if isinstance(result, int):
+            return result
+        if isinstance(result, (str, Path)):
+            result = [result]
+        for line in result if isinstance(result, (list, Iterator)) else ():
+            print(line)
+        return EXIT_OK
 
     return run
 
 
-def group(name: str, verbs: Mapping[str, Callable[..., int | None]]) -> Run:
+def group(name: str, verbs: Mapping[str, Callable[..., Any] | Verb]) -> Run:
     """Return the `run(words)` of a command with verbs of its own, such as `checkpoint ls`.
 
-    Without a verb, or for `--help`, the verbs are listed with the first line of their docstrings.
+    A `Verb` is a function of the package, which is imported when it is called. Without a verb, or
+    for `--help`, the verbs are listed.
     """
 
     def run(words: Sequence[str]) -> int:
         verb, *rest = words or ["--help"]
         if verb in HELP:
-            list_verbs(name, {n: (verb.__doc__ or "").splitlines()[0] for n, verb in verbs.items()})
+            list_verbs(name, {verb: _summary(function) for verb, function in verbs.items()})
             return EXIT_OK
         if verb not in verbs:
             raise UserError(f"unknown verb '{name} {verb}'{nearest(verb, verbs)}")
         logging.basicConfig(level=logging.INFO, format="%(message)s")
-        return command(f"{name} {verb}", verbs[verb])(rest)
+        function = verbs[verb]
+        return command(
+            f"{name} {verb}", load(function) if isinstance(function, Verb) else function
+        )(rest)
 
     return run
+
+
+def _summary(function: Callable[..., Any] | Verb) -> str:
+    if isinstance(function, Verb):
+        return function.summary
+    return (function.__doc__ or "").splitlines()[0]
 
 
 def list_verbs(name: str, summaries: Mapping[str, str]) -> None:
@@ -104,9 +121,7 @@ def list_verbs(name: str, summaries: Mapping[str, str]) -> None:
     print(f"\ntitan-loop {name} VERB --help says more.")
 
 
-def bind(
-    name: str, function: Callable[..., int | None], words: Sequence[str]
-) -> functools.partial[int | None]:
+def bind(name: str, function: Callable[..., Any], words: Sequence[str]) -> functools.partial[Any]:
     """Return `function` with the arguments that `words` give it; it raises as `command` does."""
     signature = inspect.signature(function)
     passes_on = _FLAGS in signature.parameters
@@ -117,14 +132,15 @@ def bind(
         if not add_help and words[0].startswith("-"):
             raise UserError(f"{name}: the recipe comes first, before {words[0]}")
 
-    def bound(*positional: Any, **named: Any) -> Callable[..., int | None]:
+    def bound(*positional: Any, **named: Any) -> Callable[..., Any]:
         return functools.partial(function, *positional, **named)
 
     parameters = [_marked(p) for p in signature.parameters.values() if p.name != _FLAGS]
     vars(bound)["__signature__"] = signature.replace(parameters=parameters)
     bound.__annotations__ = {p.name: p.annotation for p in parameters}
+    help_text = re.split(r"\n\n(?:Returns|Raises|Source):", inspect.getdoc(function) or "")[0]
     # tyro would keep the line breaks within an entry of `Args:`.
-    bound.__doc__ = re.sub(r"\n {8}(?=\S)", " ", inspect.getdoc(function) or "")
+    bound.__doc__ = re.sub(r"\n {8}(?=\S)", " ", help_text)
     words = [*_with_free_text(words)]
     options: dict[str, Any] = {
         "args": words,

@@ -123,9 +123,8 @@ def export(
     )
     if known is not None and not (chatml or no_chatml or run.tokenizer(tokenizer).is_known):
         logger.warning(
-            "%s has no chat template: without its data it is unknown whether the model was trained "
-            "on conversations; if it was, export again with --chatml",
-            output,
+            f"{output} has no chat template: without its data it is unknown whether the model was "
+            "trained on conversations; if it was, export again with --chatml"
         )
     print(output)
     if push is not None:

@@ -1,11 +1,50 @@
-"""`titan-loop doctor`: report how fit this machine is for a run, with a fix for every problem."""
+"""`titan-loop doctor`: versions, devices, ranks, compiler, folders and room, with fixes.
 
+Every check yields `Finding`s; it starts no process group and allocates nothing on a device.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import math
 import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from titan_loop.cli.arguments import command
-from titan_loop.errors import EXIT_CRASH, EXIT_OK
+from titan_loop.errors import EXIT_CRASH, EXIT_OK, UserError
+from titan_loop.launcher import slurm_job
 from titan_loop.tables import columns
+
+_PACKAGES = (
+    "titan-loop", "torch", "torchtitan", "triton", "datatrove", "tokenizers", "numpy"
+)  # fmt: skip
+_SMALLEST_DISK_BYTES = 2 * 10**9
+_SMALLEST_MEMORY_BYTES = 2 * 10**9
+_SLOW_START_SECONDS = 30.0  # 4 on an idle machine with its files in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        section: Subject, such as "device".
+        text: Result of the check.
+        fix: Remedy; None if nothing is wrong.
+        blocks_training: Whether a run would fail.
+    """
+
+    section: str
+    text: str
+    fix: str | None = None
+    blocks_training: bool = False
 
 
 def doctor(*, run_directory: Path = Path("runs")) -> int:
@@ -16,9 +55,15 @@ def doctor(*, run_directory: Path = Path("runs")) -> int:
     Args:
         run_directory: Folder that runs will be written to.
     """
-    from titan_loop.cli.machine import check_machine
-
-    findings = list(check_machine(run_directory, os.environ))
+    findings = [
+        *check_versions(),
+        *check_start(),
+        *check_devices(),
+        *check_launcher(os.environ),
+        *check_compiler(),
+        *check_folders(run_directory),
+        *check_room(run_directory),
+    ]
     for line in columns([(finding.section, finding.text) for finding in findings], left=(0, 1)):
         print(line)
     wrong = [finding for finding in findings if finding.fix is not None]
@@ -27,6 +72,208 @@ def doctor(*, run_directory: Path = Path("runs")) -> int:
         weight = "blocks training" if finding.blocks_training else "warning"
         print(f"- {finding.section} ({weight}): {finding.text}\n  fix: {finding.fix}")
     return EXIT_CRASH if any(finding.blocks_training for finding in wrong) else EXIT_OK
+
+
+def check_versions() -> Iterator[Finding]:
+    """Compare the installed versions with the bounds this package declares."""
+    from packaging.requirements import Requirement
+
+    yield Finding("python", platform.python_version())
+    try:
+        lines = importlib.metadata.requires("titan-loop") or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("titan-loop", "not installed, used from a folder", fix="pip install -e .")
+        lines = []
+    bounds = {
+        requirement.name: requirement.specifier
+        for requirement in map(Requirement, lines)
+        if requirement.marker is None or requirement.marker.evaluate()
+    }
+    for name in dict.fromkeys((*_PACKAGES, *bounds)):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name in bounds:
+                yield Finding(name, "missing", f"pip install '{name}{bounds[name]}'", True)
+            continue
+        if name in bounds and not bounds[name].contains(version, prereleases=True):
+            fix = f"pip install '{name}{bounds[name]}'"
+            yield Finding(name, f"{version} is outside {bounds[name]}", fix, True)
+        elif name in _PACKAGES:
+            yield Finding(name, version)
+
+
+def check_start() -> Iterator[Finding]:
+    """Time the imports of training; modules that the process has already imported cost nothing."""
+    before = _start_meters()
+    importlib.import_module("titan_loop.training.trainer")
+    wall, processor, disk_bytes = (
+        after - start for after, start in zip(_start_meters(), before, strict=True)
+    )
+    yield start_finding(wall, processor, disk_bytes)
+
+
+def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
+    """Say whether a start waits for the disk or for the processor.
+
+    Args:
+        wall: Seconds of the imports.
+        processor: Seconds in which they computed, or waited for a processor that others used.
+        disk_bytes: Bytes that came from a disk; nan where the system does not tell.
+    """
+    processor = min(processor, wall)  # several threads
+    from_disk = wall - processor
+    read = "" if math.isnan(disk_bytes) else f", {disk_bytes / 1e6:.0f} MB read from it"
+    text = f"imports took {wall:.1f} s: {processor:.1f} of processor, {from_disk:.1f} of disk{read}"
+    fix = None
+    if wall > _SLOW_START_SECONDS:
+        fix = "the disk is slow: put the environment (TITAN_LOOP_VENV) on a local one"
+        if processor > from_disk:
+            fix = "the processor is slow or shared: stop other programs, or ask for more cores"
+    return Finding("start", text, fix)
+
+
+def _start_meters() -> tuple[float, float, float]:
+    """Return seconds, seconds of or in the queue for a processor, and bytes read from disks."""
+    queued_seconds, disk_bytes = 0.0, math.nan
+    with contextlib.suppress(OSError, ValueError, IndexError):  # Linux has both, if allowed
+        queued_seconds = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        meters = dict(line.split(": ") for line in lines)
+        disk_bytes = float(meters["read_bytes"])
+    return time.perf_counter(), time.process_time() + queued_seconds, disk_bytes
+
+
+def check_devices() -> Iterator[Finding]:
+    """Report the device and the precision of a run."""
+    import torch
+
+    from titan_loop import compat
+
+    if compat.device_type() == "cuda":
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        yield Finding("device", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}, NCCL")
+        yield Finding("precision", "bfloat16 mixed precision")
+    else:
+        yield Finding("device", "CPU, gloo", fix=_why_no_gpu(torch.version.cuda))
+        yield Finding("precision", "float32")
+    yield Finding("SPMD backend", compat.SPMD_BACKEND)
+
+
+def _why_no_gpu(cuda_of_torch: str | None) -> str | None:
+    """Return a fix if there is an NVIDIA GPU that torch does not use."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    listing = subprocess.run([program, "-L"], capture_output=True, text=True, check=False)
+    if "GPU" not in listing.stdout:
+        return None
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return "unset CUDA_VISIBLE_DEVICES, which hides this machine's GPU"
+    if cuda_of_torch is None:
+        return "this machine has a GPU but torch is a CPU build: pip install a CUDA build of torch"
+    return f"torch was built for CUDA {cuda_of_torch}: upgrade the NVIDIA driver to match"
+
+
+def check_launcher(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Report the ranks a run would have and the threads of each."""
+    from titan_loop import compat
+
+    cores = len(os.sched_getaffinity(0))
+    wanted = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [key for key in wanted if key not in environment]
+    if "RANK" in environment and missing:
+        yield Finding(
+            "launcher",
+            f"RANK={environment['RANK']} is set without {', '.join(missing)}",
+            fix="start with torchrun, or unset RANK to train on one process",
+            blocks_training=True,
+        )
+        return
+    completed = dict(environment)
+    try:
+        rank, world_size = compat.start_runtime(completed)
+    except UserError as error:
+        yield Finding("launcher", str(error), "set it in the batch script", blocks_training=True)
+        return
+    if "RANK" in environment:
+        name = "torchrun"
+    else:
+        name = f"SLURM job {slurm_job(environment) or '?'}" if world_size > 1 else "none"
+    local = int(completed.get("LOCAL_WORLD_SIZE", "1"))
+    threads = compat.threads_per_rank(local)
+    yield Finding("launcher", f"{name}: rank {rank} of {world_size}, {local} on this host")
+    fix = (
+        f"set OMP_NUM_THREADS={max(1, cores // local)}, or start fewer ranks here: threads that "
+        "share a core wait for each other"
+    )
+    text = f"{threads} per rank, {local} rank{'s' if local > 1 else ''}, {cores} cores"
+    yield Finding("threads", text, fix if local * threads > cores else None)
+    if compat.device_type() == "cuda":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if local > gpus:
+            yield Finding(
+                "ranks",
+                f"{local} ranks on this host share {gpus} GPUs",
+                fix=f"start at most {gpus} ranks a host (torchrun --nproc-per-node {gpus})",
+                blocks_training=True,
+            )
+
+
+def check_compiler() -> Iterator[Finding]:
+    """Look for the compiler that `torch.compile` needs on this device."""
+    from titan_loop import compat
+    from titan_loop.distributed.compiler import missing_compiler
+
+    if missing := missing_compiler(compat.device_type()):
+        fix = "install gcc and g++, or train with --compile.no-enable"
+        yield Finding("compiler", f"{missing}: torch.compile cannot run", fix)
+    else:
+        yield Finding("compiler", "found: torch.compile can run")
+
+
+def check_folders(run_directory: Path) -> Iterator[Finding]:
+    """Write to every folder a run writes to, or to the parent it would be made in."""
+    for section, folder, fix in (
+        ("run directory", run_directory, "give another --dump-folder"),
+        ("temporary", Path(tempfile.gettempdir()), "point TMPDIR to a writable folder"),
+    ):
+        existing = _existing_parent(folder)
+        problem = None if existing.is_dir() else f"{existing} is a file"
+        try:
+            if problem is None:
+                with tempfile.TemporaryFile(dir=existing) as file:
+                    file.write(b"titan_loop")
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror})"
+        if problem is None:
+            yield Finding(section, f"{folder.absolute()} is writable")
+        else:
+            yield Finding(section, f"{folder.absolute()}: {problem}", fix, blocks_training=True)
+
+
+def _existing_parent(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def check_room(run_directory: Path) -> Iterator[Finding]:
+    """Report how much disk and memory is free."""
+    existing = _existing_parent(run_directory)
+    free = shutil.disk_usage(existing).free
+    fix = "free space, or give another --dump-folder: a checkpoint is three times the weights"
+    text = f"{free / 1e9:.1f} GB free at {existing}"
+    yield Finding("disk", text, fix if free < _SMALLEST_DISK_BYTES else None)
+    page = os.sysconf("SC_PAGE_SIZE")
+    memory, total = (page * os.sysconf(name) for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+    fix = "end other programs: importing torch and a small run need about 2 GB"
+    text = f"{memory / 1e9:.1f} GB free of {total / 1e9:.1f} GB"
+    yield Finding("memory", text, fix if memory < _SMALLEST_MEMORY_BYTES else None)
 
 
 run = command("doctor", doctor)

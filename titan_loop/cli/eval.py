@@ -71,25 +71,15 @@ class Scoring:
         words = (word.strip() for text in self.tasks or ("held_out",) for word in text.split(","))
         tasks = [word for word in words if word]
         says_how = frontier or self.exit != "full" or self.recurrent_steps is not None
+        own = ("tasks", "num_fewshot", "depths", "no_cache")
+        same = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         return TaskOptions(
             tasks=expand_tasks(tasks, self.num_fewshot),
-            recurrent_steps=self.recurrent_steps,
-            exit=self.exit,
             depths=self.depths or (DEPTH_SUITE_STEPS if "depth" in tasks and not says_how else ()),
             frontier=frontier,
-            kv_cache=self.kv_cache,
-            windows=self.windows,
-            sources=self.sources,
-            seq_len=self.seq_len,
-            limit=self.limit,
-            batch_size=self.batch_size,
-            max_length=self.max_length,
-            dtype=self.dtype,
-            tokenizer=self.tokenizer,
-            include_path=self.include_path,
             cache=not self.no_cache,
-            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             ema=ema,
+            **same,
         )
 
     def refuse_flags_of_tasks(self) -> None:
@@ -181,7 +171,6 @@ def evaluate(
 
 
 def _tasks(run: Path, stage: str | None, options: "TaskOptions") -> None:
-    """Evaluate tasks of one checkpoint."""
     from titan_loop.analysis.frontier import frontier_table, write_frontier
     from titan_loop.analysis.report_tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
@@ -242,7 +231,6 @@ def watch(
 
 
 def _quiet_logs() -> None:
-    """Show titan_loop's log, and of the harness only its errors."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     for name in ("datasets", "huggingface_hub", "httpx", "urllib3"):

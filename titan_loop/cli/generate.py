@@ -157,7 +157,6 @@ def generate(checkpoint: Path, generation: Generation, *, stage: str | None = No
 
 
 def _print_answer(session: "Session", prompt: str, given: Generation) -> None:
-    """Print one completion, or one turn of the chat, as it comes."""
     from titan_loop.inference.rows import Completion
 
     start = time.perf_counter()
@@ -170,7 +169,6 @@ def _print_answer(session: "Session", prompt: str, given: Generation) -> None:
 
 
 def _print_all(session: "Session", prompts: list[str], given: Generation) -> None:
-    """Complete several prompts in one batch and print them one after the other."""
     from titan_loop.inference.rows import Completion
 
     start = time.perf_counter()

@@ -81,7 +81,6 @@ def _register_rules() -> None:
 
 
 def _refuse_without_effect(arguments: Sequence[str]) -> None:
-    """Refuse torchtitan's flags that nothing here follows."""
     for word in arguments:
         flag = word.partition("=")[0].replace("_", "-")
         plain = re.sub(r"\.no-([\w-]+)$", r".\1", flag)

@@ -14,8 +14,8 @@ def plot(folder: Path) -> None:
     Args:
         folder: Run directory, or a recipe's folder.
     """
-    from titan_loop.analysis.plots import plot_run
     from titan_loop.analysis.recipe_plot import plot_stages
+    from titan_loop.analysis.report import plot_run
     from titan_loop.runs.run_directory import RunDirectory
     from titan_loop.runs.status import RECIPE_JSON
 

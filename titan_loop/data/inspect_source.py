@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ class StoredDocument(NamedTuple):
     """One document of a source.
 
     It takes the split's tokens from `first_token` on, `tokens` of them. `targets` of those are
-    targets of the loss; None without a mask, when all but the document's first are. `text` has
-    special tokens written out, and targets in ⟦ ⟧ where there is a mask.
+    targets of the loss; None without a mask, when all but the document's first are.
     """
 
     number: int
@@ -38,14 +37,25 @@ class StoredDocument(NamedTuple):
     targets: int | None
     text: str
 
+    def __str__(self) -> str:
+        targets = "" if self.targets is None else f", {self.targets} targets"
+        return (
+            f"--- document {self.number}: {self.tokens} tokens from token {self.first_token} on"
+            f"{targets}\n{self.text}"
+        )
+
 
 def show_source(
-    source: str | Path, count: int = 3, split: str = "train"
+    source: str | Path, *, count: int = 3, split: Literal["train", "held_out"] = "train"
 ) -> Iterator[StoredDocument]:
-    """Yield the first `count` stored documents of a prepared source.
+    """Print documents of a prepared source as the model reads them.
 
-    Raises:
-        UserError: If the source or its tokenizer is unusable, or `count` is below 1.
+    Special tokens are written out; if there is a loss mask, targets stand in ⟦ ⟧.
+
+    Args:
+        source: Folder of the source.
+        count: Number of documents, the first as they are stored.
+        split: Split of the source.
     """
     if count < 1:
         raise UserError(f"count {count} must be at least 1")

@@ -104,18 +104,16 @@ class OpenFiles:
         if descriptor is None:
             if len(self._descriptors) >= self._most:
                 self._close_first()
-            descriptor = self._descriptors[path] = self._open(path)
+            try:
+                descriptor = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._descriptors:
+                    raise
+                self._most = len(self._descriptors)  # the rest of the process took more
+                self._close_first()
+                descriptor = os.open(path, os.O_RDONLY)
+            self._descriptors[path] = descriptor
         return descriptor
-
-    def _open(self, path: str) -> int:
-        try:
-            return os.open(path, os.O_RDONLY)
-        except OSError as error:
-            if error.errno != errno.EMFILE or not self._descriptors:
-                raise
-            self._most = len(self._descriptors)  # the rest of the process took more than expected
-            self._close_first()
-            return os.open(path, os.O_RDONLY)
 
     def _close_first(self) -> None:
         os.close(self._descriptors.popitem(last=False)[1])

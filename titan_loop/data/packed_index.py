@@ -22,12 +22,7 @@ class PackedIndex:
     """The packed windows of one split; its files are opened when first used.
 
     Attributes:
-        card: The index's `PackedCard`.
         seq_len: L; a window's pieces sum to at most L + 1 tokens.
-
-    Raises:
-        UserError: As `open`; later, from `documents`, for an index that contradicts its shards, or
-            files that disappeared or were truncated.
     """
 
     @classmethod
@@ -35,11 +30,6 @@ class PackedIndex:
         cls, source: str | Path, split: str, seq_len: int, *, files: OpenFiles | None = None
     ) -> "PackedIndex":
         """Open the index of a prepared source; reads `source.json` and two file sizes.
-
-        Args:
-            split: "train" or "held_out".
-            seq_len: L.
-            files: Where its open files are counted; its own by default.
 
         Raises:
             UserError: If the source is unusable, was not packed for this window length, or a file
@@ -78,11 +68,7 @@ class PackedIndex:
         return self.card.tokens / (self.windows * (self.seq_len + 1))
 
     def documents(self, window: int) -> list[tuple[int, int]]:
-        """Return (first token in the split's stream, length) of each piece in window `window`.
-
-        Pieces are in stored order; they are whole documents, EOS included, or parts of one that is
-        longer than a window.
-        """
+        """Return (first token in the split's stream, length) of each piece in window `window`."""
         if not 0 <= window < self.windows:
             raise IndexError(window)
         before = min(window, 1)

@@ -43,12 +43,7 @@ def _require_size(path: str, found_bytes: int, expected_bytes: int) -> None:
 class TokenShards:
     """One split of a prepared source.
 
-    Args:
-        folder: The source's folder (the one with `source.json`).
-        files: Where its open files are counted; its own by default.
-
     Attributes:
-        name: The split's name.
         tokens: Length of the stream.
         disk_bytes: Size of the split's tokens, document ends and loss masks.
         files: Its open files.
@@ -208,7 +203,6 @@ class TokenShards:
         return parts
 
     def _ends_within(self, shard: int, first: int, last: int, before: int) -> np.ndarray:
-        """Return the document ends in first + 1..last, relative to the whole read."""
         self._check_index(shard)
         ends, stop = self._ends_after(shard, first)
         while ends[-1] <= last and stop < self._documents[shard]:
@@ -255,13 +249,7 @@ class TokenShards:
         return self.files.read(self._paths[shard], self._dtype, first, last - first)
 
     def _index(self, shard: int, first: int, count: int) -> np.ndarray:
-        """Return at most `count` document ends from number `first`.
-
-        They are compared with each other and with the ends before and after them.
-
-        Raises:
-            UserError: If they do not ascend, or lie outside the shard.
-        """
+        """Return at most `count` document ends from number `first`."""
         documents, tokens = self._documents[shard], self._starts[shard + 1] - self._starts[shard]
         count = min(count, documents - first)
         before, after = int(first > 0), int(first + count < documents)

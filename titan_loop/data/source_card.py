@@ -37,15 +37,7 @@ Card = TypeVar("Card", "SourceCard", "SplitCard", "ShardCard", "PackedCard")
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:
-    """Keep other processes from writing to a source's folder, which is created if it is missing.
-
-    Args:
-        folder: The source's folder; the lock file stays in it but is not part of the source.
-        field: Name of the folder in messages, such as "output".
-
-    Raises:
-        UserError: Another process prepares or packs there, or the folder cannot be written.
-    """
+    """Keep other processes from writing to a source's folder, which is created if it is missing."""
     return FolderLock(folder, LOCK_NAME, called=f"{field} {folder}", user="preparation")
 
 
@@ -135,11 +127,7 @@ class SourceCard:
         write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
 
     def shard_files(self, split: str) -> dict[str, int]:
-        """Return the size in bytes of every file of a split's shards, by its name in the source.
-
-        Raises:
-            UserError: A shard's name is not the name of a file.
-        """
+        """Return the size in bytes of every file of a split's shards, by its name in the source."""
         sizes: dict[str, int] = {}
         for shard in self.splits[split].shards:
             name = f"{split}/{require_file_name(shard.file, CARD_NAME)}"
@@ -150,11 +138,7 @@ class SourceCard:
         return sizes
 
     def files(self) -> list[str]:
-        """Return the names of the source's files in its folder, without its card.
-
-        Raises:
-            UserError: The name of a split or of a shard is not the name of a file.
-        """
+        """Return the names of the source's files in its folder, without its card."""
         names = [TOKENIZER_NAME]
         for split, contents in self.splits.items():
             require_file_name(split, CARD_NAME)
@@ -245,11 +229,7 @@ def _record_sha256(record: Mapping[str, Any]) -> str:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return how the text of a mixture ends: in its first source's EOS, in ChatML if one has chats.
-
-    Raises:
-        UserError: If the tokenizer does not have the EOS token.
-    """
+    """Return how a mixture's text ends: in its first source's EOS, in ChatML if one has chats."""
     end_of_text = tokenizer.id_to_token(cards[0].eos_id)
     if end_of_text is None:
         raise UserError(

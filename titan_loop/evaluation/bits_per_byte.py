@@ -35,9 +35,6 @@ def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
     Args:
         nats: (W) or scalar, summed negative log likelihood of each unit.
         n_bytes: (W) or scalar, UTF-8 bytes of the text those nats predict.
-
-    Raises:
-        UserError: If there is not a single byte.
     """
     total_bytes = float(np.sum(np.asarray(n_bytes, dtype=np.float64)))
     if total_bytes <= 0:
@@ -52,7 +49,6 @@ def bootstrap_bits_per_byte(
 
     Args:
         nats_RW: (R, W) summed negative log likelihood.
-        seed: Seed of the resamples, which all depths share.
 
     Returns:
         R intervals, in the order of the rows.

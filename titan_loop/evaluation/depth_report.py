@@ -29,7 +29,6 @@ class UnitSums:
     """Sums of the units of the bootstrap, which are documents, or windows where those are few.
 
     Attributes:
-        n_bytes: Bytes of every unit.
         nats: Recurrent steps → negative log likelihood of every unit.
     """
 
@@ -84,11 +83,7 @@ class DepthReport:
 
     @classmethod
     def load(cls, path: Path) -> "DepthReport":
-        """Read a file that `save` wrote.
-
-        Raises:
-            UserError: The file is damaged.
-        """
+        """Read a file that `save` wrote."""
         fix = "evaluate again"
         record = read_json_object(path, fix=fix)
         try:
@@ -113,11 +108,7 @@ class DepthReport:
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":
-        """Return the report of the largest step.
-
-        Raises:
-            UserError: If the run has none.
-        """
+        """Return the report of the largest step."""
         paths = {
             int(path.stem.rpartition("-")[2]): path
             for path in run_directory.evaluations.glob("depth-step-*.json")

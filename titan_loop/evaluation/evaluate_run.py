@@ -54,10 +54,6 @@ def evaluate_run(
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
-
-    Raises:
-        UserError: No run, config or checkpoint there, depths or windows below 1, or a run without
-            prepared sources while `sources` names none.
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
@@ -96,11 +92,7 @@ def evaluate_run(
 
 
 def count_what_was_read(run: SavedRun, data: Mapping[str, Any], vocab_size: int) -> TokenCounts:
-    """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them.
-
-    Args:
-        data: The loader's state, from a manifest.
-    """
+    """Count the tokens that training has read, or a sample of `MOST_COUNTED_TOKENS` of them."""
     if data["accepted"]:
         logger.warning(
             "the data changed at window %d: the n-gram baselines count the last mixture from the "

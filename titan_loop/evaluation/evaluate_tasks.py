@@ -57,23 +57,13 @@ _SAMPLE_QUESTIONS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """How to evaluate; everything but the checkpoint.
+    """How to evaluate; everything but the checkpoint. `titan_loop.cli.eval.Scoring` has the flags.
 
     Attributes:
         tasks: Tasks to ask, from `suites.expand_tasks`.
-        recurrent_steps: R of the exit policy; None takes the trained R.
         exit: One exit policy; excludes `depths` and `frontier`.
-        depths: Recurrent steps to read in one pass.
         frontier: Whether to read every depth and every policy at many settings.
-        sources: Sources to score, by name or folder; none for all of the run's.
-        seq_len: Tokens of a held-out window; None takes the trained length.
-        limit: Number of documents per task, for a first look; None for all.
-        max_length: Context in tokens; None takes the trained window.
-        tokenizer: A `tokenizer.json`; None takes the source's.
-        include_path: Folder of your own harness tasks.
         cache: Whether to keep the results of single requests on disk.
-        confirm_run_unsafe_code: Consent to run, on this machine and outside of any sandbox, the
-            programs that the model writes in code tasks.
         ema: Whether to evaluate the average of the weights.
     """
 

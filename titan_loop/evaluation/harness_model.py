@@ -79,10 +79,6 @@ class LoopLM(TemplateLM):
     Attributes:
         reading: Index of the reading that answers.
         count: Steps behind the answers since this record was last replaced.
-
-    Raises:
-        UserError: A value is unknown or out of range, or `load_checkpoint` or
-        `load_matching_tokenizer` raises it.
     """
 
     def __init__(
@@ -108,7 +104,9 @@ class LoopLM(TemplateLM):
         for name, value in unknown.items():
             known = [*signature(LoopLM).parameters][:-1]
             raise UserError(f"{name}={value} is unknown{nearest(name, known)}")
-        rows = _positive_rows(batch_size, max_batch_size)
+        rows = _whole("batch_size", batch_size, least=1) or 1
+        if max_batch_size not in (None, rows):
+            raise UserError(f"max_batch_size={max_batch_size} has no effect; give batch_size alone")
         recurrent_steps = _whole("recurrent_steps", recurrent_steps, least=1)
         max_length = _whole("max_length", max_length, least=2)
         cache_strategy(kv_cache)
@@ -158,11 +156,6 @@ class LoopLM(TemplateLM):
     def max_length(self) -> int:
         """Tokens the model can see."""
         return self.loaded.model.config.max_seq_len
-
-    @property
-    def forward_steps(self) -> int:
-        """Recurrent steps of scoring so far, times rows, on this rank."""
-        return self._scorer.forward_steps
 
     @property
     def eot_token_id(self) -> int:
@@ -222,7 +215,6 @@ class LoopLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether greedy) of continuations."""
         asked = [self._fitting(*request) for request in requests]
         return [
             (-self._count(score).nats[self.reading], score.greedy[self.reading])
@@ -401,15 +393,3 @@ def _device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device={name} is unknown; leave it out for this rank's own") from error
-
-
-def _positive_rows(batch_size: int | str, max_batch_size: int | None) -> int:
-    try:
-        rows = int(batch_size)
-    except ValueError:
-        rows = 0
-    if rows < 1:
-        raise UserError(f"batch_size={batch_size} must be a number of at least 1")
-    if max_batch_size not in (None, rows):
-        raise UserError(f"max_batch_size={max_batch_size} has no effect; give batch_size alone")
-    return rows

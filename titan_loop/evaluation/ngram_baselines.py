@@ -13,6 +13,7 @@ Goodman 1998, section 2.5.
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import UserError
@@ -25,20 +26,21 @@ class TokenCounts:
     """Counts of tokens and of pairs, filled chunk by chunk.
 
     Feed it the model's own (input, label) arrays, and it reads as the model does: no pair across a
-    document boundary, and none that was not trained on. Memory is 16 bytes per
-    distinct pair (at most V²), a few times that while chunks are merged.
+    document boundary, and none that was not trained on. Memory is 12 bytes per distinct pair (at
+    most V²), twice that while a chunk is added.
 
     Args:
         vocab_size: V; every token must be smaller.
+
+    Attributes:
+        label_counts_V: Number of labels of each token.
+        pairs_VV: Number of labels (columns) behind each input (rows).
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.label_counts_V: NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
-        self._keys: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._pair_counts: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        self._pending: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self._pending_size = 0
+        self.pairs_VV = csr_array((vocab_size, vocab_size), dtype=np.int64)
 
     @property
     def tokens(self) -> int:
@@ -57,26 +59,8 @@ class TokenCounts:
         """
         contexts, followers = _pairs(inputs, labels, self.vocab_size)
         self.label_counts_V += np.bincount(followers, minlength=self.vocab_size)
-        keys, counts = np.unique(contexts * self.vocab_size + followers, return_counts=True)
-        self._pending.append((keys, counts))
-        self._pending_size += len(keys)
-        if self._pending_size > max(len(self._keys), 1 << 20):
-            self._merge()
-
-    def pairs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the sorted keys a·V + b of all pairs seen and their counts."""
-        self._merge()
-        return self._keys, self._pair_counts
-
-    def _merge(self) -> None:
-        if not self._pending:
-            return
-        keys = np.concatenate([self._keys, *(keys for keys, _ in self._pending)])
-        counts = np.concatenate([self._pair_counts, *(counts for _, counts in self._pending)])
-        self._keys, place = np.unique(keys, return_inverse=True)
-        merged = np.zeros(len(self._keys), dtype=np.int64)
-        np.add.at(merged, place, counts)
-        self._pair_counts, self._pending, self._pending_size = merged, [], 0
+        ones = np.ones(len(contexts), dtype=np.int64)
+        self.pairs_VV += coo_array((ones, (contexts, followers)), self.pairs_VV.shape).tocsr()
 
 
 class UnigramModel:
@@ -97,36 +81,25 @@ class BigramModel:
     """P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a)); P(b) for a context never seen."""
 
     def __init__(self, counts: TokenCounts) -> None:
-        self.vocab_size = counts.vocab_size
         self.unigram = UnigramModel(counts)
-        self._keys, self._pair_counts = counts.pairs()
-        contexts = self._keys // self.vocab_size
-        self._distinct_V: Floats = np.bincount(contexts, minlength=self.vocab_size).astype(float)
-        self._total_V: Floats = np.bincount(
-            contexts, weights=self._pair_counts, minlength=self.vocab_size
-        ).astype(float)
+        self._pairs_VV = counts.pairs_VV
+        self._distinct_V: Floats = np.diff(counts.pairs_VV.indptr).astype(float)
+        self._total_V: Floats = np.asarray(counts.pairs_VV.sum(axis=1), dtype=float)
 
     def nats(self, inputs: Integers, labels: Integers) -> Floats:
         """Return −ln P(label | input) in the shape of `labels`, 0 where ignored."""
-        contexts, followers = _pairs(inputs, labels, self.vocab_size)
+        contexts, followers = _pairs(inputs, labels, self.unigram.vocab_size)
         lower = self.unigram.probability_V[followers]
         distinct, total = self._distinct_V[contexts], self._total_V[contexts]
-        seen = self._lookup(contexts * self.vocab_size + followers)
+        seen = np.asarray(self._pairs_VV[contexts, followers])
         mass = total + distinct
         probability = np.where(mass > 0, (seen + distinct * lower) / np.maximum(mass, 1), lower)
         return _in_place_of_labels(-np.log(probability), labels)
-
-    def _lookup(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        if not len(self._keys):
-            return np.zeros_like(keys)
-        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        return np.where(self._keys[place] == keys, self._pair_counts[place], 0)
 
 
 def _pairs(
     inputs: Integers, labels: Integers, vocab_size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the flat (context, follower) pairs that are not ignored."""
     assert inputs.shape == labels.shape, (inputs.shape, labels.shape)
     kept = labels != IGNORED
     contexts, followers = inputs[kept].astype(np.int64), labels[kept].astype(np.int64)

@@ -59,9 +59,6 @@ def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[Suite
     Args:
         asked: Suites, tasks of the harness, offline tasks.
         num_fewshot: Replaces every task's own number of examples.
-
-    Raises:
-        UserError: No name, or a negative number of examples.
     """
     if not asked:
         raise UserError(f"no task was named; give tasks or suites: {', '.join(_suites())}")

@@ -111,11 +111,7 @@ class TaskReport:
 
     @classmethod
     def load(cls, path: Path) -> "TaskReport":
-        """Read a file that `save` wrote.
-
-        Raises:
-            UserError: The file is damaged.
-        """
+        """Read a file that `save` wrote."""
         try:
             record = read_json_object(path, fix="evaluate again")
             record["tasks"] = {

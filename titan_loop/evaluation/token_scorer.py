@@ -47,9 +47,6 @@ class TokenScorer:
 
     Attributes:
         forward_steps: Recurrent steps run so far on this rank, times rows.
-
-    Raises:
-        UserError: A batch below one row, no reading, or a reading of a gate the model lacks.
     """
 
     def __init__(
@@ -68,11 +65,7 @@ class TokenScorer:
         self._device = model.tok_embeddings.weight.device
 
     def score(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
-        """Return the scores of all requests; collective over the ranks, if there are several.
-
-        Raises:
-            UserError: A request is longer than the context, or has tokens the model does not know.
-        """
+        """Return the scores of all requests; collective over the ranks, if there are several."""
         rows: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
             self._check(request)

@@ -56,9 +56,6 @@ def sums_in_training(
         windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
             and is the training window under context parallelism.
         forward: Scores a batch of `trainer.model`, this rank's share of each window.
-
-    Returns:
-        As `window_scores.sum_windows`.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:
@@ -172,12 +169,8 @@ class Questions(TrainingTask):
         cut = sum(len(context) + len(answer) > room + 1 for context, answer in pairs)
         if cut:
             logger.warning(
-                "suite: %d of %d answers of %s are longer than the window of %d tokens with their "
-                "question, which loses its beginning",
-                cut,
-                len(pairs),
-                name,
-                room,
+                f"suite: {cut} of {len(pairs)} answers of {name} are longer than the window of "
+                f"{room} tokens with their question, which loses its beginning"
             )
         longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
         multiple = window_multiple(trainer)
@@ -261,7 +254,6 @@ def _as_windows(pairs: Sequence[tuple[list[int], list[int]]], length: int) -> He
 def _multiple_choice(
     documents: Sequence[Mapping[str, Any]], nats_Q: Sequence[float]
 ) -> dict[str, float]:
-    """Return the harness' acc and acc_norm, and the bits per byte of the right answers."""
     nats = iter(nats_Q)
     right = right_by_character = bits = 0.0
     for document in documents:

@@ -58,9 +58,6 @@ class Watcher:
 
     Attributes:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
-
-    Raises:
-        UserError: An option is invalid, or a task is unknown.
     """
 
     def __init__(
@@ -89,9 +86,6 @@ class Watcher:
 
         Args:
             once: End as soon as nothing waits.
-
-        Raises:
-            UserError: The interval is not positive; or, with `once`, there is no such run.
         """
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")

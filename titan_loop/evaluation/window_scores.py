@@ -98,9 +98,6 @@ def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str,
     """Return the held-out windows of prepared sources by the sources' names.
 
     A source that cannot be scored is named in the log and left out, unless it is the last.
-
-    Raises:
-        UserError: None of them can be scored, for the reason of the first.
     """
     require_at_least(1, windows=count)
     found: dict[str, HeldOutWindows] = {}
@@ -151,9 +148,6 @@ def at_depths(
         model: May be distributed; every rank of its mesh then calls the function together.
         depths: Recurrent steps, each ≥ 1.
         share: The part of every window this rank computes; None for all of it.
-
-    Returns:
-        The function; it sums over this rank's tokens.
     """
 
     @torch.no_grad()

@@ -44,14 +44,7 @@ def parent_refusals(recipe: Recipe, stage: Stage) -> Iterator[Refusal]:
 def carry_refusals(
     stage: Stage, parent: Stage, *, wanted: Mapping[str, Any], trained: Mapping[str, Any]
 ) -> Iterator[Refusal]:
-    """Yield weights and moments that a stage cannot take over from its parent, trained or not.
-
-    Args:
-        stage: The child.
-        parent: The stage that it starts from.
-        wanted: Architecture of the child, see `titan_loop.checkpoint.model`.
-        trained: Architecture of the parent.
-    """
+    """Yield weights and moments that a stage cannot take over from its parent, trained or not."""
     carry = stage.config.checkpoint.carry
     yield from caught("checkpoint.carry", lambda: check_parent(trained, wanted, carry))
     for field, has, wants in (
@@ -88,10 +81,6 @@ def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
 
 
 def saved_state(config: RunConfig) -> Mapping[str, Any] | None:
-    """Return the trainer's record in a run's newest checkpoint; None before the first.
-
-    Raises:
-        UserError: The run has checkpoints, and none is usable.
-    """
+    """Return the trainer's record in a run's newest checkpoint; None before the first."""
     newest = newest_good(RunDirectory(config.dump_folder).checkpoints, look_at="manifest")
     return None if newest is None else newest[1]["trainer"]

@@ -78,11 +78,7 @@ class Recipe:
             seen.append(stage.name)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage called `name`.
-
-        Raises:
-            UserError: The recipe has no such stage.
-        """
+        """Return the stage called `name`."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

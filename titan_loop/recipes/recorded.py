@@ -40,9 +40,6 @@ def recorded_recipe(path: Path) -> Recipe:
 
     Args:
         path: `config.json` of a run, or a `config-before-restart-K.json`.
-
-    Raises:
-        UserError: The file cannot be read, lacks a class, or has a value that does not fit.
     """
     run = SavedRun(path.parent, config_json=path)
     before = run.lineage()[:-1]
@@ -66,7 +63,6 @@ def recorded_recipe(path: Path) -> Recipe:
 
 
 def _with_paths_found(run: SavedRun) -> dict[str, Any]:
-    """Return a run's config with the present paths of its data."""
     held_out = nested(run.config, "held_out")
     record = {**run.config, "dataloader": run.dataloader}
     if isinstance(held_out, dict) and isinstance(held_out.get("sources"), list):
@@ -83,11 +79,7 @@ class _Reading:
         self._absent: list[str] = []
 
     def config(self, record: dict[str, Any]) -> RunConfig:
-        """Return the config.
-
-        Raises:
-            UserError: As `recorded_recipe`.
-        """
+        """Return the config."""
         names = record.pop(CLASSES, None)
         if not isinstance(names, dict) or set(names) != {*CHOSEN, TASK_FIELD}:
             raise UserError(
@@ -108,13 +100,7 @@ class _Reading:
         return config
 
     def _built(self, kind: type, record: Any, name: str) -> Any:
-        """Return an instance of a dataclass.
-
-        Args:
-            kind: The dataclass.
-            record: Its fields as JSON values.
-            name: Dotted name of its field; empty for the whole config.
-        """
+        """Return an instance of a dataclass."""
         if not isinstance(record, dict):
             raise UserError(f"{name}={record!r:.40} must be an object")
         hints = get_type_hints(kind, include_extras=True)
@@ -179,7 +165,6 @@ def _chosen(field: str, name: str) -> type:
 
 
 def _concrete(base: type) -> Iterator[Any]:
-    """Yield all concrete subclasses."""
     for kind in base.__subclasses__():
         if not inspect.isabstract(kind):
             yield kind
@@ -187,7 +172,6 @@ def _concrete(base: type) -> Iterator[Any]:
 
 
 def _default(field: "Field[Any]") -> Any:
-    """Return the default of a field; None if it has none."""
     if field.default_factory is not MISSING:
         return field.default_factory()
     return None if field.default is MISSING else field.default

@@ -122,20 +122,7 @@ def check_recipe(
     folder: str = "",
     only: str | None = None,
 ) -> tuple[Path, list[Stage]]:
-    """Refuse a recipe that cannot be trained; touches neither a process group nor a device.
-
-    Args:
-        recipe: Its configs get their folders.
-        world_size: Number of ranks that will train.
-        folder: As for `run_recipe`.
-        only: As for `run_recipe`.
-
-    Returns:
-        The folder of the recipe, and the stages to train.
-
-    Raises:
-        UserError: One line naming stage, field, value and fix.
-    """
+    """Refuse a recipe that cannot be trained; touches neither a process group nor a device."""
     recipe.check()
     root = recipe.place(folder)
     return root, check_placed(recipe, world_size, only=only)
@@ -164,11 +151,7 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
 
 
 def is_complete(config: LoopTrainer.Config) -> bool:
-    """Return whether a checkpoint of a placed run holds its last token.
-
-    Raises:
-        UserError: The run has checkpoints, and none is usable.
-    """
+    """Return whether a checkpoint of a placed run holds its last token."""
     state = saved_state(config)
     return state is not None and state["tokens"] >= config.total_tokens
 
@@ -191,15 +174,7 @@ def _check(
     checked: Mapping[str, ResolvedRun],
     newest: Mapping[str, Newest],
 ) -> ResolvedRun:
-    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent.
-
-    Args:
-        recipe: The stage's recipe.
-        stage: The stage to check.
-        world_size: Number of ranks that will train.
-        checked: Stages that were checked before it, by name.
-        newest: Stage → its newest checkpoint, from `newest_of`.
-    """
+    """Refuse a stage that cannot run, cannot continue, or cannot start from its parent."""
     try:
         saved = saved_architecture(stage.config, newest[stage.name])
         before = checked.get(stage.parent or "")
@@ -228,7 +203,6 @@ def _check(
 
 
 def _warn_of_same_windows(recipe: Recipe, stage: Stage) -> None:
-    """Warn if a stage reads its parent's windows again in the same order."""
     if stage.parent is None:
         return
     parent = recipe.stage(stage.parent).config

@@ -40,9 +40,6 @@ def start_from(
 
     Returns:
         The run that they start from.
-
-    Raises:
-        UserError: There is no such model, or another one was imported into the folder before.
     """
     if not path.is_dir():
         raise UserError(
@@ -81,7 +78,6 @@ def _without_parent(recipe: Recipe) -> list[Stage]:
 
 
 def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Path:
-    """Return the run of an imported model; import it if the run does not exist."""
     output = folder / IMPORTED
     if RunDirectory(output).run_json.exists():
         lineage = SavedRun(output).checkpoint().manifest["lineage"]

@@ -30,7 +30,7 @@ from typing import Annotated, NamedTuple
 import tyro
 
 from titan_loop.data.keyed import keyed_integer, keyed_uniform
-from titan_loop.data.tasks.mano import mano_text
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError, exit_code
 from titan_loop.storage.json_files import write_json
 from titan_loop.storage.local_path import require_local
@@ -365,6 +365,16 @@ def run(build: Callable[..., object]) -> None:
     except UserError as error:
         print(f"titan-loop: error: {error}", file=sys.stderr)
         raise SystemExit(exit_code(error)) from error
+
+
+def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:
+    """Return a document of solved questions, one a line, with "=" in place of `<ans>`."""
+    drawn = Mano(modulus, max_operations).questions(key)
+    lines = [f"Prefix expressions modulo {modulus}, with their number of operations and value."]
+    for _, question in zip(range(questions), drawn, strict=False):
+        body = " ".join(str(symbol) for symbol in question.expression)
+        lines.append(f"len_{question.operations} {body} = {question.answer}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.load.splits import read as read_window
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import held_out_windows
 from titan_loop.data.load.loader import WindowLoader
@@ -50,7 +51,7 @@ def source(write_source: WriteSource, documents: DocumentMaker) -> Path:
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: bool) -> None:
     mask = add_masks(source) if masked else None
-    pack_source(source, L)
+    pack_source(source, seq_len=L)
     shards = TokenShards(source)
     stream, ends = shards.read(0, shards.tokens)
     allowed = np.ones(shards.tokens) if mask is None else mask
@@ -67,7 +68,7 @@ def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: b
     epochs, numbers = windows.locate(np.arange(2 * windows.windows_per_epoch))
     found: Counter = Counter()
     for epoch, number in zip(epochs.tolist(), numbers.tolist(), strict=True):
-        window = windows.read(epoch, number)
+        window = read_window(windows, epoch, number)
         pieces = np.split(np.arange(L), np.flatnonzero(window.positions == 0)[1:])
         for piece in pieces:
             assert window.positions[piece].tolist() == list(range(len(piece)))
@@ -84,10 +85,10 @@ def test_packed_windows_hold_whole_documents_and_padding(source: Path, masked: b
 
 
 def test_padding_is_never_valid(source: Path) -> None:
-    pack_source(source, 4 * L)
+    pack_source(source, seq_len=4 * L)
     windows = PackedWindows(TokenShards(source), 4 * L, key=0)
     for number in range(windows.windows_per_epoch):
-        window = windows.read(0, number)
+        window = read_window(windows, 0, number)
         tokens = sum(length for _, length in windows._index.documents(number))
         assert (window.input[tokens:] == EOS).all()
         assert (window.labels[max(0, tokens - 1) :] == IGNORED).all()
@@ -97,11 +98,11 @@ def test_padding_is_never_valid(source: Path) -> None:
 
 def test_a_mask_removes_labels_from_cuts_alone(source: Path) -> None:
     plain = CutWindows(TokenShards(source), L, key=2)
-    windows = [plain.read(0, number) for number in range(plain.windows_per_epoch)]
+    windows = [read_window(plain, 0, number) for number in range(plain.windows_per_epoch)]
     mask = add_masks(source)
     masked = CutWindows(TokenShards(source), L, key=2)
     for number, before in enumerate(windows):
-        after = masked.read(0, number)
+        after = read_window(masked, 0, number)
         start = masked.offset(0) + number * L + 1
         assert np.array_equal(after.input, before.input)
         assert np.array_equal(after.positions, before.positions)
@@ -111,7 +112,7 @@ def test_a_mask_removes_labels_from_cuts_alone(source: Path) -> None:
 
 def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, documents) -> None:
     other = write_source("text", [documents(8, 60, 20)])
-    pack_source(source, L)
+    pack_source(source, seq_len=L)
 
     def load(option: str) -> WindowLoader:
         return WindowLoader.Config(mixture=[f"{source}=1{option}", f"{other}=1"]).build(
@@ -130,7 +131,7 @@ def test_a_mixture_says_which_source_is_read_packed(source: Path, write_source, 
 
 
 def test_a_plan_counts_no_padding(source: Path) -> None:
-    pack_source(source, 3 * L, long_documents="split")
+    pack_source(source, seq_len=3 * L, long_documents="split")
     loader = WindowLoader.Config(mixture=[f"{source}:packed"]).build(
         dp_world_size=1, dp_rank=0, seq_len=3 * L, local_batch_size=1
     )
@@ -142,7 +143,7 @@ def test_a_plan_counts_no_padding(source: Path) -> None:
 
 
 def test_packed_for_another_length_is_refused(source: Path) -> None:
-    pack_source(source, L)
+    pack_source(source, seq_len=L)
     config = WindowLoader.Config(mixture=[f"{source}:packed"])
     with pytest.raises(UserError, match=f"not packed for windows of {2 * L}"):
         config.build(dp_world_size=1, dp_rank=0, seq_len=2 * L, local_batch_size=1)
@@ -150,7 +151,7 @@ def test_packed_for_another_length_is_refused(source: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["windows", "pieces"])
 def test_a_packed_index_truncated_while_training_is_named(source: Path, suffix: str) -> None:
-    pack_source(source, L)
+    pack_source(source, seq_len=L)
     loader = WindowLoader.Config(mixture=[f"{source}:packed"], prefetch=False).build(
         dp_world_size=1, dp_rank=0, seq_len=L, local_batch_size=2
     )
@@ -180,7 +181,7 @@ def test_a_mask_truncated_while_training_is_named(source: Path) -> None:
     for mask in (source / "train").glob(f"*{LOSS_SUFFIX}"):
         os.truncate(mask, 1)
     with pytest.raises(UserError, match=rf"0000\d\.ds\{LOSS_SUFFIX} ends before its value \d+"):
-        windows.read(0, 1)
+        read_window(windows, 0, 1)
 
 
 def test_held_out_windows_honour_masks(source: Path) -> None:

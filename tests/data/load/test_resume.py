@@ -173,7 +173,7 @@ def test_a_source_in_another_order_is_said(
     if change == "contents":
         a.rename(a.with_name("old"))
         write_source("a", [documents(7, 80, 20)])
-    pack_source(a, 24)
+    pack_source(a, seq_len=24)
     resumed = load(
         f"{a}={0.5 if change == 'weights' else 0.75}{':packed' if change == 'packed' else ''}",
         f"{b}=0.25",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.load.splits import read as read_window
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.windows import CutWindows
@@ -158,7 +159,7 @@ def test_long_windows_equal_a_vectorised_reference(
     windows = CutWindows(TokenShards(folder), seq_len, key=0)
     assert windows.windows_per_epoch >= 2
     for number in range(windows.windows_per_epoch):
-        window = windows.read(0, number)
+        window = read_window(windows, 0, number)
         first = windows.offset(0) + number * seq_len
         here = slice(first, first + seq_len)
         after = slice(first + 1, first + seq_len + 1)

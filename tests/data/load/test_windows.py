@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.load.splits import empty_window
+from tests.data.load.splits import read as read_window
 from titan_loop.data.labels import IGNORED
-from titan_loop.data.load.windows import CutWindows, Window
+from titan_loop.data.load.windows import CutWindows
 from titan_loop.data.shards import TokenShards
 from titan_loop.errors import UserError
 
@@ -27,7 +29,7 @@ def test_cut_window_equals_a_token_by_token_reference(lengths: list[int], skip: 
         return
     ids = np.arange(100, 100 + len(document_of))
     ends = np.asarray([e - skip for e in np.cumsum(lengths) if e > skip])
-    window = Window.empty(len(ids) - 1)
+    window = empty_window(len(ids) - 1)
     window.fill(ids, ends)
     positions, position = [], 0
     for i in range(len(document_of) - 1):
@@ -54,7 +56,7 @@ def test_an_epoch_predicts_every_token_between_the_cuts_once(
         epochs, cuts = windows.locate(counters)
         assert epochs.tolist() == [epoch] * per_epoch
         assert sorted(cuts.tolist()) == list(range(per_epoch))
-        read = [windows.read(epoch, int(cut)) for cut in cuts]
+        read = [read_window(windows, epoch, int(cut)) for cut in cuts]
         first = windows.offset(epoch)
         assert Counter(t for window in read for t in window.input.tolist()) == Counter(
             stream[first : first + per_epoch * seq_len]

@@ -40,9 +40,9 @@ def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **op
     (tmp_path / "prepare.toml").write_text(config)
     card = tokenize_source(
         [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
-        tmp_path / "out",
-        tokenizer_path=tokenizer,
-        config_path=tmp_path / "prepare.toml",
+        output=tmp_path / "out",
+        tokenizer=tokenizer,
+        config=tmp_path / "prepare.toml",
         tasks=2,
         **{"held_out_fraction": 0} | options,
     )
@@ -51,9 +51,8 @@ def prepare(texts: list[str], config: str, tokenizer: Path, tmp_path: Path, **op
 
 
 def stored(source: Path, split: str = "train") -> list[str]:
-    return sorted(
-        shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 999, split)
-    )
+    shown = show_source(source, count=999, split=split)
+    return sorted(document.text.removesuffix("<|endoftext|>") for document in shown)
 
 
 needs_spacy = pytest.mark.skipif(find_spec("spacy") is None, reason="needs the extra `clean`")
@@ -222,14 +221,14 @@ def test_chats_are_cleaned_as_text(small_tokenizer: Path, tmp_path: Path) -> Non
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = tmp_path / "prepare.toml"
     config.write_text("[minhash]\n")
-    options = {"tokenizer_path": small_tokenizer, "chat": True, "config_path": config}
-    card = tokenize_source(path, tmp_path / "out", held_out_fraction=0, **options)
+    options = {"tokenizer": small_tokenizer, "chat": True, "config": config}
+    card = tokenize_source(path, output=tmp_path / "out", held_out_fraction=0, **options)
     assert card is not None
     assert card.dropped == {"near_duplicate": 1}
     assert card.splits["train"].documents == 4
     config.write_text("[quality]\nc4_quality = {}\n")
     with pytest.raises(UserError, match="c4_quality rewrites texts, which chats do not allow"):
-        tokenize_source(path, tmp_path / "b", **options)
+        tokenize_source(path, output=tmp_path / "b", **options)
 
 
 def test_the_whole_config_file(tmp_path: Path) -> None:

@@ -28,14 +28,16 @@ TEXTS = [f"document number {n}: naïve 漢字 🙂\n" for n in range(7)]
 
 def prepare(inputs: Path | str, tokenizer: Path, out: Path, **options: Any) -> SourceCard:
     card = tokenize_source(
-        inputs, out, tokenizer_path=tokenizer, **{"held_out_fraction": 0} | options
+        inputs, output=out, tokenizer=tokenizer, **{"held_out_fraction": 0} | options
     )
     assert card is not None
     return card
 
 
 def stored(source: Path) -> list[str]:
-    return sorted(shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 99))
+    return sorted(
+        shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, count=99)
+    )
 
 
 def jsonl(texts: list[str]) -> bytes:
@@ -130,7 +132,7 @@ def test_a_folder_of_text(
     assert stored(out) == ["code", "prose"]
     assert "left out 1 hidden files" in caplog.text
     assert "c.bin, record 1: invalid UTF-8" in caplog.text
-    prepare(folder, small_tokenizer, tmp_path / "only", patterns=["*.py", "b.*"])
+    prepare(folder, small_tokenizer, tmp_path / "only", pattern=["*.py", "b.*"])
     assert stored(tmp_path / "only") == ["code", "prose"]
 
 
@@ -174,7 +176,7 @@ def test_which_files(tmp_path: Path) -> None:
     for arguments, options, message in [
         ([tmp_path / "missing"], {}, r"missing does not exist.*--format huggingface"),
         ([tmp_path / "empty"], {}, "empty has no document file"),
-        ([tmp_path / "x"], {"patterns": ["*.c"]}, r"has no document file that matches \*\.c"),
+        ([tmp_path / "x"], {"pattern": ["*.c"]}, r"has no document file that matches \*\.c"),
         ([tmp_path / "x"], {"format": "parquet"}, "has no parquet file"),
         ([tmp_path / "y"], {}, "mixes jsonl and parquet: give --format"),
         ([tmp_path / "x", tmp_path / "z"], {}, "inputs mix jsonl and text"),
@@ -182,7 +184,7 @@ def test_which_files(tmp_path: Path) -> None:
         ([tmp_path / "x"], {"format": "json"}, "format 'json' is not known; nearest: jsonl"),
         ([tmp_path / "x"], {"dataset_split": "test"}, "have no effect on files"),
         (["a", "b"], {"format": "huggingface"}, "reads one dataset, not 2"),
-        (["a"], {"format": "huggingface", "patterns": ["*"]}, "no effect on a Hugging Face"),
+        (["a"], {"format": "huggingface", "pattern": ["*"]}, "no effect on a Hugging Face"),
         (["s3://bucket/x"], {}, r"input s3://bucket/x is in an object store"),
         ([], {}, "no input"),
     ]:
@@ -234,7 +236,7 @@ def test_json_files_are_lines_only_where_that_is_said(tmp_path: Path) -> None:
         find_documents(tmp_path / "a.json")
     assert find_documents(tmp_path / "a.json", format="jsonl").format == "jsonl"
     assert len(find_documents(tmp_path, format="jsonl").files) == 1
-    assert len(find_documents(tmp_path, format="jsonl", patterns=["*.json*"]).files) == 3
+    assert len(find_documents(tmp_path, format="jsonl", pattern=["*.json*"]).files) == 3
     (tmp_path / "c.jsonl").unlink()
     with pytest.raises(UserError, match=r"has no jsonl file: choose by name with --pattern"):
         find_documents(tmp_path, format="jsonl")
@@ -287,7 +289,7 @@ def test_an_output_in_an_object_store_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(jsonl(TEXTS))
     writers: list[Callable[[], object]] = [
-        lambda: tokenize_source(tmp_path / "a.jsonl", output, tokenizer_path=small_tokenizer),
+        lambda: tokenize_source(tmp_path / "a.jsonl", output=output, tokenizer=small_tokenizer),
         lambda: train_tokenizer(tmp_path / "a.jsonl", vocab_size=300, output=output),
         lambda: import_tokenizer(small_tokenizer, output=output),
         lambda: build_local_python_corpus(output),

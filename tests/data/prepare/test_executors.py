@@ -29,7 +29,7 @@ def files(tmp_path: Path) -> list[Path]:
 
 def prepare(files: list[Path], out: Path, tokenizer: Path, **options: Any) -> SourceCard | None:
     return tokenize_source(
-        files, out, tokenizer_path=tokenizer, tasks=3, held_out_fraction=0.3, command="", **options
+        files, output=out, tokenizer=tokenizer, tasks=3, held_out_fraction=0.3, **options
     )
 
 
@@ -83,7 +83,7 @@ def test_slurm_submits_a_chain_that_ends_in_the_card(
     sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
     config = tmp_path / "prepare.toml"
     config.write_text('[slurm]\npartition = "cpu"\ntime = "1:00:00"\n')
-    options: dict[str, Any] = {"executor": "slurm", "workers": 2, "config_path": config}
+    options: dict[str, Any] = {"executor": "slurm", "workers": 2, "config": config}
     out = tmp_path / "out"
     with monkeypatch.context() as context:
         context.setenv("PATH", "/nowhere")
@@ -131,7 +131,7 @@ def test_ray_stores_the_same(files: list[Path], small_tokenizer: Path, tmp_path:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         found = prepare(
-            files, tmp_path / "ray", small_tokenizer, executor="ray", workers=2, config_path=config
+            files, tmp_path / "ray", small_tokenizer, executor="ray", workers=2, config=config
         )
     finally:
         ray.shutdown()

@@ -99,18 +99,6 @@ def test_a_rank_file_encodes_as_tiktoken_does(jsonl: Path, tmp_path: Path) -> No
     check()
 
 
-def test_special_tokens_of_a_rank_file_may_leave_gaps(jsonl: Path, tmp_path: Path) -> None:
-    ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
-    count = len(ranks.read_text().splitlines())
-    specials = {"<|endoftext|>": count + 3}
-    path = import_tokenizer(ranks, output=tmp_path, split_pattern=PATTERN, special_tokens=specials)
-    assert load_tokenizer(path).token_to_id("<|endoftext|>") == count + 3
-    with pytest.raises(UserError, match="special_tokens need distinct ids"):
-        import_tokenizer(
-            ranks, output=tmp_path, split_pattern=PATTERN, special_tokens={"<|endoftext|>": 5}
-        )
-
-
 def test_a_rank_file_needs_its_pattern(jsonl: Path, tmp_path: Path) -> None:
     ranks = write_ranks(tmp_path / "ranks.tiktoken", jsonl)
     with pytest.raises(UserError, match="give split_pattern"):
@@ -154,7 +142,7 @@ def test_training_reads_every_format(jsonl: Path, tmp_path: Path) -> None:
     archive.write_bytes(gzip.compress(jsonl.read_bytes()))
     expected = train_tokenizer(jsonl, vocab_size=300, output=tmp_path / "0").read_bytes()
     for inputs in (archive, folder):
-        path = train_tokenizer(inputs, vocab_size=300, output=tmp_path / "1", patterns=["*.md"])
+        path = train_tokenizer(inputs, vocab_size=300, output=tmp_path / "1", pattern=["*.md"])
         assert path.read_bytes() == expected
     other = train_tokenizer(folder, vocab_size=300, output=tmp_path / "2")
     assert other.read_bytes() != expected

@@ -54,7 +54,7 @@ def test_every_document_is_in_exactly_one_window(
 ) -> None:
     stored = documents(0, 300, 30)
     source = write_source("s", [stored[:100], stored[100:101], stored[101:]], held_out=[stored[:3]])
-    packed = pack_source(source, 32)
+    packed = pack_source(source, seq_len=32)
     index = PackedIndex.open(source, "train", 32)
     assert SourceCard.read(source).splits["train"].packed == (packed["train"],) == (index.card,)
     stream = stream_of(source)
@@ -78,9 +78,9 @@ def test_long_documents_are_refused_or_split(write_source: Callable[..., Path]) 
     with pytest.raises(
         UserError, match=r"2 documents of 'train' have more than 8 \+ 1 tokens, the longest 24"
     ):
-        pack_source(source, 8)
+        pack_source(source, seq_len=8)
     assert SourceCard.read(source).splits["train"].packed == ()
-    card = pack_source(source, 8, long_documents="split")["train"]
+    card = pack_source(source, seq_len=8, long_documents="split")["train"]
     assert card.split_documents == 2
     index = PackedIndex.open(source, "train", 8)
     stream = stream_of(source)
@@ -98,9 +98,9 @@ def test_packing_is_deterministic_and_replaces_only_its_own_length(
     write_source: Callable[..., Path], documents: Callable[[int, int, int], list[list[int]]]
 ) -> None:
     source = write_source("s", [documents(1, 50, 20)])
-    first = pack_source(source, 32)
-    pack_source(source, 64)
-    assert pack_source(source, 32) == first
+    first = pack_source(source, seq_len=32)
+    pack_source(source, seq_len=64)
+    assert pack_source(source, seq_len=32) == first
     packed = SourceCard.read(source).splits["train"].packed
     assert sorted(card.seq_len for card in packed) == [32, 64]
 
@@ -119,10 +119,12 @@ def test_packing_again_may_be_interrupted_anywhere(
             other.setattr(
                 packing, "best_fit_decreasing", lambda lengths, _: np.arange(len(lengths))
             )
-            pack_source(source, 32)
-    wanted = pack_source(write_source("t", [documents(1, 50, 20)], [documents(2, 20, 20)]), 32)
+            pack_source(source, seq_len=32)
+    wanted = pack_source(
+        write_source("t", [documents(1, 50, 20)], [documents(2, 20, 20)]), seq_len=32
+    )
     if same:
-        pack_source(source, 32)
+        pack_source(source, seq_len=32)
     rename, named = os.replace, list[bool]()
     for renames in range(6):  # four files and the card
         left = renames
@@ -138,9 +140,9 @@ def test_packing_again_may_be_interrupted_anywhere(
             stop.setattr(os, "replace", rename_or_stop)
             if renames < 5:
                 with pytest.raises(KeyboardInterrupt):
-                    pack_source(source, 32)
+                    pack_source(source, seq_len=32)
             else:
-                assert pack_source(source, 32) == wanted
+                assert pack_source(source, seq_len=32) == wanted
         assert [fault for fault in verify_source(source) if "packed_32" in fault] == []
         assert not list(source.glob("**/.*"))
         named.append(bool(SourceCard.read(source).splits["train"].packed))
@@ -149,7 +151,7 @@ def test_packing_again_may_be_interrupted_anywhere(
 
 def test_opening_opens_no_file(write_source: Callable[..., Path]) -> None:
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
-    pack_source(source, 8)
+    pack_source(source, seq_len=8)
     index = PackedIndex.open(source, "train", 8)
     assert len(index._files) == 0
     assert index.documents(0) == [(0, 2), (2, 3)]
@@ -161,7 +163,7 @@ def test_a_document_of_one_token_is_read_and_one_of_none_is_damage(
     write_source: Callable[..., Path],
 ) -> None:
     source = write_source("s", [[[0], [5, 0]]])
-    pack_source(source, 8)
+    pack_source(source, seq_len=8)
     assert sorted(PackedIndex.open(source, "train", 8).documents(0)) == [(0, 1), (1, 2)]
     _, path = index_paths(source / "train", 8)
     pieces = np.fromfile(path, dtype=PIECE)
@@ -177,7 +179,7 @@ def test_a_full_disk(write_source: Callable[..., Path]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(UserError, match=r"packed_8\.pieces cannot be written \(File too large"):
-            pack_source(source, 8)
+            pack_source(source, seq_len=8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert SourceCard.read(source).splits["train"].packed == ()
@@ -187,14 +189,14 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     source = write_source("s", [[[5, 0], [6, 7, 0]]])
     with pytest.raises(UserError, match=r"not packed for windows of 8 .* none.* --seq-len 8"):
         PackedIndex.open(source, "train", 8)
-    pack_source(source, 8)
+    pack_source(source, seq_len=8)
     with pytest.raises(UserError, match=r"not packed for windows of 9 in 'train' .*\[8\]"):
         PackedIndex.open(source, "train", 9)
     with pytest.raises(UserError, match="no split 'held_out'"):
         PackedIndex.open(source, "held_out", 8)
     for seq_len in (0, 2**24 + 1):
         with pytest.raises(UserError, match=f"seq_len {seq_len} must be from 1 to 16777216"):
-            pack_source(source, seq_len)
+            pack_source(source, seq_len=seq_len)
     windows, pieces = index_paths(source / "train", 8)
     content = pieces.read_bytes()
     pieces.write_bytes(content[:-1])
@@ -211,7 +213,7 @@ def test_damage_and_mistakes(write_source: Callable[..., Path]) -> None:
     index = next((source / "train").glob("*.index"))
     index.write_bytes(index.read_bytes()[::-1])
     with pytest.raises(UserError, match="document ends of 'train' do not ascend"):
-        pack_source(source, 8, long_documents="split")
+        pack_source(source, seq_len=8, long_documents="split")
 
 
 def test_document_ends_that_miss_the_end_of_their_shard(write_source: Callable[..., Path]) -> None:
@@ -219,4 +221,4 @@ def test_document_ends_that_miss_the_end_of_their_shard(write_source: Callable[.
     for number, ends in enumerate(([3, 6], [3, 4])):  # their sum is right
         np.asarray(ends, "<u8").tofile(index_path(source / "train" / f"{number:05d}.ds"))
     with pytest.raises(UserError, match="do not ascend to the last token of every shard"):
-        pack_source(source, 8)
+        pack_source(source, seq_len=8)

@@ -50,13 +50,13 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the open shard's
 def test_a_file_that_cannot_grow(files: list[Path], small_tokenizer: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer, "tasks": 2, "command": "", "held_out_fraction": 0}
+    options = {"tokenizer": small_tokenizer, "tasks": 2, "held_out_fraction": 0}
     with largest_file(30_000), pytest.raises(UserError, match=FULL):
-        tokenize_source(files, out, **options)
+        tokenize_source(files, output=out, **options)
     assert not (out / CARD_NAME).exists()
     assert [path.name for path in (out / "logs/train/completions").iterdir()] == ["00000"]
-    again = tokenize_source(files, out, **options)
-    whole = tokenize_source(files, tmp_path / "whole", **options)
+    again = tokenize_source(files, output=out, **options)
+    whole = tokenize_source(files, output=tmp_path / "whole", **options)
     assert again is not None
     assert whole is not None
     assert again.splits == whole.splits
@@ -71,7 +71,7 @@ def test_an_input_that_disappears(
 
     monkeypatch.setattr("titan_loop.data.prepare.pipelines.build_pipelines", build_after_removal)
     with pytest.raises(UserError, match=r"input .*1\.jsonl cannot be read to its end \(No such"):
-        tokenize_source(files, tmp_path / "out", tokenizer_path=small_tokenizer)
+        tokenize_source(files, output=tmp_path / "out", tokenizer=small_tokenizer)
 
 
 @pytest.fixture
@@ -111,9 +111,9 @@ def test_an_output_that_cannot_be_written(
     files: list[Path], small_tokenizer: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"output /proc/out cannot be written"):
-        tokenize_source(files, "/proc/out", tokenizer_path=small_tokenizer)
+        tokenize_source(files, output="/proc/out", tokenizer=small_tokenizer)
     with pytest.raises(UserError, match=r"cannot be written \(Not a directory\)"):
-        tokenize_source(files, files[0] / "out", tokenizer_path=small_tokenizer)
+        tokenize_source(files, output=files[0] / "out", tokenizer=small_tokenizer)
 
 
 def test_what_a_worker_process_finds_is_said_in_one_line(
@@ -149,10 +149,10 @@ def test_a_killed_preparation_goes_on(
     process.wait()
     done = {path.name: path.stat().st_mtime_ns for path in completions.iterdir()}
     assert 1 <= len(done) < 8, "killed too late to tell anything"
-    options = {"tokenizer_path": small_tokenizer, "tasks": 8, "held_out_fraction": 0}
-    again = tokenize_source(every, out, **options)
+    options = {"tokenizer": small_tokenizer, "tasks": 8, "held_out_fraction": 0}
+    again = tokenize_source(every, output=out, **options)
     assert {name: (completions / name).stat().st_mtime_ns for name in done} == done
-    whole = tokenize_source(every, tmp_path / "whole", **options)
+    whole = tokenize_source(every, output=tmp_path / "whole", **options)
     assert again is not None
     assert whole is not None
     assert again.splits == whole.splits
@@ -189,13 +189,13 @@ def test_one_process_at_a_time_prepares_a_source(
     files: list[Path], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer, "patterns": ["*"], "held_out_fraction": 0.0}
+    options = {"tokenizer": small_tokenizer, "pattern": ["*"], "held_out_fraction": 0.0}
     with hold(out) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         held = rf"out is in use by another preparation \(process {holder.pid} on .*; wait for it"
         with pytest.raises(UserError, match=f"output .*{held}"):
-            tokenize_source(files, out, tokenizer_path=small_tokenizer)
+            tokenize_source(files, output=out, tokenizer=small_tokenizer)
         assert [path.name for path in out.iterdir()] == [LOCK_NAME]
         holder.kill()
     refused: list[str] = []
@@ -209,17 +209,17 @@ def test_one_process_at_a_time_prepares_a_source(
     monkeypatch.setattr(
         "titan_loop.data.prepare.pipelines.build_pipelines", build_pipelines_and_compete
     )
-    card = tokenize_source(tmp_path, out, format="jsonl", **options)
+    card = tokenize_source(tmp_path, output=out, format="jsonl", **options)
     assert card is not None
     assert sum(split.documents for split in card.splits.values()) == 805
     assert f"in use by another preparation (process {os.getpid()} on" in refused[0]
-    assert tokenize_source(tmp_path, out, format="jsonl", overwrite=True, **options) == card
+    assert tokenize_source(tmp_path, output=out, format="jsonl", overwrite=True, **options) == card
     with hold(out) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=r"source .*out is in use by another preparation"):
-            pack_source(out, 256)
-    assert pack_source(out, 256)
+            pack_source(out, seq_len=256)
+    assert pack_source(out, seq_len=256)
     assert list(verify_source(out)) == []
 
 
@@ -228,4 +228,4 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
 ) -> None:
     os.truncate(files[0], 1 << 40)
     with pytest.raises(UserError, match="has a line of more than 268,435,456 bytes"):
-        tokenize_source(files[0], tmp_path / "out", tokenizer_path=small_tokenizer)
+        tokenize_source(files[0], output=tmp_path / "out", tokenizer=small_tokenizer)

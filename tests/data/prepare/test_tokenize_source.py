@@ -31,7 +31,10 @@ def texts() -> list[str]:
 
 
 def stored(source: Path, split: str) -> list[str]:
-    return [shown.text.removesuffix("<|endoftext|>") for shown in show_source(source, 10**6, split)]
+    return [
+        shown.text.removesuffix("<|endoftext|>")
+        for shown in show_source(source, count=10**6, split=split)
+    ]
 
 
 def test_given_splits_are_kept_and_documents_shuffled(
@@ -39,7 +42,7 @@ def test_given_splits_are_kept_and_documents_shuffled(
 ) -> None:
     write_jsonl(tmp_path / "in" / "train.jsonl", texts[:50])
     write_jsonl(tmp_path / "in" / "held_out.jsonl", texts[50:])
-    card = tokenize_source(tmp_path / "in", tmp_path / "out", tokenizer_path=small_tokenizer)
+    card = tokenize_source(tmp_path / "in", output=tmp_path / "out", tokenizer=small_tokenizer)
     assert card == SourceCard.read(tmp_path / "out")
     assert sorted(stored(tmp_path / "out", "train")) == sorted(texts[:50])
     assert stored(tmp_path / "out", "train") != texts[:50]
@@ -61,8 +64,7 @@ def test_given_splits_are_kept_and_documents_shuffled(
 def test_same_input_same_shards(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     cards = [
-        tokenize_source(path, tmp_path / f"{n}", tokenizer_path=small_tokenizer, command="test")
-        for n in range(2)
+        tokenize_source(path, output=tmp_path / f"{n}", tokenizer=small_tokenizer) for n in range(2)
     ]
     assert replace(cards[0], name="1") == cards[1]
 
@@ -72,7 +74,7 @@ def test_hash_split_covers_every_document_once(
 ) -> None:
     files = [write_jsonl(tmp_path / f"{n}.jsonl", texts[n::3]) for n in range(3)]
     tokenize_source(
-        files, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=0.3, tasks=3
+        files, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=0.3, tasks=3
     )
     train, held_out = (stored(tmp_path / "out", split) for split in ("train", "held_out"))
     assert sorted(train + held_out) == sorted(texts)
@@ -84,7 +86,7 @@ def test_an_empty_held_out_split_is_said(
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["one"])
     card = tokenize_source(
-        path, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=1e-9
+        path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=1e-9
     )
     assert card is not None
     assert card.splits["held_out"].documents == 0
@@ -99,8 +101,8 @@ def test_more_tasks_and_workers_store_the_same_documents(
     write_jsonl(tmp_path / "in" / "b.jsonl", texts[30:])
     card = tokenize_source(
         tmp_path / "in",
-        tmp_path / "out",
-        tokenizer_path=small_tokenizer,
+        output=tmp_path / "out",
+        tokenizer=small_tokenizer,
         held_out_fraction=0,
         tasks=5,
         workers=2,
@@ -113,7 +115,7 @@ def test_more_tasks_and_workers_store_the_same_documents(
 def test_a_special_token_in_a_text_stays_text(small_tokenizer: Path, tmp_path: Path) -> None:
     text = "before <|endoftext|> after"
     path = write_jsonl(tmp_path / "a.jsonl", [text])
-    tokenize_source(path, tmp_path / "out", tokenizer_path=small_tokenizer, held_out_fraction=0)
+    tokenize_source(path, output=tmp_path / "out", tokenizer=small_tokenizer, held_out_fraction=0)
     ids, ends = TokenShards(tmp_path / "out").read(0, TokenShards(tmp_path / "out").tokens)
     assert (ids == 0).sum() == 1
     assert ends.tolist() == [len(ids)]
@@ -129,8 +131,8 @@ def test_an_eos_inside_documents_is_seen_and_said(
     path = write_jsonl(tmp_path / "a.jsonl", ["before <|endoftext|> after"])
     card = tokenize_source(
         path,
-        tmp_path / "out",
-        tokenizer_path=tmp_path / "tokenizer.json",
+        output=tmp_path / "out",
+        tokenizer=tmp_path / "tokenizer.json",
         held_out_fraction=0,
     )
     assert card is not None
@@ -159,7 +161,7 @@ def test_a_tokenizer_that_truncates_and_pads_keeps_documents_whole(
     contents = []
     for name, tokenizer in (("whole", small_tokenizer), ("cut", tmp_path / "cutting.json")):
         out = tmp_path / name
-        tokenize_source(path, out, tokenizer_path=tokenizer, held_out_fraction=0, chat=chat)
+        tokenize_source(path, output=out, tokenizer=tokenizer, held_out_fraction=0, chat=chat)
         contents.append((TokenShards(out).contents(), stored(out, "train")))
     assert contents[0] == contents[1]
 
@@ -179,16 +181,16 @@ def test_bad_records_are_counted_shown_and_limited(
     ]
     path.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b"", b'{"text": "last"}']) + b"\n")
     out = tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer, "held_out_fraction": 0}
+    options = {"tokenizer": small_tokenizer, "held_out_fraction": 0}
     with pytest.raises(
         UserError,
         match=r"6 of 9 records are malformed .* --max-malformed 0.01 .*record 2: no text; "
         r".*record 3: no field 'text'; .*record 4: ",
     ):
-        tokenize_source(path, out, **options)
+        tokenize_source(path, output=out, **options)
     assert not (out / CARD_NAME).exists()
     # The same command with a larger tolerance goes on from the finished tasks.
-    card = tokenize_source(path, out, max_malformed=0.7, **options)
+    card = tokenize_source(path, output=out, max_malformed=0.7, **options)
     assert card is not None
     assert card.dropped == {"malformed": 4, "missing_text": 2, "empty": 1}
     assert card.splits["train"].documents == 2
@@ -208,21 +210,21 @@ def test_finished_tasks_are_skipped_when_started_again(
     archive = files[2] = files[2].with_suffix(".jsonl.gz")
     archive.write_bytes(sound)
     out = tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer, "tasks": 3, "command": ""}
+    options = {"tokenizer": small_tokenizer, "tasks": 3}
     options |= {"held_out_fraction": 0.3}
-    first = tokenize_source(files, tmp_path / "whole", **options)
+    first = tokenize_source(files, output=tmp_path / "whole", **options)
     assert first is not None
     # The third file's archive is damaged, so its task fails; the first two are done.
     archive.write_bytes(sound[:-20] + bytes(20))
     with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
-        tokenize_source(files, out, **options)
+        tokenize_source(files, output=out, **options)
     done = sorted((out / "train").glob("*_doc_shuffled.ds"))
     times = [path.stat().st_mtime_ns for path in done]
     assert len(done) == 2
     with pytest.raises(UserError, match=r"unfinished with other settings \(text_key\)"):
-        tokenize_source(files, out, text_key="body", **options)
+        tokenize_source(files, output=out, text_key="body", **options)
     archive.write_bytes(sound)
-    again = tokenize_source(files, out, **options)
+    again = tokenize_source(files, output=out, **options)
     assert again == replace(first, name="out")
     assert [path.stat().st_mtime_ns for path in done] == times
     assert not (out / "work").exists()
@@ -236,21 +238,21 @@ def test_an_input_edited_after_it_was_read_is_refused(
     files[2] = files[2].with_suffix(".jsonl.gz")
     files[2].write_bytes(sound[:-20] + bytes(20))
     out = tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer, "tasks": 3, "command": ""}
+    options = {"tokenizer": small_tokenizer, "tasks": 3}
     with pytest.raises(UserError, match=r"2\.jsonl\.gz cannot be read to its end"):
-        tokenize_source(files, out, **options)
+        tokenize_source(files, output=out, **options)
     files[2].write_bytes(sound)  # no task has finished reading this one
     edited = files[1].read_text().replace("says", "said")
     assert edited != files[1].read_text()
     files[1].write_text(edited)
     with pytest.raises(UserError, match=r"input .*/1\.jsonl was modified after .* pass overwrite"):
-        tokenize_source(files, out, **options)
+        tokenize_source(files, output=out, **options)
     unfinished = json.loads((out / SETTINGS_NAME).read_text())
     unfinished["modified_ns"] = [path.stat().st_mtime_ns for path in files]
     (out / SETTINGS_NAME).write_text(json.dumps(unfinished))
-    assert tokenize_source(files, out, **options) is not None
-    again = tokenize_source(files, out, **options, overwrite=True)
-    whole = tokenize_source(files, tmp_path / "whole", **options)
+    assert tokenize_source(files, output=out, **options) is not None
+    again = tokenize_source(files, output=out, **options, overwrite=True)
+    whole = tokenize_source(files, output=tmp_path / "whole", **options)
     assert again is not None
     assert whole is not None
     assert again.splits == whole.splits
@@ -260,15 +262,13 @@ def test_a_complete_source_is_replaced_only_when_told(
     texts: list[str], small_tokenizer: Path, tmp_path: Path
 ) -> None:
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    first = tokenize_source(path, out, tokenizer_path=small_tokenizer, command="")
+    first = tokenize_source(path, output=out, tokenizer=small_tokenizer)
     (out / CARD_NAME).unlink()
-    assert tokenize_source(path, out, tokenizer_path=small_tokenizer, command="") == first
+    assert tokenize_source(path, output=out, tokenizer=small_tokenizer) == first
     with pytest.raises(UserError, match="exists already"):
-        tokenize_source(path, out, tokenizer_path=small_tokenizer)
+        tokenize_source(path, output=out, tokenizer=small_tokenizer)
     (out / "train" / "leftover.ds").write_bytes(b"\0\0")
-    again = tokenize_source(
-        path, out, tokenizer_path=out / "tokenizer.json", overwrite=True, command=""
-    )
+    again = tokenize_source(path, output=out, tokenizer=out / "tokenizer.json", overwrite=True)
     assert again == first
     assert not (out / "train" / "leftover.ds").exists()
 
@@ -280,29 +280,29 @@ def test_other_peoples_folders_are_left_alone(
     for overwrite in (False, True):
         with pytest.raises(UserError, match=r"holds a 'train' that is not a source's"):
             tokenize_source(
-                path, tmp_path / "raw", tokenizer_path=small_tokenizer, overwrite=overwrite
+                path, output=tmp_path / "raw", tokenizer=small_tokenizer, overwrite=overwrite
             )
     assert path.exists()
 
 
 def test_mistakes(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    options = {"tokenizer_path": small_tokenizer}
+    options = {"tokenizer": small_tokenizer}
     with pytest.raises(UserError, match=r"held_out_fraction 1 must lie in \[0, 1\)"):
-        tokenize_source(path, out, held_out_fraction=1, **options)
+        tokenize_source(path, output=out, held_out_fraction=1, **options)
     with pytest.raises(UserError, match=r"max_malformed 2 must lie in \[0, 1\]"):
-        tokenize_source(path, out, max_malformed=2, **options)
+        tokenize_source(path, output=out, max_malformed=2, **options)
     with pytest.raises(UserError, match="tasks 0 and workers 1"):
-        tokenize_source(path, out, tasks=0, **options)
+        tokenize_source(path, output=out, tasks=0, **options)
     with pytest.raises(UserError, match=r"eos_token '<\|endoftxt\|>' .* nearest: <\|endoftext\|>"):
-        tokenize_source(path, out, eos_token="<|endoftxt|>", **options)
+        tokenize_source(path, output=out, eos_token="<|endoftxt|>", **options)
     with pytest.raises(UserError, match="cannot be written"):
-        tokenize_source(path, path / "below_a_file", **options)
+        tokenize_source(path, output=path / "below_a_file", **options)
     assert not out.exists()
     with pytest.raises(UserError, match="60 of 60 records are malformed or lack their text"):
-        tokenize_source(path, out, text_key="body", **options)
+        tokenize_source(path, output=out, text_key="body", **options)
     with pytest.raises(UserError, match=r"no document is left .*'missing_text': 60"):
-        tokenize_source(path, out, text_key="body", max_malformed=1, **options)
+        tokenize_source(path, output=out, text_key="body", max_malformed=1, **options)
     assert not (out / CARD_NAME).exists()
 
 
@@ -317,7 +317,7 @@ def test_large_vocabularies_take_four_bytes(small_tokenizer: Path, tmp_path: Pat
     for name, token_bytes in {"two": 2, "four": 4}.items():
         out = tmp_path / name
         card = tokenize_source(
-            path, out, tokenizer_path=tmp_path / f"{name}.json", held_out_fraction=0
+            path, output=out, tokenizer=tmp_path / f"{name}.json", held_out_fraction=0
         )
         assert card is not None
         assert card.token_bytes == token_bytes
@@ -336,12 +336,15 @@ def test_ids_that_two_bytes_cannot_hold(
     (tmp_path / "gap.json").write_text(json.dumps(raw))
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     with pytest.raises(UserError, match="an id of 70000 among 301 tokens"):
-        tokenize_source(path, tmp_path / "out", tokenizer_path=tmp_path / "gap.json")
+        tokenize_source(path, output=tmp_path / "out", tokenizer=tmp_path / "gap.json")
 
 
-def test_a_card_says_what_was_done(texts: list[str], small_tokenizer: Path, tmp_path: Path) -> None:
+def test_a_card_says_what_was_done(
+    texts: list[str], small_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tokenize", "it"])
     path, out = write_jsonl(tmp_path / "a.jsonl", texts), tmp_path / "out"
-    tokenize_source(path, out, tokenizer_path=small_tokenizer, licence="CC0", command="tokenize it")
+    tokenize_source(path, output=out, tokenizer=small_tokenizer, licence="CC0")
     card = json.loads((out / CARD_NAME).read_text())
     assert card["tokenizer_sha256"] == hashlib.sha256(small_tokenizer.read_bytes()).hexdigest()
     assert (card["licence"], card["command"]) == ("CC0", "tokenize it")
@@ -360,12 +363,12 @@ def test_a_card_tells_what_ends_a_text(tmp_path: Path, small_tokenizer: Path) ->
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "some text"}) + "\n")
     (tmp_path / "b.jsonl").write_text(json.dumps({"question": "1?", "answer": "2"}) + "\n")
     options: dict[str, Any] = {
-        "tokenizer_path": tmp_path / "tokenizer.json",
+        "tokenizer": tmp_path / "tokenizer.json",
         "held_out_fraction": 0,
         "eos_token": "</s>",
     }
-    text = tokenize_source(tmp_path / "a.jsonl", tmp_path / "a", **options)
-    chat = tokenize_source(tmp_path / "b.jsonl", tmp_path / "b", chat=True, **options)
+    text = tokenize_source(tmp_path / "a.jsonl", output=tmp_path / "a", **options)
+    chat = tokenize_source(tmp_path / "b.jsonl", output=tmp_path / "b", chat=True, **options)
     assert text is not None
     assert chat is not None
     assert text_format([text], tokenizer) == TextFormat(end_of_text="</s>")

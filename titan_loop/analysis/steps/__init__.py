@@ -19,10 +19,6 @@ register(
                 f"{_HERE}.lens:analyse_lens",
                 "read bridge and target off the states after every layer of every step",
             ),
-            "steps": Verb(
-                f"{_HERE}.step_exam:analyse_steps",
-                "ask the exam after every step: accuracy, margin, where exit policies halt",
-            ),
             "patching": Verb(
                 f"{_HERE}.patching:analyse_patching",
                 "replace single states by another question's; measure the effect",

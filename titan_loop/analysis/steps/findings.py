@@ -74,16 +74,7 @@ class Findings:
 def open_task(
     run: Path, strata: Sequence[str], questions: int, *, least: int = 1, use: Use = "analyse"
 ) -> tuple[Loaded, Task, list[str]]:
-    """Return a run on a generated task, the task, and the names of its strata to ask.
-
-    Args:
-        run: Run, or one of its checkpoints.
-        strata: Names; none for all.
-        least: Smallest number that is allowed.
-
-    Raises:
-        UserError: Too few questions, no such stratum, or a run on text.
-    """
+    """Return a run on a generated task, the task, and the names of its strata to ask."""
     require_at_least(least, questions=questions)
     loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])

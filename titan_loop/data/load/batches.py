@@ -97,9 +97,6 @@ class GlobalBatchLoader(BaseDataLoader):
     Args:
         description: Everything the data and its order depend on, in readable JSON fields; starts
             the hash. A saved position is only valid where the description is the same.
-        dp_world_size: Number of data-parallel ranks.
-        dp_rank: This process's data-parallel rank.
-        local_batch_size: Windows in a micro-batch of one rank.
         tokenizer: torchtitan's, not used: loaders read token ids.
         snapshot_every_n_steps: torchtitan's, not used: the state is current at every step.
 
@@ -193,11 +190,7 @@ class GlobalBatchLoader(BaseDataLoader):
         self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
     def locate(self, window: np.ndarray) -> np.ndarray:
-        """Return the identity of each global window: uint64, shape (len(window), 3).
-
-        Raises:
-            UserError: If there are no such windows.
-        """
+        """Return the identity of each global window: uint64, shape (len(window), 3)."""
         identity = np.zeros((len(window), 3), dtype=np.uint64)
         identity[:, 2] = window
         return identity
@@ -230,11 +223,7 @@ class GlobalBatchLoader(BaseDataLoader):
         """Log the sources that a job of this many windows reads; called once, at the start."""
 
     def require_windows(self, windows: int) -> None:
-        """Refuse a job of this many windows if the data ends before.
-
-        Raises:
-            UserError: The data ends before; the message names the settings to change.
-        """
+        """Refuse a job of this many windows if the data ends before."""
 
     @property
     def level(self) -> int:
@@ -285,9 +274,6 @@ class GlobalBatchLoader(BaseDataLoader):
         """Read this rank's part of a global batch without consuming it.
 
         A pure function of the position.
-
-        Raises:
-            UserError: If the data ends, or a file can no longer be read.
         """
         first, count, data_hash = position
         identity = self.locate(self.next_windows(first, count))
@@ -376,11 +362,7 @@ class GlobalBatchLoader(BaseDataLoader):
         return changes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the position in `state_dict`, saved under any split; empty means the start.
-
-        Raises:
-            UserError: As `check_state`.
-        """
+        """Go to the position in `state_dict`, saved under any split; empty means the start."""
         self._take_ahead()
         changes = self.check_state(state_dict)
         if not state_dict:

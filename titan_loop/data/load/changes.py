@@ -20,10 +20,6 @@ def data_changes(saved: Fields, here: Fields) -> list[str]:
     """Return one phrase per difference, "FIELD OLD → NEW"; none if the data is the same.
 
     Sources are matched by their path, then by their contents: a folder that was moved is the same.
-
-    Args:
-        saved: The description in the checkpoint.
-        here: The description of this start; `sources`, if there, lists one per source.
     """
     changes = _field_changes(saved, here, ignored=(SOURCES,))
     saved_sources, here_sources = saved.get(SOURCES, []), here.get(SOURCES, [])

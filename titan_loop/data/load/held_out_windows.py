@@ -58,11 +58,7 @@ class HeldOutWindows(NamedTuple):
 
 
 def why_not_scored(source_path: str | Path, seq_len: int) -> str:
-    """Return why a source's held-out split fills no window of L tokens; empty if it fills one.
-
-    Raises:
-        UserError: As `SourceCard.read`.
-    """
+    """Return why a source's held-out split fills no window of L tokens; empty if it fills one."""
     split = SourceCard.read(Path(source_path)).splits.get("held_out")
     tokens = 0 if split is None else split.tokens
     if tokens > seq_len:
@@ -95,10 +91,8 @@ def held_out_windows(
     if source.windows_per_epoch < count:
         warn_together(
             logger,
-            "source %s has only %d of the %d held-out windows wanted",
-            source_path,
-            source.windows_per_epoch,
-            count,
+            f"source {source_path} has only {source.windows_per_epoch} of the {count} held-out "
+            "windows wanted",
         )
         count = source.windows_per_epoch
     epochs, numbers = source.locate(np.arange(count))

@@ -41,11 +41,7 @@ def named_sources(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
-    """Read the cards of a mixture's sources.
-
-    Raises:
-        UserError: For an unusable card, or sources with different tokenizers.
-    """
+    """Read the cards of a mixture's sources."""
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
     for entry, card in zip(mixture, cards, strict=True):
         if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
@@ -111,11 +107,7 @@ class WindowLoader(GlobalBatchLoader):
         window comes again before its source ends."""
 
         def vocabulary(self) -> DataVocabulary:
-            """Return the vocabulary of all sources, held-out splits included.
-
-            Raises:
-                UserError: For an unusable mixture or card, or sources with different tokenizers.
-            """
+            """Return the vocabulary of all sources, held-out splits included."""
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)
@@ -264,29 +256,21 @@ class WindowLoader(GlobalBatchLoader):
         for index, (name, source) in enumerate(zip(self._names, self.sources, strict=True)):
             share = 0.0 if first is None else first.shares[index] / first.period
             logger.info(
-                "source %s: %.2f %% of windows, %d tokens, %s",
-                name,
-                100 * share,
-                source.shards.tokens,
-                source.describe_epoch(),
+                f"source {name}: {100 * share:.2f} % of windows, {source.shards.tokens} tokens, "
+                f"{source.describe_epoch()}"
             )
         starts = [stretch.first_window for stretch in self.order.stretches[1:]]
         starts += [] if self.order.end is None else [self.order.end]
-        for number, (start, used_up) in enumerate(
-            zip(starts, self.order.exhausted, strict=True), start=1
-        ):
+        for number, start in enumerate(starts, start=1):
             if start < windows:
-                logger.info("%s", self._exhaustion(number, used_up))
+                logger.info("%s", self._exhaustion(number))
         for demand in self.demand(windows):
             if demand.epochs > 1:
                 warn_together(
                     logger,
-                    "source %s will be read %.2f times: it has %d of the %d tokens that "
+                    f"source {demand.name} will be read {demand.epochs:.2f} times: it has "
+                    f"{demand.available_tokens} of the {demand.needed_tokens} tokens that "
                     "total_tokens takes from it",
-                    demand.name,
-                    demand.epochs,
-                    demand.available_tokens,
-                    demand.needed_tokens,
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,7 +369,6 @@ class WindowLoader(GlobalBatchLoader):
         return {**self._description, SOURCES: sources}
 
     def _milestones(self) -> tuple[list[int], int]:
-        """Return the epoch each source is in, and in which stretch the mixture is."""
         counts = self.order.counts(self.windows_consumed).tolist()
         epochs = [
             max(0, count - 1) // source.windows_per_epoch
@@ -400,16 +383,15 @@ class WindowLoader(GlobalBatchLoader):
             if epoch > old:
                 warn_together(
                     logger,
-                    "source %s is read again: epoch %d has begun by window %d",
-                    name,
-                    epoch,
-                    self.windows_consumed,
+                    f"source {name} is read again: epoch {epoch} has begun by window "
+                    f"{self.windows_consumed}",
                 )
         for number in range(old_stretch + 1, stretch + 1):
-            warn_together(logger, "%s", self._exhaustion(number, self.order.exhausted[number - 1]))
+            warn_together(logger, "%s", self._exhaustion(number))
 
-    def _exhaustion(self, number: int, exhausted: Sequence[int]) -> str:
+    def _exhaustion(self, number: int) -> str:
         """Describe the start of stretch `number` of the mixture, or the end behind the last."""
+        exhausted = self.order.exhausted[number - 1]
         names = ", ".join(f"{self._names[i]} (max_epochs={self._max_epochs[i]})" for i in exhausted)
         if number >= len(self.order.stretches):
             return f"{names} exhausted: the mixture ends at window {self.order.end}"

@@ -28,9 +28,6 @@ class TaskLoader(GlobalBatchLoader):
     last of a window is cut off where the window ends, so that nothing is padding; or, for models
     that have to see whole examples, each has a window to itself, and every position behind it is a
     document of its own without a label.
-
-    Raises:
-        UserError: For a parameter out of range, or a window shorter than the longest example.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -196,12 +193,7 @@ def place(
     *,
     start: int = 0,
 ) -> int:
-    """Write an example into a window, cut off at its end; return the positions written.
-
-    Args:
-        window: Overwritten from `start` on.
-        labels: Its labels to train on, or to grade.
-    """
+    """Write an example into a window, cut off at its end; return the positions written."""
     length = min(len(example.tokens), len(window.input) - start)
     here = slice(start, start + length)
     window.input[here] = example.tokens[:length]

@@ -43,12 +43,6 @@ class Window(NamedTuple):
     labels: np.ndarray
     columns: Mapping[str, np.ndarray] = {}
 
-    @classmethod
-    def empty(cls, seq_len: int) -> "Window":
-        """Return a window to be filled."""
-        inputs, positions, labels = np.empty((3, seq_len), dtype=np.int64)
-        return cls(inputs, positions, labels)
-
     def fill(self, ids: np.ndarray, ends: np.ndarray, mask: np.ndarray | None = None) -> None:
         """Overwrite this window with L + 1 tokens.
 
@@ -57,9 +51,6 @@ class Window(NamedTuple):
             ends: Ascending document ends in 1..L + 1 (int64); an end e says that token e - 1 is its
                 document's last.
             mask: 0 where a token may not be a label, shape (L + 1,); None allows all.
-
-        Raises:
-            ValueError: If the ends do not ascend.
         """
         length = len(self.input)
         self.input[:] = ids[:-1]
@@ -129,11 +120,7 @@ class SourceWindows(ABC):
 
     @abstractmethod
     def read_into(self, epoch: int, number: int, window: Window) -> None:
-        """Fill `window` with the window `number` of `epoch`.
-
-        Raises:
-            UserError: As `TokenShards.read`.
-        """
+        """Fill `window` with the window `number` of `epoch`."""
 
     @abstractmethod
     def describe_epoch(self) -> str:
@@ -142,12 +129,6 @@ class SourceWindows(ABC):
     def contents(self) -> str:
         """Return a digest of everything the windows are made of: 32 hexadecimal digits."""
         return self.shards.contents()
-
-    def read(self, epoch: int, number: int) -> Window:
-        """Return the window `number` of `epoch`."""
-        window = Window.empty(self.seq_len)
-        self.read_into(epoch, number, window)
-        return window
 
     def locate(self, counter: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return epoch (int64) and number (uint64) of the windows at `counter` (any shape)."""
@@ -183,15 +164,9 @@ class SourceWindows(ABC):
 class CutWindows(SourceWindows):
     """Fixed cuts of a source's stream: n = max(1, floor((T - L) / L)) windows of its T tokens.
 
-    Args:
-        key: Chooses order and offsets.
-
     Attributes:
         unread_tokens_per_epoch: Tokens that no window of an epoch predicts, besides the stream's
             first: those before the offset and after the last cut, fewer than 2 L.
-
-    Raises:
-        UserError: If the split has fewer than L + 1 tokens.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
@@ -237,9 +212,6 @@ class PackedWindows(SourceWindows):
 
     Padding is EOS tokens that form a document of their own: no text attends to them, and they are
     never labels.
-
-    Raises:
-        UserError: If the split was not packed for this window length.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:

@@ -23,12 +23,15 @@ A table that is absent is switched off; `--executor` decides whether [slurm] or 
 import importlib
 import inspect
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from titan_loop.errors import UserError, nearest
+
+Executor = Literal["local", "slurm", "ray"]
+EXECUTORS: tuple[str, ...] = get_args(Executor)
 
 QUALITY_FILTERS = {
     "gopher_quality": ("gopher_quality_filter", "GopherQualityFilter"),
@@ -37,6 +40,9 @@ QUALITY_FILTERS = {
     "c4_quality": ("c4_filters", "C4QualityFilter"),
 }
 """Our name for each of datatrove's filters, and where datatrove keeps it."""
+
+_MINHASH = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
+"""Options of datatrove's MinhashConfig."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +102,8 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         wanted = str if name == "language" else dict
         if not isinstance(value, wanted):
             raise UserError(f"config {path}: {name} = {value!r} must be a {wanted.__name__}")
-    quality = raw.get("quality", {})
-    _require_known(path, "quality.", quality, QUALITY_FILTERS)
-    for name, options in quality.items():
+    _require_known(path, "quality.", raw.get("quality", {}), QUALITY_FILTERS)
+    for name, options in raw.get("quality", {}).items():
         if not isinstance(options, dict):
             raise UserError(
                 f"config {path}: quality.{name} = {options!r} must be a table, e.g. {{}}"
@@ -106,13 +111,8 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         defaults = _parameters(quality_filter(name))
         _require_known(path, f"quality.{name}.", options, defaults)
         _require_types(path, f"quality.{name}", options, defaults)
-    if "minhash" in raw:
-        from datatrove.pipeline.dedup.minhash import MinhashConfig
-
-        known = ("n_grams", "num_buckets", "hashes_per_bucket", "seed")
-        assert set(known) <= set(_parameters(MinhashConfig))
-        _require_known(path, "minhash.", raw["minhash"], known)
-        _require_positive(path, "minhash", raw["minhash"])
+    _require_known(path, "minhash.", raw.get("minhash", {}), _MINHASH)
+    _require_positive(path, "minhash", raw.get("minhash", {}))
     if "decontaminate" in raw:
         table = raw["decontaminate"]
         known = [item.name for item in fields(Decontamination)]
@@ -127,7 +127,14 @@ def read_prepare_config(path: str | Path | None) -> PrepareConfig:
         raw["decontaminate"] = Decontamination(**table)
     config = PrepareConfig(**raw)
     if config.cleaning():
-        _require_language(path, config.language)
+        from datatrove.utils.word_tokenizers import load_tokenizer_assignments
+
+        known = load_tokenizer_assignments()
+        if config.language not in known:
+            raise UserError(
+                f"config {path}: language = {config.language!r} is not a language that datatrove "
+                f"splits into words{nearest(config.language, known)}"
+            )
     return config
 
 
@@ -157,9 +164,8 @@ def _parameters(cls: type) -> dict[str, Any]:
 
 
 def _require_known(
-    path: str | Path, prefix: str, table: Mapping[str, Any], known: Iterable[str]
+    path: str | Path, prefix: str, table: Mapping[str, Any], known: Collection[str]
 ) -> None:
-    known = list(known)
     for name in table:
         if name not in known:
             raise UserError(f"config {path}: unknown name {prefix}{name}{nearest(name, known)}")
@@ -175,18 +181,6 @@ def _require_types(
         kind = kinds.get(type(default), "a list")
         if default is not None and kinds.get(type(value), "a list") != kind:
             raise UserError(f"config {path}: {prefix}.{name} = {value!r} must be {kind}")
-
-
-def _require_language(path: str | Path, language: str) -> None:
-    from datatrove.utils.word_tokenizers import load_tokenizer_assignments
-
-    known = load_tokenizer_assignments()
-    if language not in known:
-        raise UserError(
-            f"config {path}: language = {language!r} is not a language that datatrove splits into "
-            "words"
-            f"{nearest(language, known)}"
-        )
 
 
 def _require_positive(path: str | Path, prefix: str, table: Mapping[str, Any]) -> None:

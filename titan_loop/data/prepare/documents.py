@@ -9,12 +9,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
+
+from tyro.constructors import PrimitiveConstructorSpec
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.local_path import require_local
 
 logger = logging.getLogger(__name__)
+
+Inputs = Annotated[
+    str | Path | Sequence[str | Path],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="PATH ...",
+        instance_from_str=tuple,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+    ),
+]
+"""Files, folders, or the name of a dataset; several on the command line."""
 
 Format = Literal["auto", "jsonl", "parquet", "text", "huggingface"]
 FORMATS: tuple[str, ...] = get_args(Format)
@@ -45,11 +59,11 @@ class Documents:
 
 
 def find_documents(
-    inputs: str | Path | Sequence[str | Path],
-    held_out_inputs: str | Path | Sequence[str | Path] | None = None,
+    inputs: Inputs,
+    held_out_inputs: Inputs = (),
     *,
     format: Format = "auto",
-    patterns: Sequence[str] = (),
+    pattern: Sequence[str] = (),
     dataset_config: str | None = None,
     dataset_split: str = "train",
     ours: Sequence[Path] = (),
@@ -62,34 +76,27 @@ def find_documents(
             One dataset name for the format "huggingface".
         held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
             `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
-        format: How to read the files; "auto" goes by their names.
-        patterns: Glob patterns such as "*.py"; a file in a folder must match at least one.
         ours: Files and folders written by an earlier run; skipped where an input folder holds them.
-
-    Raises:
-        UserError: For an unknown format, a missing or empty input, one in an object store, files of
-            several formats or of an ambiguous one, an unusable file name, or options without
-            effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")
     if format == "huggingface":
-        return _dataset(inputs, held_out_inputs, patterns, dataset_config, dataset_split)
+        return _dataset(inputs, held_out_inputs, pattern, dataset_config, dataset_split)
     if dataset_config is not None or dataset_split != "train":
         raise UserError(
             "dataset_config and dataset_split have no effect on files: give --format huggingface "
             "or drop them"
         )
     paths = _as_list(inputs)
-    held_out = None if held_out_inputs is None else _as_list(held_out_inputs)
-    if held_out is None and len(paths) == 1 and format in ("auto", "jsonl"):
+    held_out = _as_list(held_out_inputs)
+    if not held_out and len(paths) == 1 and format in ("auto", "jsonl"):
         pair = [paths[0] / name for name in _HELD_OUT_PAIR]
         if all(path.is_file() for path in pair):
             paths, held_out = [pair[0]], [pair[1]]
     kinds: set[str] = set()
-    files = _expand(paths, format, patterns, ours, kinds)
-    held_out_files = _expand(held_out or [], format, patterns, ours, kinds)
-    if not files or (held_out is not None and not held_out_files):
+    files = _expand(paths, format, pattern, ours, kinds)
+    held_out_files = _expand(held_out, format, pattern, ours, kinds)
+    if not files:
         raise UserError("no input: give at least one file or folder")
     if len(kinds) > 1:
         raise UserError(f"the inputs mix {' and '.join(sorted(kinds))}: prepare them separately")
@@ -100,8 +107,8 @@ def find_documents(
 
 
 def _dataset(
-    inputs: str | Path | Sequence[str | Path],
-    held_out_inputs: object,
+    inputs: Inputs,
+    held_out_inputs: Inputs,
     patterns: Sequence[str],
     config: str | None,
     split: str,
@@ -109,7 +116,7 @@ def _dataset(
     names = [str(path) for path in _as_list(inputs)]
     if len(names) != 1:
         raise UserError(f"format 'huggingface' reads one dataset, not {len(names)}: {names}")
-    if held_out_inputs is not None or patterns:
+    if held_out_inputs or patterns:
         raise UserError(
             "held_out_inputs and patterns have no effect on a Hugging Face dataset: use "
             "--held-out-fraction"
@@ -119,7 +126,7 @@ def _dataset(
     )
 
 
-def _as_list(inputs: str | Path | Sequence[str | Path]) -> list[Path]:
+def _as_list(inputs: Inputs) -> list[Path]:
     paths = [inputs] if isinstance(inputs, str | Path) else inputs
     for path in paths:
         require_local(path, "input")
@@ -228,9 +235,8 @@ def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
     links = sum(path not in files and path.is_symlink() for path in shown)
     if links:
         logger.warning(
-            "%s: left out %d links to folders or to nothing; give folders as inputs of their own",
-            folder,
-            links,
+            f"{folder}: left out {links} links to folders or to nothing; give folders as inputs "
+            "of their own"
         )
     return visible
 

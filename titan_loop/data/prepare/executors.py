@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from datatrove.executor.base import PipelineExecutor
 
+from titan_loop.data.prepare.config import Executor
 from titan_loop.errors import UserError, nearest
 from titan_loop.storage.json_files import read_json
 from titan_loop.storage.regular_file import DamagedFileError
 
 logger = logging.getLogger(__name__)
-
-Executor = Literal["local", "slurm", "ray"]
-EXECUTORS: tuple[str, ...] = get_args(Executor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,15 +51,10 @@ def run_pipelines(
 
     Args:
         pipelines: Pipelines, each after the one it depends on.
-        workers: Number of a pipeline's tasks that run at the same time.
         options: Options of datatrove's executor, from the config's table of the same name.
 
     Returns:
         Whether the pipelines are done; False if they were only submitted, as under SLURM.
-
-    Raises:
-        UserError: If the executor cannot be used here or does not know an option, or if tasks did
-            not finish.
     """
     if executor == "slurm":
         if shutil.which("sbatch") is None:
@@ -90,9 +83,6 @@ def slurm_chain(
     """Return one executor a pipeline, each depending on the one before.
 
     Jobs start in this Python's virtual environment, unless the options say otherwise.
-
-    Raises:
-        UserError: If `partition` or `time` is missing from the options, or one is unknown.
     """
     from datatrove.executor.slurm import SlurmPipelineExecutor
 

@@ -4,6 +4,7 @@ fetch(NAME) ─► list the repository's files ─► download those that are no
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -45,15 +46,19 @@ PUBLIC_SETS = {
 """Data sets for pretraining and tokenizers by the names that `data fetch` takes."""
 
 
-def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
-    """Download a public set, or continue an interrupted download.
+def fetch(name: str, *, output: Path, files: int | None = None) -> Iterator[str]:
+    """Download a public data set or tokenizer from the Hugging Face Hub.
+
+    Names: fineweb-edu, openwebmath, tinystories, wikitext; ouro-tokenizer, smollm2-tokenizer,
+    gpt2-tokenizer. Give the same command again to continue after an interruption.
 
     Args:
+        name: Name of the set.
         output: Folder for its files, below their folders in the repository.
-        files: Most files, the first by name; None for all.
+        files: Most files to download, the first by name.
 
     Returns:
-        The files.
+        Paths of the files, then a line about their licence.
 
     Raises:
         UserError: An unknown name, a count below 1, or no connection to the Hub.
@@ -68,20 +73,17 @@ def fetch(name: str, output: Path, *, files: int | None = None) -> list[Path]:
 
         listed = HfApi().list_repo_files(chosen.repo, repo_type=chosen.kind)
         wanted = sorted(file for file in listed if fnmatch(file, chosen.pattern))[:files]
-        paths: list[Path] = []
         for number, file in enumerate(wanted, start=1):
             logger.info("%s: %d of %d, %s", chosen.repo, number, len(wanted), file)
-            paths.append(
-                Path(hf_hub_download(chosen.repo, file, repo_type=chosen.kind, local_dir=output))
-            )
+            yield hf_hub_download(chosen.repo, file, repo_type=chosen.kind, local_dir=output)
     except Exception as error:  # the client raises many kinds
         raise UserError(
             f"data fetch {name}: {chosen.repo} cannot be had ({first_line(error)}); check the "
             "network and give the same command again, or download it elsewhere and copy its files"
         ) from error
-    if not paths:
+    if not wanted:
         raise UserError(
             f"data fetch {name}: {chosen.repo} has no {chosen.pattern} any more; give its files to "
             "data tokenize by hand"
         )
-    return paths
+    yield (f"Licence: {chosen.licence}; give it to data tokenize with --licence '{chosen.licence}'")

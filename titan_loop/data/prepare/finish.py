@@ -25,11 +25,7 @@ _USUAL_WINDOW = 2048
 
 
 def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> SourceCard:
-    """Check the files of the pipelines and commit them as a source.
-
-    Args:
-        steps: Names of every pipeline's steps, in their order.
-    """
+    """Check the files of the pipelines and commit them as a source."""
     output = preparation.output
     names = SPLITS if preparation.holds_out else SPLITS[:1]
     counted = {name: statistics(preparation.logs(name), steps[name]) for name in names}
@@ -43,12 +39,8 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
     }
     for name, split in splits.items():
         logger.info(
-            "%s/%s: %d documents, %d tokens, %d bytes of text",
-            output,
-            name,
-            split.documents,
-            split.tokens,
-            split.text_bytes,
+            f"{output}/{name}: {split.documents} documents, {split.tokens} tokens, "
+            f"{split.text_bytes} bytes of text"
         )
     if not splits["train"].tokens:
         raise UserError(
@@ -158,11 +150,8 @@ def _split_card(folder: Path, id_bytes: int, eos_id: int, counts: Counter[str]) 
     )
     if misplaced:
         logger.warning(
-            "%s: document ends and EOS id %d disagree in %d places: use a tokenizer whose EOS is a "
-            "special token",
-            folder,
-            eos_id,
-            misplaced,
+            f"{folder}: document ends and EOS id {eos_id} disagree in {misplaced} places: use a "
+            "tokenizer whose EOS is a special token"
         )
     if card.tokens != counts["tokens"]:
         raise UserError(

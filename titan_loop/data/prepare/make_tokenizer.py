@@ -3,13 +3,13 @@
 import base64
 import binascii
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from titan_loop.data.prepare.documents import Documents, Format, find_documents
+from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.data.prepare.pipeline_steps import (
     DROPPED_BY_READERS,
     document_reader,
@@ -36,27 +36,27 @@ _PROBE = (
 
 
 def train_tokenizer(
-    inputs: str | Path | Sequence[str | Path],
+    inputs: Inputs,
     *,
     vocab_size: int,
     output: str | Path,
-    text_key: str = "text",
     format: Format = "auto",
-    patterns: Sequence[str] = (),
+    pattern: tuple[str, ...] = (),
+    text_key: str = "text",
 ) -> Path:
-    """Train a byte-level BPE on documents and write it as `tokenizer.json`.
+    """Train a byte-level BPE on documents and write its tokenizer.json.
 
     Digits are split individually; merges never cross the words of GPT-2's pattern. The result is
     the same for the same documents.
 
     Args:
         inputs: JSONL, Parquet or text files, or folders of one of these. From a folder with
-            `train.jsonl` and `held_out.jsonl` only the first is read.
-        vocab_size: Tokens in all, special tokens and the 256 bytes included.
-        output: The file to write, or an existing folder for `tokenizer.json`.
-
-    Returns:
-        The path of the written file.
+            train.jsonl and held_out.jsonl only the first is read.
+        vocab_size: Number of tokens, special ones and the 256 bytes included.
+        output: Path of the new tokenizer.json, or an existing folder for it.
+        format: Format of the files; auto goes by their names.
+        pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
+        text_key: Field that holds a document's text.
 
     Raises:
         UserError: For a missing or unreadable input, a record without text, a vocabulary too small
@@ -70,7 +70,7 @@ def train_tokenizer(
         raise UserError(
             f"vocab_size {vocab_size} is below {smallest}, 256 bytes and the special tokens"
         )
-    documents = replace(find_documents(inputs, format=format, patterns=patterns), held_out_files=())
+    documents = replace(find_documents(inputs, format=format, pattern=pattern), held_out_files=())
     output = _output_file(output)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
@@ -96,38 +96,31 @@ def train_tokenizer(
 
 
 def import_tokenizer(
-    path: str | Path,
-    *,
-    output: str | Path,
-    split_pattern: str | None = None,
-    special_tokens: Mapping[str, int] | None = None,
+    input: str | Path, *, output: str | Path, split_pattern: str | None = None
 ) -> Path:
-    """Copy a `tokenizer.json`, or convert a tiktoken rank file, to `output`.
+    """Convert a tiktoken rank file to a tokenizer.json.
+
+    Special tokens, `<|endoftext|>` and ChatML's two, come after the last rank.
 
     Args:
-        path: A `tokenizer.json`, or a rank file (lines of base64 bytes and rank).
-        output: The file to write, or an existing folder for `tokenizer.json`.
-        split_pattern: A rank file's pre-tokenisation pattern, which the file does not hold.
-            Required for rank files.
-        special_tokens: A rank file's special tokens and ids; default `<|endoftext|>` and the two
-            ChatML tokens after the last rank.
+        input: tiktoken rank file (lines of base64 bytes and rank), or a tokenizer.json to copy.
+        output: Path of the new tokenizer.json, or an existing folder for it.
+        split_pattern: Pre-tokenisation pattern of the rank file, from its publisher.
 
     Raises:
         UserError: If the file is missing or neither kind; if the pattern is missing; if the output
             cannot be written; or if the converted tokenizer does not agree with tiktoken on a probe
             text.
     """
-    require_local(path, "tokenizer")
-    path, output = Path(path), _output_file(output)
+    require_local(input, "tokenizer")
+    path, output = Path(input), _output_file(output)
     if not path.is_file():
         raise UserError(
             f"tokenizer {path} is not a file: give a tokenizer.json or a tiktoken rank file"
         )
     if path.read_bytes()[:1] == b"{":
-        if split_pattern is not None or special_tokens is not None:
-            raise UserError(
-                "split_pattern and special_tokens have no effect on a tokenizer.json: drop them"
-            )
+        if split_pattern is not None:
+            raise UserError("split_pattern has no effect on a tokenizer.json: drop it")
         return _save(load_tokenizer(path), output)
     ranks = _read_ranks(path)
     if split_pattern is None:
@@ -135,8 +128,7 @@ def import_tokenizer(
             f"tokenizer {path} is a tiktoken rank file, which does not hold its split pattern: "
             "give split_pattern as its publisher states it"
         )
-    specials = dict(special_tokens or _default_specials(len(ranks)))
-    return _save(_from_ranks(ranks, split_pattern, specials), output)
+    return _save(_from_ranks(ranks, split_pattern), output)
 
 
 def _texts(documents: Documents, text_key: str) -> Iterator[str]:
@@ -200,13 +192,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _default_specials(first_id: int) -> dict[str, int]:
-    return {token: first_id + index for index, token in enumerate(SPECIAL_TOKENS)}
-
-
-def _from_ranks(
-    ranks: Mapping[bytes, int], split_pattern: str, special_tokens: Mapping[str, int]
-) -> "Tokenizer":
+def _from_ranks(ranks: Mapping[bytes, int], split_pattern: str) -> "Tokenizer":
     """Express tiktoken's rule as BPE merges.
 
     tiktoken merges the adjacent pair whose *concatenation* has the lowest rank. That is a merge
@@ -229,14 +215,9 @@ def _from_ranks(
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    by_id = {token_id: token for token, token_id in special_tokens.items()}
-    if min(by_id, default=len(ranks)) < len(ranks) or len(by_id) < len(special_tokens):
-        raise UserError(
-            f"special_tokens need distinct ids of {len(ranks)} or more: {special_tokens}"
-        )
-    for token_id in range(len(ranks), max(by_id, default=-1) + 1):  # ids must have no gaps
-        name = by_id.get(token_id, f"<|unused_{token_id}|>")
-        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
+    )
     _require_agreement(tokenizer, ranks, split_pattern)
     return tokenizer
 

@@ -31,10 +31,11 @@ LongDocuments = Literal["refuse", "split"]
 
 
 def pack_source(
-    source: str | Path, seq_len: int, *, long_documents: LongDocuments = "refuse"
+    source: str | Path, *, seq_len: int, long_documents: LongDocuments = "refuse"
 ) -> dict[str, PackedCard]:
-    """Pack the documents of every split into windows and note the index in `source.json`.
+    """Pack whole documents into windows, best fit first.
 
+    Stores the packing beside the source: for long contexts and chats, which should not be cut.
     Splitting a document of n tokens gives pieces of L + 1 tokens that overlap by one, so that every
     token but the document's first is predicted once, as in fixed cuts.
 
@@ -42,8 +43,9 @@ def pack_source(
     window length is replaced; if that is interrupted, the card names no half-replaced index.
 
     Args:
-        seq_len: L, the number of predicted tokens of a window.
-        long_documents: Whether documents of more than L + 1 tokens are split or refused.
+        source: Folder of the source.
+        seq_len: Number of predicted tokens per window, L.
+        long_documents: Refuse documents of more than L + 1 tokens, or split them.
 
     Returns:
         The card of the index of every split.
@@ -252,12 +254,8 @@ def _write(
 def _log(folder: Path, card: PackedCard) -> None:
     fill = card.tokens / (card.windows * (card.seq_len + 1))
     logger.info(
-        "%s: %d pieces in %d windows of %d tokens, %.2f %% filled",
-        folder,
-        card.pieces,
-        card.windows,
-        card.seq_len + 1,
-        100 * fill,
+        f"{folder}: {card.pieces} pieces in {card.windows} windows of {card.seq_len + 1} tokens, "
+        f"{100 * fill:.2f} % filled"
     )
     if card.split_documents:
         logger.warning("%s: split %d documents longer than a window", folder, card.split_documents)

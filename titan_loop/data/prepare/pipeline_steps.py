@@ -214,11 +214,7 @@ class CountingHuggingFaceReader(CountingReader, HuggingFaceDatasetReader):
 def document_reader(
     documents: Documents, *, paths_file: Path, text_key: str, chat: bool, examples: Path | None
 ) -> CountingReader:
-    """Return the reader for `documents`.
-
-    Args:
-        paths_file: Where the list of files is written, for every task to read.
-    """
+    """Return the reader for `documents`."""
     options: dict[str, Any] = {
         "text_key": text_key,
         "chat": chat,

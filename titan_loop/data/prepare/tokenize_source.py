@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from titan_loop.data.prepare.config import read_prepare_config
-from titan_loop.data.prepare.documents import Documents, Format, find_documents
+from titan_loop.data.prepare.config import EXECUTORS, Executor, read_prepare_config
+from titan_loop.data.prepare.documents import Documents, Format, Inputs, find_documents
 from titan_loop.data.prepare.preparation import Preparation, refuse_output, start, written_by_us
 from titan_loop.data.source_card import CARD_NAME, SourceCard, lock_source
 from titan_loop.errors import UserError, first_line, nearest
@@ -25,59 +24,60 @@ from titan_loop.storage.local_path import require_local
 from titan_loop.text.chatml import control_tokens
 from titan_loop.text.tokenizer import END_OF_TEXT, load_tokenizer, require_token, token_bytes
 
-if TYPE_CHECKING:
-    from titan_loop.data.prepare.executors import Executor
-
 logger = logging.getLogger(__name__)
 
 
 def tokenize_source(
-    inputs: str | Path | Sequence[str | Path],
-    output: str | Path,
+    inputs: Inputs,
     *,
-    tokenizer_path: str | Path,
-    held_out_inputs: str | Path | Sequence[str | Path] | None = None,
-    held_out_fraction: float = 0.01,
+    output: str | Path,
+    tokenizer: str | Path,
     format: Format = "auto",
-    patterns: Sequence[str] = (),
+    pattern: tuple[str, ...] = (),
+    text_key: str = "text",
+    chat: bool = False,
+    held_out_inputs: Inputs = (),
+    held_out_fraction: float = 0.01,
     dataset_config: str | None = None,
     dataset_split: str = "train",
     eos_token: str = END_OF_TEXT,
-    text_key: str = "text",
-    chat: bool = False,
-    config_path: str | Path | None = None,
-    executor: "Executor" = "local",
+    config: str | Path | None = None,
+    executor: Executor = "local",
     tasks: int = 1,
     workers: int = 1,
     max_malformed: float = 0.01,
     licence: str = "not stated",
     overwrite: bool = False,
-    command: str | None = None,
 ) -> SourceCard | None:
-    """Prepare documents as the source `output`.
+    """Prepare documents as a source: read, clean, tokenise, shuffle.
 
-    The held-out split is, in this order: `held_out_inputs`; the file `held_out.jsonl` beside
-    `train.jsonl` if `inputs` is a folder with both; else the documents whose hash falls into
-    `held_out_fraction`.
+    --dataloader.mixture reads the result. Give the same command again to continue after an
+    interruption.
 
     Args:
-        inputs: JSONL (plain, gz or zst), Parquet or text files, folders of one of these, or the
-            name of a Hugging Face dataset.
-        output: The source's folder; made if missing.
-        tokenizer_path: A `tokenizer.json`, copied into the source.
-        held_out_fraction: Share of documents held out by hash, in [0, 1).
-        eos_token: Appended to every document; must be in the vocabulary.
-        text_key: The field with a document's text.
-        chat: Whether records are conversations (`titan_loop.text.chatml`).
-        config_path: The TOML file of `titan_loop.data.prepare.config`.
-        tasks: Number of datatrove tasks; at most one per file has work. Each writes one shard per
-            split.
+        inputs: JSONL (plain, gz, zst), Parquet or text files, folders of one of these, or the name
+            of a Hugging Face dataset.
+        output: Folder of the source.
+        tokenizer: A tokenizer.json; it is copied into the source.
+        format: Format of the files; auto goes by their names.
+        pattern: Patterns of file names in folders, e.g. '*.py' '*.md'.
+        text_key: Field that holds a document's text.
+        chat: Records are conversations ('messages', or 'question' and 'answer'): render them as
+            ChatML with a loss mask.
+        held_out_inputs: Documents that are never trained on; by default the held_out.jsonl beside a
+            train.jsonl, if the input is a folder with both.
+        held_out_fraction: Share of documents held out, by a hash of their text, if there are no
+            held-out inputs, in [0, 1).
+        dataset_config: Configuration of a Hugging Face dataset.
+        dataset_split: Split of a Hugging Face dataset.
+        eos_token: Token that ends every document.
+        config: TOML file with deduplication, quality filters, decontamination and cluster.
+        executor: datatrove's executor.
+        tasks: Number of parts the work is cut into; at most one per file has work.
         workers: Number of tasks that run at the same time.
-        max_malformed: Largest share of records, in [0, 1], that may be malformed or lack the
-            text field.
-        licence: A note for `source.json`.
-        overwrite: Replace a complete source, or one that other settings left unfinished.
-        command: The command line recorded in `source.json`; default: this process's.
+        max_malformed: Largest share of records that may be malformed or lack their text.
+        licence: Licence to note in source.json.
+        overwrite: Replace a complete or unfinished source.
 
     Returns:
         The card that was written; None if jobs were submitted, the last of which writes it.
@@ -87,7 +87,7 @@ def tokenize_source(
             process prepares or packs, too many malformed records, or a source without a token to
             train on.
     """
-    from titan_loop.data.prepare.executors import EXECUTORS, Pipeline, run_pipelines
+    from titan_loop.data.prepare.executors import Pipeline, run_pipelines
     from titan_loop.data.prepare.finish import write_card
     from titan_loop.data.prepare.pipelines import build_pipelines
 
@@ -101,8 +101,8 @@ def tokenize_source(
         raise UserError(f"tasks {tasks} and workers {workers} must both be at least 1")
     if executor not in EXECUTORS:
         raise UserError(f"executor {executor!r} is not known{nearest(executor, EXECUTORS)}")
-    config = read_prepare_config(config_path)
-    if chat and "c4_quality" in config.quality:
+    settings = read_prepare_config(config)
+    if chat and "c4_quality" in settings.quality:
         raise UserError("quality.c4_quality rewrites texts, which chats do not allow: drop it")
     if chat and text_key != "text":
         raise UserError(f"text_key {text_key!r} has no effect on chats: drop it")
@@ -110,7 +110,7 @@ def tokenize_source(
         inputs,
         held_out_inputs,
         format=format,
-        patterns=patterns,
+        pattern=pattern,
         dataset_config=dataset_config,
         dataset_split=dataset_split,
         ours=written_by_us(output),
@@ -118,7 +118,7 @@ def tokenize_source(
     preparation = Preparation(
         output=output,
         documents=documents,
-        config=config,
+        config=settings,
         held_out_fraction=0.0 if documents.held_out_files else held_out_fraction,
         eos_token=eos_token,
         text_key=text_key,
@@ -126,21 +126,21 @@ def tokenize_source(
         tasks=min(tasks, len(documents.all_files()) or tasks),
         max_malformed=max_malformed,
         licence=licence,
-        command=shlex.join(sys.argv) if command is None else command,
+        command=shlex.join(sys.argv),
     )
     if preparation.tasks < tasks:
         logger.info("%d tasks instead of %d: no more have a file", preparation.tasks, tasks)
-    tokenizer = load_tokenizer(tokenizer_path)
-    require_token(tokenizer, eos_token, "eos_token")
-    token_bytes(tokenizer)  # refuses ids that do not fit
+    loaded = load_tokenizer(tokenizer)
+    require_token(loaded, eos_token, "eos_token")
+    token_bytes(loaded)  # refuses ids that do not fit
     if chat:
-        control_tokens(tokenizer, eos_token)
+        control_tokens(loaded, eos_token)
     if documents.format == "huggingface":
         _require_dataset(documents)
     refuse_output(output, overwrite)  # before a lock file is left in it
     try:
         with lock_source(output, "output"):
-            start(preparation, Path(tokenizer_path), overwrite)
+            start(preparation, Path(tokenizer), overwrite)
             pipelines = build_pipelines(preparation)
             steps = {pipeline.name: [*pipeline.steps] for pipeline in pipelines}
             if executor == "slurm":  # this process does not wait, so a last job writes the card
@@ -148,7 +148,7 @@ def tokenize_source(
                 pipelines.append(
                     Pipeline(name="card", steps=card, tasks=1, logs=preparation.logs("card"))
                 )
-            options = {"slurm": config.slurm, "ray": config.ray}.get(executor, {})
+            options = {"slurm": settings.slurm, "ray": settings.ray}.get(executor, {})
             if not run_pipelines(pipelines, executor, workers, options):
                 logger.info("%s: submitted; the last job writes %s", output, CARD_NAME)
                 return None

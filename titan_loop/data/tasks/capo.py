@@ -78,11 +78,7 @@ class Biography(NamedTuple):
 
 @dataclass(frozen=True)
 class Capo(Task):
-    """The task with the biographies of `people` people.
-
-    Raises:
-        UserError: A number is too small, or there are fewer names than people.
-    """
+    """The task with the biographies of `people` people."""
 
     name: ClassVar[str] = "capo"
 
@@ -221,14 +217,7 @@ class Capo(Task):
             say("", *map(_FIXED.index, _WORDINGS[sentence][wording].split()))
             say("values", *(named[pool] for pool in pools))
             say("", _FIXED.index("."))
-        example = Example.of_sequence(tokens, [])
         wanted = ("names", "values") if question.graded == "both" else (question.graded,)
-        answer = np.array([kind in wanted for kind in (*kinds[1:], "")])
-        return Example(example.tokens, example.labels, answer)
-
-    def decode(self, ids: list[int]) -> str:
-        """Return readable text, tokens separated by spaces."""
-        names = [*_FIXED]
-        for pool, size in zip(_POOLS, self._sizes, strict=True):
-            names += [f"{pool}_{number}" for number in range(size)]
-        return " ".join(names[token_id] for token_id in ids)
+        return Example.of_tokens(
+            tokens, [place for place, kind in enumerate(kinds[1:]) if kind in wanted]
+        )

@@ -15,9 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
@@ -40,9 +37,6 @@ class Depo(Task):
     """The task with cycles of `nodes` nodes out of `names` names.
 
     Token ids: names, then <k1> … <k_hops>.
-
-    Raises:
-        UserError: There are fewer names than nodes, or nothing to ask.
     """
 
     name: ClassVar[str] = "depo"
@@ -121,7 +115,4 @@ class Depo(Task):
             tokens += [self.names + steps - 1, nodes[start]]
             answers.append(len(tokens) - 1)
             tokens.append(nodes[(start + steps) % self.nodes])
-        answer = np.zeros(len(tokens), dtype=bool)
-        answer[answers] = True
-        ids = np.array(tokens, dtype=np.int64)
-        return Example(ids, np.append(ids[1:], IGNORED), answer)
+        return Example.of_tokens(tokens, answers)

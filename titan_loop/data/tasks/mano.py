@@ -39,9 +39,6 @@ class Mano(Task):
     """The task with values 0..modulus-1 and expressions of 1..max_operations operations.
 
     Token ids: `<bos>`, `<ans>`, the operators, the values, then len_0..len_max_operations.
-
-    Raises:
-        UserError: If a parameter is too small.
     """
 
     name: ClassVar[str] = "mano"
@@ -115,19 +112,3 @@ class Mano(Task):
         ]
         prompt = [_BOS, self._first_length + question.operations, *body, _ANSWER]
         return Example.of_sequence(prompt, [_FIRST_VALUE + question.answer])
-
-    def decode(self, ids: list[int]) -> str:
-        """Return readable text, tokens separated by spaces."""
-        names = ["<bos>", "<ans>", *OPERATORS, *(str(value) for value in range(self.modulus))]
-        names += [f"len_{length}" for length in range(self.max_operations + 1)]
-        return " ".join(names[token_id] for token_id in ids)
-
-
-def mano_text(key: int, questions: int, *, max_operations: int = 10, modulus: int = 23) -> str:
-    """Return a document of solved questions, one a line, with "=" in place of `<ans>`."""
-    drawn = Mano(modulus, max_operations).questions(key)
-    lines = [f"Prefix expressions modulo {modulus}, with their number of operations and value."]
-    for _, question in zip(range(questions), drawn, strict=False):
-        body = " ".join(str(symbol) for symbol in question.expression)
-        lines.append(f"len_{question.operations} {body} = {question.answer}")
-    return "\n".join(lines) + "\n"

@@ -14,9 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import numpy as np
-
-from titan_loop.data.labels import IGNORED
 from titan_loop.data.tasks.task import Example, Task, require_sizes
 from titan_loop.errors import UserError
 
@@ -34,9 +31,6 @@ class MQAR(Task):
     """The task with up to `pairs` pairs.
 
     Token ids: keys, then values.
-
-    Raises:
-        UserError: There are fewer keys than pairs, or nothing to ask.
     """
 
     name: ClassVar[str] = "mqar"
@@ -99,7 +93,4 @@ class MQAR(Task):
         tokens = [t for pair in zip(question.keys, values, strict=True) for t in pair]
         for index in question.queries:
             tokens += [question.keys[index], values[index]]
-        ids = np.array(tokens, dtype=np.int64)
-        answer = np.zeros(len(ids), dtype=bool)
-        answer[2 * len(values) :: 2] = True
-        return Example(ids, np.append(ids[1:], IGNORED), answer)
+        return Example.of_tokens(tokens, range(2 * len(values), len(tokens), 2))

@@ -11,7 +11,7 @@ its name. Nothing here needs torch.
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -50,14 +50,23 @@ class Example:
         assert len(lengths) == 1, lengths
 
     @classmethod
+    def of_tokens(cls, tokens: Sequence[int], answers: Collection[int]) -> "Example":
+        """Return the example of a model that reads from left to right and says the next token.
+
+        Args:
+            tokens: Ids, (T,).
+            answers: Positions that say a token of the answer, which is the next one.
+        """
+        ids = np.asarray(tokens, dtype=np.int64)
+        graded = np.zeros(len(ids), dtype=bool)
+        graded[[*answers]] = True
+        return cls(ids, np.append(ids[1:], IGNORED), graded)
+
+    @classmethod
     def of_sequence(cls, prompt: Sequence[int], answer: Sequence[int]) -> "Example":
-        """Return the example of a model that reads from left to right and says the next token."""
-        tokens = np.asarray([*prompt, *answer], dtype=np.int64)
-        graded = np.zeros(len(tokens), dtype=bool)
-        graded[len(prompt) - 1 : -1] = True
-        labels = np.full(len(tokens), IGNORED, dtype=np.int64)
-        labels[:-1] = tokens[1:]
-        return cls(tokens, labels, graded)
+        """Return the example of a prompt with its answer behind it."""
+        end = len(prompt) - 1
+        return cls.of_tokens([*prompt, *answer], range(end, end + len(answer)))
 
     def answer_labels(self) -> np.ndarray:
         """Return the labels of the answer; IGNORED elsewhere."""
@@ -182,11 +191,7 @@ class Task(ABC):
         return keyed_integer(self.name, self.identity(question)) % self.held_out_one_in == 0
 
     def questions(self, key: int, level: int = 0) -> Iterator[Any]:
-        """Yield training questions of a level without end, none held out.
-
-        Raises:
-            UserError: (Almost) every question that is drawn is held out.
-        """
+        """Yield training questions of a level without end, none held out."""
         generator = random.Random(key)
         while True:
             stratum = self.choose(generator, level)
@@ -202,11 +207,7 @@ class Task(ABC):
                 )
 
     def held_out_questions(self, count: int, stratum: Any, *, seed: int = 0) -> list[Any]:
-        """Return `count` questions of a stratum, none ever trained on, with repetitions.
-
-        Raises:
-            UserError: (Almost) no question of this stratum was set aside for the exam.
-        """
+        """Return `count` questions of a stratum, none ever trained on, with repetitions."""
         generator = random.Random(self.exam_key(seed, stratum))
         questions: list[Any] = []
         for _ in range(_MOST_DRAWS * self.held_out_one_in * count):
@@ -227,15 +228,7 @@ class Task(ABC):
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
-        """Return held-out examples by stratum.
-
-        Args:
-            count: Largest number of examples of a stratum.
-            strata: Names of the strata to draw; None for all.
-
-        Raises:
-            UserError: The task has too few examples.
-        """
+        """Return held-out examples by stratum."""
         return {
             name: [self.encode(q) for q in self.held_out_questions(count, stratum, seed=seed)]
             for name, stratum in self.strata.items()

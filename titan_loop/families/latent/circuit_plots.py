@@ -45,6 +45,6 @@ def draw_frequencies(circuits: Circuits, path: Path) -> Path:
         axes.set_xlabel("frequencies of the values; equal letters, equal frequencies")
         axes.set_ylabel("mean norm over the largest of its site")
         axes.set_title("DFT of activations over all values of the operands")
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
 
     return draw_axes(draw, path)

@@ -1,6 +1,6 @@
 """Recurrent depth: GPT-2's blocks, looped, that learn to compose facts."""
 
-from titan_loop.plugins import Plugin, register
+from titan_loop.plugins import Plugin, Verb, register
 
 _HERE = "titan_loop.families.recurrent_depth"
 
@@ -10,6 +10,12 @@ register(
         tasks={
             "permutation_hops": f"{_HERE}.permutation_hops:PermutationHops",
             "two_hop_systematic": f"{_HERE}.two_hop_systematic:TwoHopSystematic",
+        },
+        analyses={
+            "steps": Verb(
+                f"{_HERE}.step_exam:analyse_steps",
+                "ask the exam after every step: accuracy, margin, where exit policies halt",
+            )
         },
     )
 )

@@ -1,4 +1,4 @@
-"""The exam after every step, and patching, against separate passes; learned and reached strata."""
+"""The exam after every step against separate passes; learned and reached strata."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.evaluation.task_run import MODELS, TASK, WINDOW, random_model, walk, write_task_run
-from titan_loop.analysis.steps.patching import patching
-from titan_loop.analysis.steps.step_exam import StepExam, reach, step_exam
+from tests.evaluation.task_run import MODELS, TASK, random_model, write_task_run
 from titan_loop.cli.main import main
 from titan_loop.errors import EXIT_USER_ERROR
 from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.recurrent_depth.step_exam import StepExam, reach, step_exam
 from titan_loop.models.decoder import LoopDecoder
 
 STEPS, COUNT = 5, 9
@@ -63,39 +62,6 @@ def test_steps_are_graded_and_halted_question_by_question(model):
         assert min(halted) < STEPS
 
 
-@torch.no_grad()
-def test_a_patch_is_the_other_questions_state_at_one_place(model):
-    visits, change = patching(model, TASK, "3_hops", steps=2, count=4)
-    assert visits == [(0, 0), (1, 1), (1, 2), (2, 1), (2, 2)]
-    assert change.shape == (5, 4)
-    questions = TASK.held_out_questions(4, TASK.strata["3_hops"])
-    pairs = [TASK.encode(q).tokens.tolist() for q in questions]
-
-    def run(tokens, at=None, position=None, other=None):
-        """Return logits of the last position and the states at all visits."""
-        states = {}
-
-        def visited(visit, state):
-            if visit == at:
-                state = state.clone()
-                state[0, position] = other[0, position]
-            states[visit] = state
-            return state
-
-        read = walk(model, torch.tensor([tokens[:-1]]), 2, visited)
-        return model.lm_head(read)[0, -1], states
-
-    passes = [run(tokens) for tokens in pairs]
-    for row, visit in enumerate(visits):
-        for position in range(4):
-            changes = []
-            for number, tokens in enumerate(pairs):
-                (clean, _), (_, others) = passes[number], passes[(number + 1) % 4]
-                patched, _ = run(tokens, visit, position, others[visit])
-                changes.append(margin(patched, tokens[-1]) - margin(clean, tokens[-1]))
-            assert change[row, position] == pytest.approx(np.mean(changes), abs=1e-9)
-
-
 def test_learned_within_the_trained_steps_and_reached_with_more():
     def exam(*accuracy: float) -> StepExam:
         return StepExam(np.array(accuracy), np.zeros(len(accuracy)), {})
@@ -126,15 +92,7 @@ def test_the_verbs_leave_records_and_plots(tmp_path: Path, capsys):
     assert main([*words, "--strata", "1_hops"]) == 0  # R is twice the trained 3
     record = json.loads((run / "evals" / "steps-step-3.json").read_text())
     assert len(record["strata"]["1_hops"]["margin"]) == 6
-    assert main(["analyse", "patching", str(run), "--questions", "3"]) == 0
-    assert "5_hops: the margin falls most" in capsys.readouterr().out
-    record = json.loads((run / "evals" / "patching-step-3.json").read_text())
-    assert np.shape(record["change"]) == (1 + 3 * 2, WINDOW)
-    plots = {"step-accuracy.png", "step-margin.png", "step-halting.png", "patching.png"}
+    plots = {"step-accuracy.png", "step-margin.png", "step-halting.png"}
     assert {path.name for path in (run / "plots").iterdir()} == plots
-    for verb, wrong, message in (
-        ("patching", ["--questions", "1"], "questions=1 must be at least 2"),
-        ("steps", ["--exit", "q:0.5"], "exit=q needs an exit gate, which this model does not have"),
-    ):
-        assert main(["analyse", verb, str(run), *wrong]) == EXIT_USER_ERROR
-        assert message in capsys.readouterr().err
+    assert main([*words, "--exit", "q:0.5"]) == EXIT_USER_ERROR
+    assert "exit=q needs an exit gate, which this model does not have" in capsys.readouterr().err

@@ -267,7 +267,7 @@ def _draw_margins(found: Mapping[str, StepExam], trained_steps: int, path: Path)
         axes.axvline(trained_steps, color="0.8", linewidth=6, alpha=0.5, zorder=0)
         axes.set_xlabel("recurrent steps")
         axes.set_ylabel("logit margin of the answer")
-        axes.figure.legend(loc="outside right upper", frameon=False)
+        axes.figure.legend(loc="outside right upper")
 
     return draw_axes(draw, path)
 
