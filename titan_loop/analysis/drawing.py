@@ -67,7 +67,6 @@ def draw_panels(
 
     Args:
         names: Title of each panel, at least one.
-        draw: Fills the axes of the panel with this name.
         label: Label of the vertical axes, where all panels share one.
         legend: Whether the labels of the first panel stand below all panels.
     """

@@ -177,11 +177,7 @@ def _with_free_text(words: Sequence[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def one_line_errors(words: Sequence[str], name: str = "") -> Iterator[None]:
-    """Raise the page that tyro prints about a mistake as a `UserError` of one line.
-
-    Args:
-        words: Command line, which is left to tyro if it asks for help.
-    """
+    """Raise the page that tyro prints about a mistake as a `UserError` of one line."""
     if HELP & {*words}:
         yield
         return
@@ -217,7 +213,6 @@ def _joined(page: str) -> str:
 
 
 def _marked(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a parameter, marked for tyro if it is a positional argument."""
     kind = parameter.annotation
     if isinstance(kind, UnionType):
         # tyro knows this form without typeguard, whose import opens twelve files.

@@ -134,7 +134,6 @@ def export(
 
 
 def _formats_of(architecture: dict, recurrent_steps: int, max_positions: int) -> str:
-    """Return a table of all formats, and of each why a model cannot be written in it."""
     from titan_loop.formats.format import get_format
     from titan_loop.plugins import names
 
@@ -158,7 +157,6 @@ def _tokenizer(
     no_chatml: bool,
     eos_token: str | None,
 ) -> "TokenizerExport":
-    """Return the checked tokenizer of a run or of a file, with the text format asked for."""
     from titan_loop.formats.tokenizer_files import open_tokenizer
     from titan_loop.text.tokenizer import load_tokenizer
 

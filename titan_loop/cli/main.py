@@ -144,10 +144,7 @@ def _report(problem: str) -> None:
 
 
 def _reader_has_left() -> bool:
-    """Return whether nobody reads stdout any more, and give up on it if so.
-
-    A pipe to another process, a worker's say, may break as well, and that is a defect.
-    """
+    """Return whether nobody reads stdout any more, and give up on it if so."""
     stdout = sys.stdout.fileno()
     poller = select.poll()
     poller.register(stdout, 0)

@@ -58,7 +58,6 @@ def apply_overrides(config: Config, arguments: Sequence[str], program: str) -> C
 
 
 def _write_out_token_counts(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with `--…tokens 100M` and `--…tokens=100M` as plain numbers."""
     written: list[str] = []
     previous = ""
     for argument in arguments:
@@ -116,7 +115,6 @@ def _unknown(words: Sequence[str], flags: Collection[str], choices: Collection[s
 
 
 def _choices(config: Any) -> Iterator[str]:
-    """Yield tyro's FIELD:KIND for every field that is a choice, as activation checkpointing is."""
     for name, hint in get_type_hints(type(config), include_extras=True).items():
         for option in get_args(hint):
             for mark in getattr(option, "__metadata__", ()):

@@ -139,7 +139,6 @@ def _file(path: Path, expected_bytes: int | None, sha256: str) -> Iterator[str]:
 
 
 def _contents(path: Path, index: Path, shard: ShardCard, card: SourceCard) -> Iterator[str]:
-    """Compare ids and mask with the document ends, chunk by chunk."""
     ends = np.fromfile(index, dtype="<u8").astype(np.int64)
     if int(ends[-1:].sum()) != shard.tokens or (np.diff(ends, prepend=0) < 1).any():
         yield f"{index}: not ascending document ends up to token {shard.tokens}"

@@ -21,12 +21,7 @@ _OTHER_FILES = 1024  # left to the rest of the process: a usual program's whole 
 
 
 def open_file_limit() -> int:
-    """Raise this process' limit of open files as far as it may, and return it.
-
-    The usual 1,024 is a default for programs that call `select`. Opening and closing two files for
-    every window is a tenth of its cost on a local file system, and a request each to the server of
-    a mounted one.
-    """
+    """Raise this process' limit of open files as far as it may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _OPEN_FILES_WANTED if hard == resource.RLIM_INFINITY else hard
     wanted = min(allowed, _OPEN_FILES_WANTED)

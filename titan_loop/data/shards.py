@@ -44,9 +44,7 @@ class TokenShards:
     """One split of a prepared source.
 
     Attributes:
-        tokens: Length of the stream.
         disk_bytes: Size of the split's tokens, document ends and loss masks.
-        files: Its open files.
 
     Raises:
         UserError: If the source or the split is missing or empty, a shard is missing, or a shard's
@@ -109,7 +107,6 @@ class TokenShards:
         return size_bytes
 
     def _require_eos(self) -> None:
-        """Compare the last token of the first shard that has one with the card's EOS id."""
         tokens, path = next(
             (shard.tokens, path)
             for path, shard in zip(self._paths, self.split.shards, strict=True)

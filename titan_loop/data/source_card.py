@@ -213,7 +213,6 @@ class SourceCard:
 
 
 def _typed(kind: type[Card], record: Mapping[str, Any]) -> Card:
-    """Return a part of a card; raise `TypeError` for a field of another type than it has."""
     card = kind(**record)
     for each in fields(card):
         value = getattr(card, each.name)

@@ -147,7 +147,6 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
     Args:
         report: Its last source, all text together, is judged at the trained number of steps.
         share: Share of the baseline's bits per byte that the model must save, in (0, 1).
-        baseline: "unigram" or "bigram".
 
     Raises:
         UserError: If the report lacks the trained number of steps, or the baseline.

@@ -34,9 +34,6 @@ def append_evaluation(run: RunDirectory, report: TaskReport, *, asked: str, seco
 
     While training, a disk that fails costs the line at most; a watcher must know that it is there.
 
-    Args:
-        asked: Hash of the questions, `WHILE_TRAINING` or `PROMOTION`.
-
     Raises:
         OSError: The disk fails; not while training.
     """

@@ -48,9 +48,7 @@ def evaluate_run(
     Args:
         path: The run, for its newest whole checkpoint, or a checkpoint.
         depths: Recurrent steps to score, each ≥ 1; may exceed the trained R.
-        windows: Number of held-out windows per source, always the same ones.
         sources: Names of the run's sources, or folders of others; all of the run's by default.
-        seq_len: Tokens of a held-out window; by default as in training.
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.

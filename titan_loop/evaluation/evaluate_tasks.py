@@ -115,9 +115,6 @@ class TaskOptions:
 def evaluate_tasks(checkpoint: str | Path, options: TaskOptions) -> TaskReport:
     """Evaluate a checkpoint; collective over the ranks, if there are several.
 
-    Args:
-        checkpoint: A checkpoint's folder, or a run's for its newest whole one.
-
     Returns:
         The report of this call; rank 0 also wrote it, after each task, into the run's `evals/`.
 
@@ -186,7 +183,6 @@ class _Evaluation:
         return self._report
 
     def _settings(self, task: SuiteTask) -> str:
-        """Return the settings that decide a task's questions and how the model sees them."""
         options = self._options
         shots = "own" if task.num_fewshot is None else task.num_fewshot
         length = "" if options.seq_len is None else f"seq_len={options.seq_len} "

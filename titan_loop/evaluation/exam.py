@@ -183,7 +183,6 @@ class Exam:
         }
 
     def _at_own_depth(self, name: str, sums_of: Mapping[str, Sums]) -> dict[str, Sums]:
-        """Return the sums of every window at its own depth, if all of these were read."""
         needed = [f"static:{steps}" for steps in self.steps[name]]
         if not {*needed} <= sums_of.keys():
             return {}
@@ -232,7 +231,6 @@ def right_at_readings(model: LoopDecoder, readings: Sequence[Reading]) -> Forwar
 
 
 def _positions(examples: Sequence[Example]) -> int:
-    """Return the positions of the longest example up to its last answer."""
     return max(int(np.flatnonzero(e.answer_labels() != IGNORED)[-1]) + 1 for e in examples)
 
 

@@ -142,7 +142,6 @@ class LoopLM(TemplateLM):
         self._said: set[str] = set()
 
     def _identity(self) -> dict[str, Any]:
-        """Return the settings that an answer depends on besides the request."""
         return {
             "manifest": self.loaded.manifest["sha256"],
             "readings": [[reading.name, reading.recurrent_steps] for reading in self.readings],

@@ -30,9 +30,7 @@ class HarnessTasks:
     """Finds tasks by name; indexing all of the harness takes long, so that waits until needed.
 
     Args:
-        include_path: Folder of your own task files, if any.
         home: Folder of the harness' own tasks; None takes the installed one.
-        confirm_run_unsafe_code: Consent to run the Python that task files of your own name.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class HarnessTasks:
         return next((self._home / b for b in beginnings if (self._home / b).is_dir()), None)
 
     def _manager(self, folder: Path | None) -> "TaskManager":
-        """Return a manager of the tasks below `folder`, if any, and below `include_path`."""
         if folder not in self._managers:
             from lm_eval.tasks import TaskManager
 
@@ -146,8 +143,6 @@ def run_task(
 
     Args:
         loaded: From `HarnessTasks.load`.
-        limit: Largest number of documents per task, for a first look; None for all.
-        confirm_run_unsafe_code: Consent to run programs that the model writes.
     """
     from lm_eval.evaluator import evaluate
 
@@ -251,7 +246,6 @@ def _hub_is_reachable() -> bool:
 
 
 def _is_about_the_network(error: BaseException | None) -> bool:
-    """Return whether an error, or its cause, is missing data that the network would bring."""
     while error is not None:
         named = type(error).__name__
         if isinstance(error, ConnectionError | FileNotFoundError) or named in (

@@ -66,7 +66,6 @@ class Promotion(Callback):
         trainer.metrics_processor.log_numbers({"curriculum/level": level}, trainer.step)
 
     def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
-        """Return the report, and the worst stratum with its accuracy; equal on all ranks."""
         strata = self._task.level_strata(level)
         exam = TaskExam(trainer, self._task, self._curriculum.questions, strata)
         steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps

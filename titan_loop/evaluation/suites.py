@@ -54,12 +54,7 @@ class NotAskedError(UserError):
 
 
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
-    """Return the tasks behind names of suites and tasks, each once.
-
-    Args:
-        asked: Suites, tasks of the harness, offline tasks.
-        num_fewshot: Replaces every task's own number of examples.
-    """
+    """Return the tasks behind names of suites and tasks, each once."""
     if not asked:
         raise UserError(f"no task was named; give tasks or suites: {', '.join(_suites())}")
     require_at_least(0, num_fewshot=num_fewshot)
@@ -78,11 +73,7 @@ def task_names(suite: "SuiteConfig") -> list[str]:
 
 
 def suite_refusals(config: "RunConfig") -> Iterator[Refusal]:
-    """Yield tasks of `suite` that a run cannot be asked while it trains; touches no device.
-
-    Args:
-        config: The run; its data need not be there.
-    """
+    """Yield tasks of `suite` that a run cannot be asked while it trains; touches no device."""
     suite, field = config.suite, "suite.tasks"
     if not suite.enabled:
         return

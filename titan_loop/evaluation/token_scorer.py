@@ -43,7 +43,6 @@ class TokenScorer:
 
     Args:
         model: In evaluation mode, whole on every rank.
-        batch_rows: Number of sequences in one forward pass.
 
     Attributes:
         forward_steps: Recurrent steps run so far on this rank, times rows.

@@ -148,12 +148,7 @@ class HeldOutText(TrainingTask):
 
 
 class Questions(TrainingTask):
-    """Multiple-choice questions in text: every answer is a window whose labels are the answer's.
-
-    Args:
-        trainer: Gives the window length and the tokenizer of its first source.
-        count: Number of questions, the first ones.
-    """
+    """Multiple-choice questions in text: every answer is a window whose labels are the answer's."""
 
     def __init__(self, trainer: TrainingState, name: str, count: int) -> None:
         self._name = name
@@ -236,10 +231,6 @@ def continuation_tokens(
 
 
 def _as_windows(pairs: Sequence[tuple[list[int], list[int]]], length: int) -> HeldOutWindows:
-    """Return a window for each (context, continuation), padded on the right.
-
-    A pair that is too long loses the beginning of its context.
-    """
     inputs = torch.zeros((len(pairs), length), dtype=torch.int64)
     labels = torch.full_like(inputs, IGNORED)
     for row, (context, continuation) in enumerate(pairs):

@@ -53,7 +53,6 @@ class Watcher:
     """Evaluates new checkpoints of one run; with several ranks all of them run one.
 
     Args:
-        options: Tasks to ask of each checkpoint, and settings.
         retry: Whether to ask a checkpoint again, once, of which a task has no result.
 
     Attributes:
@@ -82,11 +81,7 @@ class Watcher:
         self._claim: IO[str] | None = None
 
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
-        """Evaluate until the run is complete and nothing waits; return how many were evaluated.
-
-        Args:
-            once: End as soon as nothing waits.
-        """
+        """Evaluate until the run is complete and nothing waits; return how many were evaluated."""
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")
         if once and self._agreed(lambda: not self._run.run_json.exists()):
@@ -122,7 +117,6 @@ class Watcher:
         return None
 
     def _evaluate(self, waiting: _Waiting) -> bool:
-        """Evaluate one claimed checkpoint; return whether it has a record now."""
         checkpoint = self._run.checkpoint(waiting.step)
         began = time.perf_counter()
         try:

@@ -128,7 +128,6 @@ class WhileTraining(Callback):
 
     Args:
         open_tasks: Reads the tasks' windows and questions, once.
-        interval: Steps between two evaluations.
         prefix: Put in front of the names in TensorBoard and W&B.
         loss: Held-out loss to report to the run; its depth is read, too.
     """

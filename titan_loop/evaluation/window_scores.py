@@ -146,7 +146,6 @@ def at_depths(
 
     Args:
         model: May be distributed; every rank of its mesh then calls the function together.
-        depths: Recurrent steps, each ≥ 1.
         share: The part of every window this rank computes; None for all of it.
     """
 
@@ -238,8 +237,6 @@ def sum_windows(
     """Return the sums of `forward` over the labels of each window; collective over the ranks.
 
     Args:
-        windows: W windows, the same on every rank.
-        forward: Scores a batch, such as `at_depths(…)`.
         batch_windows: Windows per forward pass.
         divide: How the ranks share the windows; by default every rank has the whole model.
 

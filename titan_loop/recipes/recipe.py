@@ -88,9 +88,6 @@ class Recipe:
     def place(self, folder: str = "") -> Path:
         """Set every stage's run directory, and its parent's as the run to start from.
 
-        Args:
-            folder: Folder for the run directories; empty for the recipe's own.
-
         Returns:
             The folder of the recipe.
         """

@@ -147,7 +147,6 @@ def _dotted(name: str, key: str) -> str:
 
 
 def _chosen(field: str, name: str) -> type:
-    """Return the Config of a class of ours or of a plug-in, by the class's name."""
     base, package = CHOSEN[field]
     if package is not None:
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
@@ -178,7 +177,6 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _require_default(name: str, field: "Field[Any]", recorded: Any) -> None:
-    """Refuse a value that only a recipe can set."""
     default = _default(field)
     if is_dataclass(default) and not isinstance(default, type):
         default = asdict(default)

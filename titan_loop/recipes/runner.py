@@ -57,8 +57,6 @@ def run_recipe(
     """Train the stages that are not complete; call it on every rank the launcher started.
 
     Args:
-        recipe: Its configs get their folders.
-        folder: Folder of the stages' run directories; empty for the recipe's own.
         only: Name of the only stage to train. The flags of this start do not apply to the other
             stages, whose settings come from their run directories.
         stop_listener: Listens for signals that stop the run; None for no listener.
@@ -157,7 +155,6 @@ def is_complete(config: LoopTrainer.Config) -> bool:
 
 
 def _adopt_recorded(config: LoopTrainer.Config) -> None:
-    """Give a stage that is not trained now the length, trainable and optimizer of its own run."""
     if RunDirectory(config.dump_folder).config_json.exists():
         recorded = SavedRun(config.dump_folder)
         config.total_tokens = recorded.total_tokens

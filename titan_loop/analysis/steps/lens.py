@@ -50,12 +50,7 @@ class Lens:
 def logit_lens(
     model: LoopDecoder, task: Task, stratum: str, *, steps: int, count: int, batch_rows: int = 64
 ) -> list[Lens]:
-    """Return the readings of every waypoint of a stratum's exam.
-
-    Args:
-        task: The task that the model was trained on.
-        stratum: Name of a stratum, whose questions have the same waypoints.
-    """
+    """Return the readings of every waypoint of a stratum's exam."""
     device = model.tok_embeddings.weight.device
     questions = task.held_out_questions(count, task.strata[stratum])
     windows = question_windows(model, task, stratum, questions)

@@ -43,7 +43,6 @@ def patching(
     tokens; the first one is looked at.
 
     Args:
-        task: The task that the model was trained on.
         stratum: Name of a stratum whose questions have one length.
         count: Number of questions, at least 2.
 

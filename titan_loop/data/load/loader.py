@@ -412,7 +412,6 @@ class WindowLoader(GlobalBatchLoader):
         return f"{names} (when_exhausted={self._when_exhausted})"
 
     def _go_on(self) -> str:
-        """Return a second remedy, where another source could go on."""
         weighted = sum(entry.weight > 0 for entry in self.mixture)
         if self._when_exhausted == "renormalise" or weighted == 1:
             return ""

@@ -214,7 +214,6 @@ def _in_folder(
 
 
 def _visible_files(folder: Path, ours: Sequence[Path]) -> list[Path]:
-    """Return the files below a folder except hidden ones and `ours`; count the omitted ones."""
     root, written = folder.resolve(), {path.resolve() for path in ours}
     inside = sorted(folder.rglob("*"))
     if written:

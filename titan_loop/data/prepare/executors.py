@@ -30,7 +30,6 @@ class Pipeline:
 
     Attributes:
         steps: datatrove's steps by our names, in order of execution.
-        tasks: Number of tasks that share the work.
     """
 
     name: str

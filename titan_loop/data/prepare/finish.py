@@ -79,7 +79,6 @@ def write_card(preparation: Preparation, steps: Mapping[str, Sequence[str]]) -> 
 
 
 def _dropped(preparation: Preparation, counted: Mapping[str, Counter[str]]) -> dict[str, int]:
-    """Return the dropped records by reason, warn, and refuse too much malformed input."""
     reader = counted[READ]
     dropped = {kind: reader[kind] for kind in DROPPED_BY_READERS if reader[kind]}
     for name, counts in counted.items():

@@ -155,7 +155,6 @@ def _texts(documents: Documents, text_key: str) -> Iterator[str]:
 
 
 def _output_file(output: str | Path) -> Path:
-    """Return the file to write, in a folder that exists; before any work is done for it."""
     require_local(output, "output")
     output = Path(output)
     if output.is_dir():

@@ -97,7 +97,6 @@ def _commit(source: Path, card: SourceCard, seq_len: int, packed: Mapping[str, P
 
 
 def _with_packed(card: SourceCard, seq_len: int, packed: Mapping[str, PackedCard]) -> SourceCard:
-    """Return the card with these indexes for windows of `seq_len`, by split, and no others."""
     splits = {
         name: replace(
             split,

@@ -243,7 +243,6 @@ class HeldOutFilter(BaseFilter):
     Args:
         files: Held-out files; if empty, the hash of a document's text decides, so that equal
             documents are on the same side.
-        fraction: Share of documents held out by hash.
     """
 
     name = "🚪 Held out"
@@ -280,10 +279,7 @@ class PlainTextTokenizer(DocumentTokenizer):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts.
-
-        Truncation and padding that its file asks for are switched off.
-        """
+        """Return datatrove's tokenizer, which appends EOS, without special tokens in texts."""
         # `func` is the function behind datatrove's cached property.
         tokenizer = DocumentTokenizer.tokenizer.func(self)
         keep_whole(tokenizer)

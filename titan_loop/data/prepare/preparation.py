@@ -139,7 +139,6 @@ def _refuse_modified(preparation: Preparation, known: Sequence[int], found: Sequ
 
 
 def _settings(preparation: Preparation, tokenizer_path: Path) -> dict[str, Any]:
-    """Return the settings that decide which tokens are stored, as JSON gives them back."""
     files = [Path(path).stat() for path in preparation.documents.all_files()]
     settings = {
         "documents": asdict(preparation.documents),

@@ -97,7 +97,6 @@ class Task(ABC):
 
     Attributes:
         name: Name in recipes, suites and reports.
-        columns: Columns of an example beside tokens and labels, for the model or for the loss.
         held_out_one_in: One in this many examples, chosen by hash, is set aside for the exam.
         knows_depth: Whether `depth` says how many recurrent steps a question needs.
     """
