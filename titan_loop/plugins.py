@@ -50,7 +50,7 @@ class Plugin:
         exit_policies: Exit policies of one number, by the name before the colon
             (`titan_loop/inference/exit_policy.py`).
         analyses: Verbs of `titan-loop analyse` (`titan_loop/analysis/steps/`), each a `Verb`.
-        charts: Plots of `metrics.jsonl` (`titan_loop/analysis/charts.py`).
+        charts: Plots of `metrics.jsonl` (`titan_loop/analysis/drawing.py`).
         suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
         formats: Formats of other programs (`titan_loop/formats/format.py`).
         verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.

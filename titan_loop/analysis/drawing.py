@@ -6,12 +6,30 @@ sequential colour map: light is shallow, dark is deep.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class Chart(NamedTuple):
+    """A plot of `metrics.jsonl` in `titan-loop plot` and `report`; families add their own.
+
+    Attributes:
+        text: Caption below the heading.
+        needs: Maps the names of all recorded metrics to whether there is something to draw.
+        draw: Writes the PNG of the records at a path, and returns the path.
+    """
+
+    title: str
+    text: str
+    needs: Callable[[set[str]], bool]
+    draw: Callable[[Records, Path], Path]
+
 
 _SIZE_INCHES = (8.0, 4.8)
 _STYLE = {
@@ -120,13 +138,13 @@ def depth_colors(count: int) -> list[Any]:
     return list(mpl.colormaps["viridis_r"](np.linspace(0.12, 0.95, count)))
 
 
-def steps_with(records: Sequence[Mapping[str, Any]], prefix: str) -> list[int]:
+def steps_with(records: Records, prefix: str) -> list[int]:
     """Return the recurrent steps that occur in any record under `prefix`."""
     keys = {key for record in records for key in record if key.startswith(prefix)}
     return sorted(int(key.removeprefix(prefix)) for key in keys)
 
 
-def series(records: Sequence[Mapping[str, Any]], key: str) -> np.ndarray:
+def series(records: Records, key: str) -> np.ndarray:
     """Return one value per record, NaN where it is missing or null."""
     values = (record.get(key) for record in records)
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_loop.analysis.charts import Chart, Records
 from titan_loop.analysis.drawing import (
+    Chart,
+    Records,
     depth_colors,
     draw_axes,
     draw_curve,

@@ -17,7 +17,7 @@ from titan_loop.errors import UserError
 from titan_loop.evaluation.evals_log import PROMOTION, append_evaluation
 from titan_loop.evaluation.exam import ACCURACY
 from titan_loop.evaluation.task_report import TaskReport
-from titan_loop.evaluation.training_tasks import TaskExam, ask_tasks
+from titan_loop.evaluation.training_tasks import ask_tasks, task_exam
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
 
@@ -67,7 +67,7 @@ class Promotion(Callback):
 
     def _ask(self, trainer: TrainingState, level: int) -> tuple[TaskReport, tuple[str, float]]:
         strata = self._task.level_strata(level)
-        exam = TaskExam(trainer, self._task, self._curriculum.questions, strata)
+        exam = task_exam(trainer, self._task, self._curriculum.questions, strata)
         steps = self._curriculum.recurrent_steps or trainer.plan.recurrent_steps
         report = ask_tasks(trainer, [exam], [steps])
         accuracies = [

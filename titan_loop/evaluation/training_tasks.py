@@ -6,11 +6,10 @@ rank runs the same number of passes, so that no collective is left waiting.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
@@ -101,18 +100,12 @@ def _divide(
     return [(nats_P, steps_P) for nats_P, steps_P in totals.tolist()]
 
 
-class TrainingTask(ABC):
-    """One task with its windows or questions read."""
-
-    @abstractmethod
-    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Return the task's results at each depth, equal on all ranks; collective."""
+Ask: TypeAlias = Callable[[TrainingState, Sequence[int]], Results]
+"""A task with its windows read; returns its results at each depth, equal on all ranks."""
 
 
 @torch.no_grad()
-def ask_tasks(
-    trainer: TrainingState, tasks: Sequence[TrainingTask], depths: Sequence[int]
-) -> TaskReport:
+def ask_tasks(trainer: TrainingState, tasks: Sequence[Ask], depths: Sequence[int]) -> TaskReport:
     """Return the results of all tasks at every depth, equal on all ranks; collective."""
     report = TaskReport(
         step=trainer.step,
@@ -122,97 +115,93 @@ def ask_tasks(
     )
     trainer.model.eval()
     for task in tasks:
-        report.tasks.update(task.ask(trainer, depths))
+        report.tasks.update(task(trainer, depths))
         trainer.stop_listener.progress()
     trainer.model.train()
     return report
 
 
-class HeldOutText(TrainingTask):
-    """Bits per byte of every source."""
+def held_out_text(trainer: TrainingState, sources: Sequence[str], count: int) -> Ask:
+    """Return the task of bits per byte of every source."""
+    opened = open_sources(sources, seq_len=trainer.config.training.seq_len, count=count)
 
-    def __init__(self, trainer: TrainingState, sources: Sequence[str], count: int) -> None:
-        seq_len = trainer.config.training.seq_len
-        self._windows = open_sources(sources, seq_len=seq_len, count=count)
-
-    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Score the windows."""
+    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         forward = at_depths(trainer.model, depths, trainer.window_share)
         return {
             f"{HELD_OUT}/{name}": summarise(
                 WindowScores.of(windows, *sums_in_training(trainer, windows, forward)),
                 depth_names(depths),
             )
-            for name, windows in self._windows.items()
+            for name, windows in opened.items()
         }
 
-
-class Questions(TrainingTask):
-    """Multiple-choice questions in text: every answer is a window whose labels are the answer's."""
-
-    def __init__(self, trainer: TrainingState, name: str, count: int) -> None:
-        self._name = name
-        self._documents = OFFLINE_TASKS[name]()[:count]
-        source = Path(trainer.config.dataloader.source_paths()[0])
-        tokenizer = load_tokenizer(source / TOKENIZER_NAME)
-        room = trainer.config.training.seq_len
-        pairs = [
-            continuation_tokens(tokenizer, document["text"], f" {choice}")
-            for document in self._documents
-            for choice in document["choices"]
-        ]
-        cut = sum(len(context) + len(answer) > room + 1 for context, answer in pairs)
-        if cut:
-            logger.warning(
-                f"suite: {cut} of {len(pairs)} answers of {name} are longer than the window of "
-                f"{room} tokens with their question, which loses its beginning"
-            )
-        longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
-        multiple = window_multiple(trainer)
-        self._windows = _as_windows(pairs, min(room, -(-longest // multiple) * multiple))
-
-    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Take the most likely answer, as the harness does."""
-        forward = at_depths(trainer.model, depths, trainer.window_share)
-        nats_PQ, _ = sums_in_training(trainer, self._windows, forward)
-        return {
-            self._name: {
-                name: ReadingResult(
-                    metrics=_multiple_choice(self._documents, nats_Q), mean_steps=float(depth)
-                )
-                for name, depth, nats_Q in zip(
-                    depth_names(depths), depths, nats_PQ.tolist(), strict=True
-                )
-            }
-        }
+    return ask
 
 
-class TaskExam(TrainingTask):
-    """Held-out examples of the generated task that the run trains on."""
+def questions(trainer: TrainingState, name: str, count: int) -> Ask:
+    """Return the task of the first multiple-choice questions of an offline task.
 
-    def __init__(
-        self, trainer: TrainingState, task: Task, count: int, strata: Sequence[str] | None = None
-    ) -> None:
-        self._exam = Exam(
-            task,
-            count,
-            vocab_size=trainer.model.config.vocab_size,
-            room=trainer.config.training.seq_len,
-            multiple=window_multiple(trainer),
-            strata=strata,
-            leave_out=strata is None,
+    Every answer is a window whose labels are the answer's; the most likely one is taken, as the
+    harness does.
+    """
+    documents = OFFLINE_TASKS[name]()[:count]
+    source = Path(trainer.config.dataloader.source_paths()[0])
+    tokenizer = load_tokenizer(source / TOKENIZER_NAME)
+    room = trainer.config.training.seq_len
+    pairs = [
+        continuation_tokens(tokenizer, document["text"], f" {choice}")
+        for document in documents
+        for choice in document["choices"]
+    ]
+    cut = sum(len(context) + len(answer) > room + 1 for context, answer in pairs)
+    if cut:
+        logger.warning(
+            f"suite: {cut} of {len(pairs)} answers of {name} are longer than the window of {room} "
+            "tokens with their question, which loses its beginning"
         )
+    longest = min(room, max(len(context) + len(answer) for context, answer in pairs) - 1)
+    multiple = window_multiple(trainer)
+    windows = _as_windows(pairs, min(room, -(-longest // multiple) * multiple))
 
-    def ask(self, trainer: TrainingState, depths: Sequence[int]) -> Results:
-        """Grade every stratum."""
+    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
+        forward = at_depths(trainer.model, depths, trainer.window_share)
+        nats_PQ, _ = sums_in_training(trainer, windows, forward)
+        results = {
+            f"static:{depth}": ReadingResult(
+                metrics=_multiple_choice(documents, nats_Q), mean_steps=float(depth)
+            )
+            for depth, nats_Q in zip(depths, nats_PQ.tolist(), strict=True)
+        }
+        return {name: results}
+
+    return ask
+
+
+def task_exam(
+    trainer: TrainingState, task: Task, count: int, strata: Sequence[str] | None = None
+) -> Ask:
+    """Return the exam of the generated task that the run trains on."""
+    exam = Exam(
+        task,
+        count,
+        vocab_size=trainer.model.config.vocab_size,
+        room=trainer.config.training.seq_len,
+        multiple=window_multiple(trainer),
+        strata=strata,
+        leave_out=strata is None,
+    )
+
+    def ask(trainer: TrainingState, depths: Sequence[int]) -> Results:
         model, share = trainer.model, trainer.window_share
         right, nats = right_at_depths(model, depths, share), at_depths(model, depths, share)
-        return self._exam.grade(
+        return exam.grade(
             depth_names(depths),
             lambda windows: sums_in_training(trainer, windows, right),
             lambda windows: sums_in_training(trainer, windows, nats),
             model_sizes(model),
         )
+
+    return ask
 
 
 def continuation_tokens(

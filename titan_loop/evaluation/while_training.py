@@ -27,12 +27,12 @@ from titan_loop.evaluation.promotion import Promotion
 from titan_loop.evaluation.suites import suite_refusals, task_names
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.evaluation.training_tasks import (
-    HeldOutText,
-    Questions,
-    TaskExam,
-    TrainingTask,
+    Ask,
     ask_tasks,
     depth_names,
+    held_out_text,
+    questions,
+    task_exam,
 )
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.callback import Callback, TrainingState
@@ -51,7 +51,7 @@ def evaluations(config: RunConfig) -> list[Callback]:
     if interval and sources:
         callbacks.append(
             WhileTraining(
-                lambda trainer: [HeldOutText(trainer, sources, held_out.windows)],
+                lambda trainer: [held_out_text(trainer, sources, held_out.windows)],
                 interval=interval,
                 depths=held_out.depths,
                 loss=HeldOutLoss.of(config, sources) if config.best else None,
@@ -72,14 +72,14 @@ def evaluations(config: RunConfig) -> list[Callback]:
     return callbacks
 
 
-def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> TrainingTask:
+def _suite_task(trainer: TrainingState, suite: SuiteConfig, name: str) -> Ask:
     data = trainer.config.dataloader
     generated = data.generated_task()
     if name == HELD_OUT:
-        return HeldOutText(trainer, data.source_paths(), suite.windows)
+        return held_out_text(trainer, data.source_paths(), suite.windows)
     if generated is not None and generated.name == name:
-        return TaskExam(trainer, generated, suite.questions)
-    return Questions(trainer, name, suite.questions)
+        return task_exam(trainer, generated, suite.questions)
+    return questions(trainer, name, suite.questions)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class WhileTraining(Callback):
 
     def __init__(
         self,
-        open_tasks: Callable[[TrainingState], list[TrainingTask]],
+        open_tasks: Callable[[TrainingState], list[Ask]],
         *,
         interval: int,
         depths: Sequence[int],
@@ -146,7 +146,7 @@ class WhileTraining(Callback):
         self._depths = depths
         self._prefix = prefix
         self._loss = loss
-        self._tasks: list[TrainingTask] = []
+        self._tasks: list[Ask] = []
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Read windows and questions once."""

@@ -105,14 +105,11 @@ def _open(name: str) -> tuple[ModuleType, str]:
         module_name, function_name = known[name].module, name
     elif not module_name or not function_name or module_name.startswith("."):
         raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
-    return _import(module_name, name), function_name
-
-
-def _import(module_name: str, recipe: str) -> ModuleType:
-    return import_user_module(
+    module = import_user_module(
         module_name,
         lambda missing: (
-            f"recipe {recipe!r}: no module {missing!r}{seen_from('')}; give it as "
+            f"recipe {name!r}: no module {missing!r}{seen_from('')}; give it as "
             "PACKAGE.MODULE:FUNCTION, importable from the current folder"
         ),
     )
+    return module, function_name

@@ -14,7 +14,7 @@ import torch
 from titan_loop.checkpoint.start_from import has_moments
 from titan_loop.errors import UserError, seen_from
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
-from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.recipes.recipe import Recipe
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import TOKENIZER_NAME
@@ -51,7 +51,9 @@ def start_from(
             ModelFolder(path), Path(folder or recipe.folder or f"runs/{recipe.name}"), command
         )
     run = SavedRun.open(path)
-    first = [recipe.stage(only)] if only is not None else _without_parent(recipe)
+    first = [stage for stage in recipe.stages if stage.parent is None]
+    if only is not None:
+        first = [recipe.stage(only)]
     own = first[0].config.model
     for stage in recipe.stages:
         if stage in first or stage.config.model == own:
@@ -71,10 +73,6 @@ def check_tokenizer(recipe: Recipe, run: SavedRun, *, only: str | None) -> None:
     for stage in [recipe.stage(only)] if only is not None else recipe.stages:
         for source in stage.config.dataloader.source_paths():
             run.tokenizer(Path(source) / TOKENIZER_NAME)
-
-
-def _without_parent(recipe: Recipe) -> list[Stage]:
-    return [stage for stage in recipe.stages if stage.parent is None]
 
 
 def _import_once(model: ModelFolder, folder: Path, command: Sequence[str]) -> Path:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan_loop.analysis.charts import Chart
 from titan_loop.analysis.drawing import (
+    Chart,
     depth_colors,
     draw_curve,
     draw_panels,
