@@ -122,15 +122,15 @@ def test_a_cache_survives_and_belongs_to_one_reading(trained_run: Path, tmp_path
     question = ask(("def f(", "x):"), ("a", "b"))
     lm = LoopLM(trained_run, cache=tmp_path)
     first = lm.loglikelihood(question)
-    assert lm.forward_steps > 0
+    assert lm._scorer.forward_steps > 0
     (path,) = tmp_path.glob("*.jsonl")
     path.write_text(path.read_text() + '{"key": "hal', encoding="utf-8")  # killed while writing
     later = LoopLM(trained_run, cache=tmp_path)
     assert later.loglikelihood(question) == first
-    assert later.forward_steps == 0
+    assert later._scorer.forward_steps == 0
     other = LoopLM(trained_run, cache=tmp_path, recurrent_steps=3)
     assert other.loglikelihood(question) != first
-    assert other.forward_steps > 0
+    assert other._scorer.forward_steps > 0
 
 
 def test_all_readings_cost_one_pass(trained_run: Path):
@@ -140,7 +140,7 @@ def test_all_readings_cost_one_pass(trained_run: Path):
     for index in range(8):
         lm.reading = index
         answers.append(lm.loglikelihood(question)[0][0])
-        assert lm.forward_steps == 8
+        assert lm._scorer.forward_steps == 8
     for depth, answer in enumerate(answers, start=1):
         alone = LoopLM(trained_run, recurrent_steps=depth).loglikelihood(question)[0][0]
         assert answer == pytest.approx(alone, abs=1e-4)

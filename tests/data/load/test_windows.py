@@ -94,7 +94,7 @@ def test_a_lookup_across_epochs_equals_one_by_one(
 def test_a_source_of_exactly_one_window(write_source: Callable[..., Path]) -> None:
     windows = open_cuts(write_source("s", [[[1, 2, 3, 4, 0]]]), 4, key=0)
     assert windows.windows_per_epoch == 1
-    assert windows.read(3, 0).input.tolist() == [1, 2, 3, 4]
+    assert read_window(windows, 3, 0).input.tolist() == [1, 2, 3, 4]
     assert windows.unread_tokens_per_epoch == 0
 
 
