@@ -47,7 +47,7 @@ def load(mixture: str, **config: object) -> WindowLoader:
 
 
 def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> None:
-    pack_source(source, L)
+    pack_source(source, seq_len=L)
     loader, plain = load(f"{source}=1:packed", prefix=True), load(f"{source}=1:packed")
     lengths = []
     for (inputs, labels), (others, _) in zip(
@@ -98,7 +98,7 @@ def test_windows_that_cut_prompts_are_refused(
         "longer", [documents(3, 20, L), [[*range(1, 3 * L), EOS]]], held_out=[documents(4, 9, L)]
     )
     add_masks(longer)
-    pack_source(longer, L, long_documents="split")
+    pack_source(longer, seq_len=L, long_documents="split")
     load(f"{longer}=1:packed")
     with pytest.raises(UserError, match=rf"prefix=True: 1 documents of .*longer.*seq_len={L}; "):
         load(f"{longer}=1:packed", prefix=True)
