@@ -8,13 +8,14 @@ from torch import Tensor
 
 from titan_loop.data.columns import Column
 from titan_loop.data.labels import IGNORED
+from titan_loop.models.context import PREFIX
 
-PREFIX = Column(name="prefix", reader="model", dtype="bool")
+PREFIX_COLUMN = Column(name=PREFIX, reader="model", dtype="bool")
 """Whether a token belongs to its document's prefix."""
 
 
 def prefix_of(positions_BL: Tensor, labels_BL: Tensor) -> Tensor:
-    """Return the column `PREFIX`, (B, L).
+    """Return the column, (B, L).
 
     Args:
         positions_BL: Positions that restart with every document.

@@ -32,7 +32,7 @@ from titan_loop.evaluation.readings import Reading, Scores, score_states, states
 from titan_loop.evaluation.share_work import share_work
 from titan_loop.evaluation.suites import NotAskedError
 from titan_loop.evaluation.task_report import ReadingResult
-from titan_loop.models.context import WindowShare
+from titan_loop.models.context import PREFIX, WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import TOKENIZER_NAME
@@ -168,7 +168,7 @@ def depth_states(
     columns = windows.columns_for(model.config.columns)
     masks = None
     if share is not None:
-        masks = model.get_attention_masks(positions_BL, share)
+        masks = model.get_attention_masks(positions_BL, share, (columns or {}).get(PREFIX))
         input_BL, positions_BL, labels_BL = (
             part_BL[:, share.queries_L] for part_BL in (input_BL, positions_BL, labels_BL)
         )

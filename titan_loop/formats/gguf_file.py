@@ -4,8 +4,8 @@
     tokenizer.json ─► tokens, merges ───────┼─► header
     checkpoint ─► one tensor at a time ─────┴─► quantised, written
 
-llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints and this project rotate
-halves: the rows of query and key matrices are put into that order.
+For most architectures llama.cpp rotates neighbouring elements of a head, where Llama's checkpoints
+and this project rotate halves: the rows of query and key matrices are put into that order.
 
 Source: the GGUF specification of ggml, and the tensor names of the `gguf` package.
 """
@@ -24,7 +24,7 @@ import titan_loop
 from titan_loop.errors import UserError
 from titan_loop.formats.format import Export, Format
 from titan_loop.formats.gguf_tokenizer import write_tokenizer
-from titan_loop.formats.llama_shape import EMBEDDING, HEAD, LlamaShape
+from titan_loop.formats.llama_shape import HEAD, LlamaShape
 from titan_loop.models.family import completed_architecture
 from titan_loop.plugins import find, names
 from titan_loop.storage.staged_folder import staged_file
@@ -37,30 +37,6 @@ UNROLLED = "llama"
 
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
 _Q8_BLOCK = 32
-_OF_MODEL = {EMBEDDING: "token_embd", "model.norm.weight": "output_norm", HEAD: "output"}
-_OF_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "input_layernorm_2": "post_attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "post_attention_layernorm_2": "post_ffw_norm",
-}
-
-
-def tensor_name(tensor: str) -> str | None:
-    """Return GGUF's name of a tensor of a Llama-like folder; None for an exit gate's."""
-    if tensor in _OF_MODEL:
-        return f"{_OF_MODEL[tensor]}.weight"
-    if not tensor.startswith("model.layers."):
-        return None
-    _, _, index, inner = tensor.split(".", 3)
-    return f"blk.{index}.{_OF_LAYER[inner.removesuffix('.weight')]}.weight"
 
 
 def neighbours(weight: Tensor, heads: int) -> Tensor:
@@ -127,7 +103,6 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
     writer.add_description(f"exported by titan_loop {titan_loop.__version__}")
     writer.add_context_length(shape.max_positions)
     writer.add_embedding_length(shape.dim)
-    writer.add_block_count(shape.n_layers)
     writer.add_feed_forward_length(shape.hidden_dim)
     writer.add_head_count(shape.n_heads)
     writer.add_head_count_kv(shape.n_kv_heads)
@@ -135,8 +110,8 @@ def _write_keys(writer: "GGUFWriter", export: Export, name: str) -> None:
     writer.add_rope_freq_base(shape.rope_theta)
     writer.add_layer_norm_rms_eps(shape.norm_eps)
     writer.add_vocab_size(shape.vocab_size)
-    for key, value in shape.gguf_metadata().items():
-        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+    for key, value in {"block_count": shape.n_layers, **shape.gguf_metadata()}.items():
+        add = {bool: writer.add_bool, float: writer.add_float32}.get(type(value), writer.add_uint32)
         add(f"{shape.gguf_architecture}.{key}", value)
 
 
@@ -148,6 +123,7 @@ def _announce_tensors(
 
     shape = export.shape
     heads = {"self_attn.q_proj": shape.n_heads, "self_attn.k_proj": shape.n_kv_heads}
+    heads = heads if shape.gguf_neighbours else {}
     pending: list[Callable[[], np.ndarray]] = []
 
     def produce(tensor: str, kind: Any) -> np.ndarray:
@@ -158,7 +134,7 @@ def _announce_tensors(
         return quants.quantize(weight.contiguous().numpy(), kind)
 
     for tensor, size in shape.tensor_shapes().items():
-        name = tensor_name(tensor)
+        name = shape.gguf_name(tensor)
         if name is None or (tensor == HEAD and shape.tie_weights):
             continue
         # Norms stay in fp32, as in every file of llama.cpp.

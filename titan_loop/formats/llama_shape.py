@@ -11,10 +11,31 @@ from math import prod
 from typing import Any, ClassVar, Self
 
 from titan_loop.errors import UserError
-from titan_loop.models.family import ModelOptions, completed_architecture, get_family
+from titan_loop.models.family import (
+    ModelOptions,
+    ModelSize,
+    completed_architecture,
+    get_family,
+)
 from titan_loop.models.loop_config import NORM_EPS
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+_GGUF_OF_MODEL = {EMBEDDING: "token_embd", "model.norm.weight": "output_norm", HEAD: "output"}
+_GGUF_OF_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.gate_proj": "attn_gate",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "input_layernorm_2": "post_attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "post_attention_layernorm_2": "post_ffw_norm",
+}
 
 # A number beyond these would fill the memory before the tensors contradict it, or afterwards if
 # none does.
@@ -49,6 +70,8 @@ class LlamaShape:
     """`model_type` of `config.json`."""
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` in GGUF; None where llama.cpp has no such model."""
+    gguf_neighbours: ClassVar[bool] = True
+    """Whether llama.cpp rotates neighbouring elements of a head instead of its halves."""
     fixed: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu",
         "attention_dropout": 0.0,
@@ -170,6 +193,18 @@ class LlamaShape:
         """Return the options that build a model of this shape, every one of them explicit."""
         raise NotImplementedError
 
+    def shared_options(self, sizes: Mapping[str, ModelSize], default: str) -> dict[str, Any]:
+        """Return the options that every format has; the size is the named one of this shape."""
+        own = (self.dim, self.n_layers, self.n_heads, self.hidden_dim)
+        named = (
+            name
+            for name, known in sizes.items()
+            if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
+        )
+        names = {option.name for option in fields(ModelSize)} | {"rope_theta", "tie_weights"}
+        values = {name: getattr(self, name) for name in names}
+        return values | {"size": next(named, default)}
+
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the content of `config.json`.
 
@@ -205,6 +240,15 @@ class LlamaShape:
     def gguf_metadata(self) -> dict[str, Any]:
         """Return keys of GGUF, without the architecture's name before them, beyond Llama's."""
         return {}
+
+    def gguf_name(self, tensor: str) -> str | None:
+        """Return GGUF's name of a tensor of the format; None for an exit gate's."""
+        if tensor in _GGUF_OF_MODEL:
+            return f"{_GGUF_OF_MODEL[tensor]}.weight"
+        if not tensor.startswith("model.layers."):
+            return None
+        _, _, index, inner = tensor.split(".", 3)
+        return f"blk.{index}.{_GGUF_OF_LAYER[inner.removesuffix('.weight')]}.weight"
 
     def layer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every tensor of one layer."""

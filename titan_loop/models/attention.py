@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.models.common.attention import FlexAttention, GQAttention, VarlenAttention
+from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
@@ -25,14 +26,17 @@ from titan_loop.models.positions import DistanceScores, every_head
 ATTENTION_BACKENDS = ("auto", "sdpa", "flex", "varlen")
 
 
-def document_mask(positions_BL: Tensor, share: WindowShare | None = None) -> Tensor:
-    """Which key each query may attend to: same document, not later.
+def document_mask(
+    positions_BL: Tensor, share: WindowShare | None = None, prefix_BL: Tensor | None = None
+) -> Tensor:
+    """Which key each query may attend to: same document, not later unless both are in its prefix.
 
     A document starts wherever `positions_BL` is 0.
 
     Args:
         positions_BL: (B, L) positions of whole windows, restarting per document.
         share: Which queries, and keys in which order; None for all, in theirs.
+        prefix_BL: (B, L) bool of whole windows, True in a document's prefix; None for no prefixes.
 
     Returns:
         (B, 1, queries, keys) bool, True where attention is allowed; broadcasts over heads.
@@ -43,25 +47,33 @@ def document_mask(positions_BL: Tensor, share: WindowShare | None = None) -> Ten
     document_BL = (positions_BL == 0).cumsum(dim=1)
     query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
     same_document = query_document_BL.unsqueeze(2) == key_document_BL.unsqueeze(1)
-    causal = share.queries_L.unsqueeze(1) >= share.keys_L
-    return (same_document & causal).unsqueeze(1)
+    allowed = share.queries_L.unsqueeze(1) >= share.keys_L
+    if prefix_BL is not None:
+        query_BL, key_BL = (prefix_BL[:, index_L] for index_L in share)
+        allowed = allowed | (query_BL.unsqueeze(2) & key_BL.unsqueeze(1))
+    return (same_document & allowed).unsqueeze(1)
 
 
 def document_block_mask(
-    positions_BL: Tensor, share: WindowShare, block_size: int | tuple[int, int]
+    positions_BL: Tensor,
+    share: WindowShare | None,
+    block_size: int | tuple[int, int],
+    prefix_BL: Tensor | None = None,
 ) -> BlockMask:
-    """Return Flex's form of `document_mask` for a share of the window.
-
-    Args:
-        positions_BL: (B, L) positions of whole windows, restarting per document.
-    """
+    """Return Flex's form of `document_mask`; `block_size` is the kernel's."""
+    if share is None:
+        whole_L = torch.arange(positions_BL.shape[1], device=positions_BL.device)
+        share = WindowShare(whole_L, whole_L)
     document_BL = (positions_BL == 0).cumsum(dim=1)
     query_document_BL, key_document_BL = (document_BL[:, index_L] for index_L in share)
     queries_L, keys_L = share
 
     def allowed(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_BL[b, query] == key_document_BL[b, key]
-        return same_document & (queries_L[query] >= keys_L[key])
+        seen = queries_L[query] >= keys_L[key]
+        if prefix_BL is not None:
+            seen = seen | (prefix_BL[b, queries_L[query]] & prefix_BL[b, keys_L[key]])
+        return same_document & seen
 
     return titan_attention.create_attention_mask(
         allowed,
@@ -193,7 +205,10 @@ def inner_attention_config(backend: str, *, scores: bool = False) -> Module.Conf
 
 
 class LoopAttention(GQAttention):
-    """Grouped-query attention reading rotations, mask and cache from the shared `LoopContext`."""
+    """Grouped-query attention reading rotations, mask and cache from the shared `LoopContext`.
+
+    With a gate, W_o (σ(W_g x) ⊙ heads) takes the place of W_o heads.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GQAttention.Config):
@@ -204,6 +219,7 @@ class LoopAttention(GQAttention):
 
         distance_scores: DistanceScores.Config | None = None
         keys_start_as_queries: bool = False
+        gate: Linear.Config | None = None
 
         @property
         def widths(self) -> tuple[int, int]:
@@ -216,6 +232,7 @@ class LoopAttention(GQAttention):
         scores = config.distance_scores
         self.distance_scores = None if scores is None else scores.build()
         self.keys_start_as_queries = config.keys_start_as_queries
+        self.gate = None if config.gate is None else config.gate.build()
 
     def _init_self_parameters(self) -> None:  # the projections initialise their own
         super()._init_self_parameters()
@@ -233,10 +250,6 @@ class LoopAttention(GQAttention):
             cache_slot: Slot of this visit's keys and values in the cache. None without a cache, so
                 that a compiled block is not specialised on the step.
         """
-        return self.wo(self.attended(x_BLD, context, cache_slot))
-
-    def attended(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None) -> Tensor:
-        """Return the heads' outputs side by side, (B, L, N·H); arguments as of `forward`."""
         q_BLNH, k_BLNH, v_BLNH = self._projected(x_BLD, context, cache_slot)
         added = {}
         if self.distance_scores is not None:
@@ -250,7 +263,10 @@ class LoopAttention(GQAttention):
             enable_gqa=self.enable_gqa,
             **added,
         )
-        return out_BLNH.contiguous().flatten(2)
+        out_BLD = out_BLNH.contiguous().flatten(2)
+        if self.gate is not None:
+            out_BLD = self.gate(x_BLD).sigmoid() * out_BLD
+        return self.wo(out_BLD)
 
     def remember(self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot) -> None:
         """Store keys and values of tokens that do not attend; arguments as of `forward`."""

@@ -41,7 +41,8 @@ class PreNormBlock(TransformerBlock):
             assert isinstance(self.attention, LoopAttention.Config)
             assert self.feed_forward is not None
             dim, wide = self.attention.dim, self.feed_forward.w1.out_features
-            return 2 * dim * sum(self.attention.widths) + 3 * dim * wide
+            gate = 0 if self.attention.gate is None else dim * self.attention.widths[0]
+            return 2 * dim * sum(self.attention.widths) + gate + 3 * dim * wide
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -7,6 +7,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import VarlenMetadata
 
+PREFIX = "prefix"
+"""Name of the column (B, L) that says which tokens see later ones: those of a document's prefix."""
+
 AttentionMask = Tensor | BlockMask | VarlenMetadata
 
 

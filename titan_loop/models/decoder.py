@@ -33,6 +33,7 @@ from torchtitan.models.common.nn_modules import Identity
 from titan_loop.errors import UserError
 from titan_loop.models.attention import document_block_mask, document_mask
 from titan_loop.models.context import (
+    PREFIX,
     AttentionMask,
     CacheSlot,
     KeyValueCache,
@@ -224,10 +225,11 @@ class LoopDecoder(Decoder):
             key_positions: (B or 1, S) positions of the keys in the cache; None if only the current
                 tokens have keys.
         """
-        mask_wanted = positions is not None or self._needs_mask()
-        if attention_masks is None and cache is None and mask_wanted:
+        prefix = None if columns is None else columns.get(PREFIX)
+        mask_wanted = cache is None and (positions is not None or self._needs_mask())
+        if attention_masks is None and (mask_wanted or prefix is not None):
             attention_masks = self.get_attention_masks(
-                _count_positions(tokens) if positions is None else positions
+                _count_positions(tokens) if positions is None else positions, prefix=prefix
             )
         if positions is None:
             positions = _count_positions(tokens)
@@ -390,20 +392,16 @@ class LoopDecoder(Decoder):
         return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
-        self, positions: Tensor, share: WindowShare | None = None
+        self, positions: Tensor, share: WindowShare | None = None, prefix: Tensor | None = None
     ) -> AttentionMask | None:
-        """Build the kernel's causal-and-same-document mask of whole windows, (B, L) positions.
-
-        Args:
-            share: The part of every window this rank computes; None for all of it.
-        """
+        """Build the backend's causal-and-same-document mask; arguments as of `document_mask`."""
         if not self._needs_mask():
-            return document_mask(positions, share)
+            return document_mask(positions, share, prefix)
         kernel = self.config.layers[0].attention.inner_attention
-        if share is None:
+        if share is None and prefix is None:
             return super().get_attention_masks(positions)  # type: ignore[return-value]
-        assert isinstance(kernel, FlexAttention.Config), "varlen cannot share a window"
-        return document_block_mask(positions, share, kernel.block_size)
+        assert isinstance(kernel, FlexAttention.Config), "varlen has causal masks of windows alone"
+        return document_block_mask(positions, share, kernel.block_size, prefix)
 
     def _needs_mask(self) -> bool:
         """Whether the attention kernel cannot run without a mask object of its own."""

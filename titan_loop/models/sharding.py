@@ -9,8 +9,9 @@ module gathers that state for the readout and the gate. The gate is replicated w
 from typing import Any
 
 import spmd_types as spmd
-from torchtitan.models.common.attention import BaseAttention, GQAttention
+from torchtitan.models.common.attention import BaseAttention
 from torchtitan.models.common.decoder_sharding import (
+    colwise_config,
     dense_activation_placement,
     dense_param_placement,
     dense_sequence_parallel_placement,
@@ -22,6 +23,7 @@ from torchtitan.models.common.decoder_sharding import (
 )
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig, SpmdLayout
 
+from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.positions import LearnedPositions
 
@@ -121,8 +123,10 @@ def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
 def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) -> None:
     """Shard attention over its heads; arguments as of `set_block_sharding`."""
     set_gqa_attention_sharding(attention, enable_sp=enable_sp)
-    assert isinstance(attention, GQAttention.Config)
+    assert isinstance(attention, LoopAttention.Config)
     set_gqa_inner_attention_local_map(attention.inner_attention)
+    if attention.gate is not None:
+        attention.gate.sharding_config = colwise_config()
     heads = dense_activation_placement(tp=spmd.S(2))
     attention.rope.sharding_config = ShardingConfig(
         in_src_shardings={"query": heads, "key": heads},

@@ -20,6 +20,7 @@ from titan_loop.data.columns import LABELLED, columns_for
 from titan_loop.data.load.batches import Batch
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.distributed.loop_fsdp import reshard_units
+from titan_loop.models.context import PREFIX
 from titan_loop.models.dropout import seed_dropout
 from titan_loop.training.callback import TrainingState
 
@@ -98,11 +99,15 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
     declared, share = trainer.dataloader.columns, trainer.window_share
     columns: Mapping[str, Tensor] = {each.name: values.pop(each.name) for each in declared}
     labelled = values.pop(LABELLED, None)
+    prefix = columns.get(PREFIX)
     if share is None:
         inputs, labels, for_model = trainer.post_dataloading_process(values, labels)
+        if prefix is not None:  # upstream's masks know of none
+            masks = trainer.model.get_attention_masks(values["positions"], prefix=prefix)
+            for_model["attention_masks"] = masks
     else:
         # The mask is of the whole window: this rank's queries attend to all keys.
-        masks = trainer.model.get_attention_masks(values["positions"], share)
+        masks = trainer.model.get_attention_masks(values["positions"], share, prefix)
         cut = cut_columns({**values, "labels": labels}, share)
         inputs, labels = cut["input"], cut["labels"]
         for_model = {"positions": cut["positions"], "attention_masks": masks}

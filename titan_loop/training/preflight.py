@@ -22,6 +22,7 @@ import titan_loop.compat as compat  # before any torchtitan module
 from titan_loop.checkpoint.folders import committed_steps
 from titan_loop.distributed.activation_checkpointing import FullOffloadAC
 from titan_loop.errors import Refusal, UserError, caught
+from titan_loop.models.context import PREFIX
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.runs.run_directory import RunDirectory
@@ -250,6 +251,9 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
                 f"{', '.join(sorted(there)) or 'no columns'} for it",
                 "choose a loader that has them, or add them to its columns",
             )
+    if config.dataloader.prefix and PREFIX not in model.columns:
+        problem = f"has no effect on model.family={model.family}, which reads no prefixes"
+        yield Refusal.of("dataloader.prefix", True, problem, "leave it out, or set model.prefix_lm")
     for name, setting in config.loss.aux().items():
         if name not in model.aux:
             yield Refusal(

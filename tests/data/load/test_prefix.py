@@ -12,10 +12,11 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.prefix import PREFIX, prefix_of
+from titan_loop.data.prefix import prefix_of
 from titan_loop.data.prepare.packing import pack_source
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.errors import UserError
+from titan_loop.models.context import PREFIX
 
 L = 16
 SPLIT = {"dp_world_size": 1, "dp_rank": 0, "local_batch_size": 4, "seq_len": L}
@@ -53,12 +54,12 @@ def test_prefixes_end_before_the_first_label_of_each_document(source: Path) -> N
     for (inputs, labels), (others, _) in zip(
         loader.read_step(24), plain.read_step(24), strict=True
     ):
-        assert inputs[PREFIX.name].dtype == torch.bool
+        assert inputs[PREFIX].dtype == torch.bool
         assert torch.equal(inputs["input"], others["input"])
-        assert PREFIX.name not in others
+        assert PREFIX not in others
         for row in range(len(labels)):
             positions = inputs["positions"][row].tolist()
-            found = inputs[PREFIX.name][row].tolist()
+            found = inputs[PREFIX][row].tolist()
             assert found == slow_prefix(positions, labels[row].tolist())
             lengths += [
                 sum(part) for part in np.split(found, np.flatnonzero(np.equal(positions, 0)))
@@ -72,7 +73,7 @@ def test_plain_text_has_no_prefix(write_source: WriteSource, documents: Document
     ((inputs, labels),) = load(f"{source}=1", prefix=True).read_step(4)
     starts = inputs["positions"] == 0
     ignored = (labels == IGNORED).roll(1, dims=1)  # a document of one token has no label
-    assert torch.equal(inputs[PREFIX.name] & ~ignored, starts & ~ignored)
+    assert torch.equal(inputs[PREFIX] & ~ignored, starts & ~ignored)
 
 
 def test_a_tasks_question_is_its_prefix() -> None:
@@ -81,12 +82,12 @@ def test_a_tasks_question_is_its_prefix() -> None:
     ((inputs, labels),) = loader.read_step(4)
     evaluated = HeldOutWindows(inputs["input"], inputs["positions"], labels, labels)
     assert evaluated.columns_for(()) is None
-    column = evaluated.columns_for((PREFIX.name,))
+    column = evaluated.columns_for((PREFIX,))
     assert column is not None
-    assert torch.equal(column[PREFIX.name], inputs[PREFIX.name])
-    last = inputs[PREFIX.name] & (labels != IGNORED)
+    assert torch.equal(column[PREFIX], inputs[PREFIX])
+    last = inputs[PREFIX] & (labels != IGNORED)
     assert last.sum() == (labels != IGNORED).sum()  # every label is that of a prefix's last token
-    assert torch.equal(column[PREFIX.name], prefix_of(inputs["positions"], labels))
+    assert torch.equal(column[PREFIX], prefix_of(inputs["positions"], labels))
 
 
 def test_windows_that_cut_prompts_are_refused(

@@ -3,13 +3,18 @@
 from functools import partial
 
 import pytest
+import titan_loop.compat as compat
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.checkpoint import checkpoint
+from torchtitan.models.common import attention as titan_attention
 
 from tests.families.hrm_text.reference import cycles
 from titan_loop.errors import UserError
 from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
+from titan_loop.models.attention import document_block_mask, document_mask
+from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder, decoder_config
 
@@ -121,8 +126,8 @@ def test_initial_weights():
     [
         ({"low_cycles": 0}, "model.low_cycles=0 must be at least 1"),
         ({"recurrent_steps": 0}, "model.recurrent_steps=0 must be at least 1"),
-        ({"n_layers": 3}, "model.n_layers=3 must be even: half of them are the low stack"),
-        ({"n_kv_heads": 2}, "model.n_kv_heads=2 must be model.n_heads=4"),
+        ({"n_layers": 3}, "model.n_layers=3 must be even: half are the low stack"),
+        ({"n_kv_heads": 2}, "model.n_kv_heads=2 must be n_heads=4"),
         ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a number above 0"),
         ({"embedding_scale": -1.0}, "model.embedding_scale=-1.0 must be a number above 0"),
     ],
@@ -132,10 +137,22 @@ def test_mistakes_are_one_line(options, message):
         build_decoder(HrmTextOptions(**options), max_seq_len=8)
 
 
-def test_prefixes_need_whole_windows():
-    config = decoder_config(HrmTextOptions(), max_seq_len=8)
-    with pytest.raises(UserError, match="context_parallel_degree=2 does not work with"):
-        config.check_spreading(tensor_parallel=1, context_parallel=2)
-    decoder_config(HrmTextOptions(prefix_lm=False), max_seq_len=8).check_spreading(
-        tensor_parallel=2, context_parallel=2
-    )
+def test_a_kernel_without_prefixes_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "device_type", lambda: "cuda")
+    with pytest.raises(UserError, match=r"model.attention=varlen cannot do model.prefix_lm=True"):
+        decoder_config(HrmTextOptions(attention="varlen"), max_seq_len=8)
+    causal = HrmTextOptions(attention="varlen", prefix_lm=False)
+    assert decoder_config(causal, max_seq_len=8).columns == ()
+
+
+def test_flex_has_the_same_mask(monkeypatch):
+    monkeypatch.setattr(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    positions = torch.tensor([[*range(6), *range(LENGTH - 6)]])
+    column = torch.tensor([[True] * 3 + [False] * 3 + [True] * 5 + [False] * 3])
+    share = WindowShare(torch.tensor([0, 1, 2, 3, 10, 11, 12, 13]), torch.randperm(LENGTH))
+    for part in (None, share):
+        dense = document_mask(positions, part, column)[0, 0]
+        flex = document_block_mask(positions, part, 128, column)
+        queries, keys = (torch.arange(size) for size in dense.shape)
+        mine = flex.mask_mod(torch.tensor(0), torch.tensor(0), queries[:, None], keys)
+        assert torch.equal(mine, dense)

@@ -31,9 +31,10 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.changes import data_changes
 from titan_loop.data.load.jumps import joined, next_windows
 from titan_loop.data.load.windows import Batch, Window, empty_batch
-from titan_loop.data.prefix import PREFIX, prefix_of
+from titan_loop.data.prefix import PREFIX_COLUMN, prefix_of
 from titan_loop.data.tasks.task import Task
 from titan_loop.errors import UserError
+from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class GlobalBatchLoader(BaseDataLoader):
             """Return the columns that batches have besides tokens, positions and labels."""
             task = self.generated_task()
             of_task = () if task is None else task.columns
-            return (*of_task, PREFIX) if self.prefix else of_task
+            return (*of_task, PREFIX_COLUMN) if self.prefix else of_task
 
         def knows_depth(self) -> bool:
             """Return whether the loader can say how many recurrent steps its windows need."""
@@ -283,9 +284,9 @@ class GlobalBatchLoader(BaseDataLoader):
             batch, windows = empty_batch(self._local_batch_size, self._seq_len, self.columns)
             for row, window in zip(identities, windows, strict=True):
                 self.fill_window(row, window)
-            if PREFIX in self.columns:
+            if PREFIX_COLUMN in self.columns:
                 inputs, labels = batch
-                inputs[PREFIX.name] = prefix_of(inputs["positions"], labels)
+                inputs[PREFIX] = prefix_of(inputs["positions"], labels)
             if self._few_labels:
                 inputs, labels = batch
                 inputs[LABELLED] = (labels.flatten() != IGNORED).nonzero().flatten()

@@ -11,10 +11,11 @@ import torch
 from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.windows import CutWindows, empty_batch
-from titan_loop.data.prefix import PREFIX, prefix_of
+from titan_loop.data.prefix import prefix_of
 from titan_loop.data.shards import TokenShards
 from titan_loop.data.source_card import SourceCard
 from titan_loop.errors import UserError
+from titan_loop.models.context import PREFIX
 from titan_loop.ranks import warn_together
 from titan_loop.text.tokenizer import TOKENIZER_NAME, token_byte_lengths
 
@@ -41,8 +42,8 @@ class HeldOutWindows(NamedTuple):
 
     def columns_for(self, wanted: Collection[str]) -> Mapping[str, torch.Tensor] | None:
         """Return the columns for a model that reads the `wanted` ones; None without any."""
-        marked = {PREFIX.name: prefix_of(self.positions, self.labels)}
-        return {**self.columns, **(marked if PREFIX.name in wanted else {})} or None
+        marked = {PREFIX: prefix_of(self.positions, self.labels)}
+        return {**self.columns, **(marked if PREFIX in wanted else {})} or None
 
     def rows(self, chosen: Sequence[int], device: torch.device) -> "HeldOutWindows":
         """Return some of the windows, on a device."""

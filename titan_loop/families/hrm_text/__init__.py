@@ -4,4 +4,9 @@ from titan_loop.plugins import Plugin, register
 
 _HERE = "titan_loop.families.hrm_text"
 
-register(Plugin(families={"hrm_text": f"{_HERE}.model:HRM_TEXT"}))
+register(
+    Plugin(
+        families={"hrm_text": f"{_HERE}.model:HRM_TEXT"},
+        formats={"hrm_text": f"{_HERE}.formats:HRM_TEXT_FOLDER"},
+    )
+)

@@ -7,29 +7,21 @@ Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released code, wh
 XXL and XXL_wide are those below with a vocabulary of 65,536; `1b` is XL, the released model.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 
-from torch import nn
-from torchtitan.models.common.attention import QKVLinear, VarlenAttention
-from torchtitan.models.common.embedding import Embedding
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_loop.errors import UserError
-from titan_loop.families.hrm_text.decoder import (
-    GatedAttention,
-    GatedBlock,
-    HrmDecoder,
-    LowStart,
-)
-from titan_loop.models.attention import inner_attention_config
-from titan_loop.models.exit_gate import ExitGate
+from titan_loop.families.hrm_text.decoder import HrmDecoder
+from titan_loop.models.attention import LoopAttention
+from titan_loop.models.block import PreNormBlock, SandwichBlock
 from titan_loop.models.family import Family, FamilyName, ModelOptions, ModelSize
+from titan_loop.models.gpt2_block import StateBias
 from titan_loop.models.initialisation import normal_matrix
-from titan_loop.models.positions import RotateHalf
-from titan_loop.models.readout import LMHead
+from titan_loop.models.loop_config import loop_config
+from titan_loop.models.loop_options import LoopOptions
 
 SIZES = {
     "debugmodel": ModelSize(64, 4, 4, 192, vocab_size=128, recurrent_steps=2),
@@ -39,7 +31,6 @@ SIZES = {
     "xxl": ModelSize(1792, 72, 14, 4864, vocab_size=65_536, recurrent_steps=2),
     "xxl-wide": ModelSize(2560, 32, 20, 6912, vocab_size=65_536, recurrent_steps=2),
 }
-ZERO = {"weight": nn.init.zeros_, "bias": nn.init.zeros_}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,16 +46,13 @@ class HrmTextOptions(ModelOptions):
     """Passes of the low stack in every high cycle."""
 
     prefix_lm: bool = True
-    """Whether the tokens of a prompt see each other in both directions; the loader marks them
-    (dataloader.prefix)."""
+    """Whether a prompt's tokens see each other both ways; dataloader.prefix marks them."""
 
     embedding_scale: float | None = None
-    """Factor on embeddings where they enter the state; None takes that of the weights a run starts
-    from, √D for initial ones."""
+    """Factor on embeddings; None takes the parent's, √D for initial weights."""
 
     rope_theta: float | None = None
-    """Base of the rotary embedding; None takes that of the weights a run starts from, 10,000 for
-    initial ones."""
+    """Base of the rotary embedding; None takes the parent's, 10,000 for initial weights."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in every norm."""
@@ -74,14 +62,11 @@ def _check(options: HrmTextOptions, shape: ModelSize) -> None:
     if options.low_cycles < 1:
         raise UserError(f"model.low_cycles={options.low_cycles} must be at least 1")
     if shape.n_layers % 2:
-        raise UserError(
-            f"model.n_layers={shape.n_layers} must be even: half of them are the low stack"
-        )
+        raise UserError(f"model.n_layers={shape.n_layers} must be even: half are the low stack")
     if shape.n_kv_heads not in (None, shape.n_heads):
-        raise UserError(
-            f"model.n_kv_heads={shape.n_kv_heads} must be model.n_heads={shape.n_heads}: HRM-Text "
-            "has a key head for every query head"
-        )
+        raise UserError(f"model.n_kv_heads={shape.n_kv_heads} must be n_heads={shape.n_heads}")
+    if options.prefix_lm and options.attention == "varlen":
+        raise UserError("model.attention=varlen cannot do model.prefix_lm=True; use flex or sdpa")
     for name in ("embedding_scale", "rope_theta", "norm_eps"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
@@ -93,68 +78,51 @@ def decoder_config(
 ) -> HrmDecoder.Config:
     """Return the architecture; arguments as of `Family.decoder_config`."""
     _check(options, shape)
-    kernel = inner_attention_config(options.attention)
-    if options.prefix_lm and isinstance(kernel, VarlenAttention.Config):
-        raise UserError(
-            "model.attention=varlen does not work with model.prefix_lm=True; use flex or sdpa"
-        )
-    dim, scale = shape.dim, options.embedding_scale or shape.dim**0.5
-
-    def linear(in_features: int, out_features: int) -> Linear.Config:
-        init = {"weight": partial(normal_matrix, std=in_features**-0.5)}
-        return Linear.Config(in_features=in_features, out_features=out_features, param_init=init)
-
-    def norm() -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=dim, eps=options.norm_eps, elementwise_affine=False)
-
-    def layer() -> GatedBlock.Config:
-        head_dim = dim // shape.n_heads
-        return GatedBlock.Config(
-            attention_norm=norm(),
-            attention=GatedAttention.Config(
-                n_heads=shape.n_heads,
-                dim=dim,
-                qkv_linear=QKVLinear.Config(
-                    head_dim=head_dim, wq=linear(dim, dim), wkv=linear(dim, dim)
-                ),
-                wo=linear(dim, dim),
-                gate=linear(dim, dim),
-                inner_attention=inner_attention_config(options.attention),
-                rope=RotateHalf.Config(
-                    dim=head_dim, max_seq_len=max_seq_len, theta=options.rope_theta or 10_000.0
-                ),
-            ),
-            ffn_norm=norm(),
-            feed_forward=FeedForward.Config(
-                w1=linear(dim, shape.hidden_dim),
-                w2=linear(shape.hidden_dim, dim),
-                w3=linear(dim, shape.hidden_dim),
-            ),
-        )
-
-    matrix = {"weight": partial(normal_matrix, std=1 / scale)}
-    head = LMHead.Config(
-        in_features=dim, out_features=shape.vocab_size, param_init=linear(dim, 1).param_init
+    scale = options.embedding_scale or shape.dim**0.5
+    generic = LoopOptions(
+        attention=options.attention,
+        exit_gate=options.exit_gate,
+        initializer_range=shape.dim**-0.5,
+        readout_chunk_tokens=options.readout_chunk_tokens,
+        rope_theta=options.rope_theta,
+        tie_weights=options.tie_weights,
     )
-    if options.readout_chunk_tokens is not None:
-        head.chunk_tokens = options.readout_chunk_tokens
-    return HrmDecoder.Config(
-        dim=dim,
-        vocab_size=shape.vocab_size,
-        tok_embeddings=Embedding.Config(
-            num_embeddings=shape.vocab_size, embedding_dim=dim, param_init=matrix
-        ),
-        low_start=LowStart.Config(dim=dim, param_init={"weight": partial(normal_matrix, std=1.0)}),
-        layers=[layer() for _ in range(shape.n_layers)],
+    norm = RMSNorm.Config(
+        normalized_shape=shape.dim, eps=options.norm_eps, elementwise_affine=False
+    )
+    config = loop_config(
+        HrmDecoder.Config,
+        generic,
+        shape,
+        max_seq_len,
+        norm=norm,
+        low_start=StateBias.Config(dim=shape.dim, param_init=_normal(1.0)),
         low_cycles=options.low_cycles,
         embedding_scale=scale,
         prefix_lm=options.prefix_lm,
-        norm=norm(),
-        lm_head=head,
-        enable_weight_tying=options.tie_weights,
-        recurrent_steps=shape.recurrent_steps,
-        exit_gate=ExitGate.Config(in_features=dim, param_init=ZERO) if options.exit_gate else None,
     )
+    config.tok_embeddings = replace(config.tok_embeddings, param_init=_normal(1 / scale))
+    config.layers = [_gated(layer, norm) for layer in config.layers]
+    return config
+
+
+def _gated(layer: SandwichBlock.Config, norm: RMSNorm.Config) -> PreNormBlock.Config:
+    """Return a layer with a gate at its heads, and two norms without gains."""
+    attention, branch = layer.attention, layer.feed_forward
+    assert isinstance(attention, LoopAttention.Config)
+    assert branch is not None
+    attention.gate = replace(attention.wo)
+    branch.w2 = replace(branch.w2, param_init=_normal(branch.w2.in_features**-0.5))
+    return PreNormBlock.Config(
+        attention_norm=replace(norm),
+        attention=attention,
+        ffn_norm=replace(norm),
+        feed_forward=branch,
+    )
+
+
+def _normal(std: float) -> dict[str, Callable]:
+    return {"weight": partial(normal_matrix, std=std)}
 
 
 HRM_TEXT = Family(

@@ -60,26 +60,8 @@ class _BlockShape(LlamaShape):
 
     def options(self) -> NanbeigeOptions:
         """As of the base class."""
-        own = (self.dim, self.n_layers, self.n_heads, self.hidden_dim)
-        size = next(
-            (
-                name
-                for name, known in LLAMA_SIZES.items()
-                if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
-            ),
-            NanbeigeOptions().size,
-        )
         return NanbeigeOptions(
-            size=size,
-            vocab_size=self.vocab_size,
-            recurrent_steps=self.recurrent_steps,
-            n_layers=self.n_layers,
-            dim=self.dim,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            hidden_dim=self.hidden_dim,
-            tie_weights=self.tie_weights,
-            rope_theta=self.rope_theta,
+            **self.shared_options(LLAMA_SIZES, NanbeigeOptions().size),
             norm_eps=self.norm_eps,
             norm_placement=self.norm_placement,
         )

@@ -59,27 +59,7 @@ class OuroShape(LlamaShape):
 
     def options(self) -> OuroOptions:
         """As of the base class."""
-        own = (self.dim, self.n_layers, self.n_heads, self.hidden_dim)
-        size = next(
-            (
-                name
-                for name, known in SIZES.items()
-                if (known.dim, known.n_layers, known.n_heads, known.hidden_dim) == own
-            ),
-            OuroOptions().size,
-        )
-        return OuroOptions(
-            size=size,
-            vocab_size=self.vocab_size,
-            recurrent_steps=self.recurrent_steps,
-            n_layers=self.n_layers,
-            dim=self.dim,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            hidden_dim=self.hidden_dim,
-            tie_weights=self.tie_weights,
-            rope_theta=self.rope_theta,
-        )
+        return OuroOptions(**self.shared_options(SIZES, OuroOptions().size))
 
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the content of `config.json`, every field of the format and no other."""

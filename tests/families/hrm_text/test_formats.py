@@ -1,0 +1,117 @@
+"""HRM-Text's folders, in and out, and its GGUF files in llama.cpp."""
+
+import json
+
+import pytest
+import torch
+
+from tests.families.nanbeige.conftest import VOCABULARY
+from tests.families.nanbeige.test_formats import convert
+from tests.families.nanbeige.test_llama_cpp import (
+    CLOSE,
+    PROMPT,
+    TOKENS,
+    as_matrix,
+    ask,
+    log_probs,
+    python,  # noqa: F401  (a fixture)
+)
+from tests.families.ouro.hugging_face.test_export import error_of
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.runs.saved_run import SavedRun
+
+OTHER = {
+    "low_cycles": 2,
+    "recurrent_steps": 3,
+    "n_layers": 2,
+    "tie_weights": True,
+    "rope_theta": 500.0,
+    "norm_eps": 1e-5,
+    "embedding_scale": 3.0,
+    "prefix_lm": False,
+}
+
+
+@pytest.mark.parametrize("options", [{}, OTHER], ids=["default", "other"])
+def test_a_folder_comes_back_bit_by_bit(make_run, tmp_path, ascii_tokenizer, options):
+    made = make_run(**options)
+    out, back, again = (tmp_path / name for name in ("out", "back", "again"))
+    flags = ("--to", "hrm_text", "--tokenizer", ascii_tokenizer)
+    convert("export", made.run, "--output", out, *flags)
+    convert("import", out, "--output", back)
+    run = SavedRun.open(back)
+    reader = CheckpointReader(run.checkpoint().path)
+    for name, tensor in made.model.state_dict().items():
+        assert torch.equal(reader.read(name), tensor), name
+    before = SavedRun.open(made.run).checkpoint().manifest["trainer"]
+    after = run.checkpoint().manifest["trainer"]
+    assert after["architecture"] == before["architecture"]
+    assert after["recurrent_steps"] == before["recurrent_steps"] == made.model.recurrent_steps
+    convert("export", back, "--output", again, *flags)
+    for file in ("config.json", "model.safetensors"):
+        assert (out / file).read_bytes() == (again / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": 12}, "num_hidden_layers=12 is a cache of other cycles: H_cycles=2"),
+        ({"H_cycles": 3}, "num_hidden_layers=16 is a cache of other cycles: H_cycles=3"),
+        ({"H_cycles": 0}, "H_cycles=0 must be a positive integer"),
+        ({"L_cycles": 0}, "L_cycles=0 must be a positive integer"),
+        ({"prefix_lm": "yes"}, "prefix_lm='yes' must be true or false"),
+        ({"embedding_scale": 0}, "embedding_scale=0 must be a positive number"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads=2 is not what titan_loop computes"),
+        ({"head_dim": 32}, "head_dim=32 is not what titan_loop computes"),
+    ],
+)
+def test_other_configs_are_one_line(make_run, tmp_path, capsys, changed, message):
+    out = tmp_path / "out"
+    convert("export", make_run().run, "--output", out, "--to", "hrm_text", "--no-tokenizer")
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | changed))
+    assert message in error_of(capsys, "import", out, "--output", tmp_path / "back")
+
+
+def test_exports_that_a_format_cannot_hold_are_one_line(make_run, tmp_path, capsys):
+    gated = make_run(exit_gate=True).run
+    for to in ("hrm_text", "gguf"):
+        arguments = ("export", gated, "--output", tmp_path / "out", "--to", to)
+        assert "model.exit_gate=True: the HRM-Text format has no place" in error_of(
+            capsys, *arguments
+        )
+    arguments = ("export", make_run().run, "--output", tmp_path / "out", "--to", "gguf-unrolled")
+    assert "model.family=hrm_text: llama.cpp runs no such Llama" in error_of(capsys, *arguments)
+
+
+def test_a_saved_folder_has_the_released_tensors(make_run, tmp_path):
+    convert(
+        "export", make_run().run, "--output", tmp_path / "out", "--to", "hrm_text", "--no-tokenizer"
+    )
+    names = SafetensorsFolder(tmp_path / "out").shapes
+    assert names["model.z_L_init"] == (64,)
+    assert names["model.H_module.layers.1.self_attn.gate_proj.weight"] == (64, 64)
+    assert len(names) == 3 + 4 * 8
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    "options", [{}, OTHER, {"recurrent_steps": 1, "low_cycles": 4}], ids=["default", "other", "low"]
+)
+def test_greedy_tokens_and_logits_in_llama_cpp(
+    python,  # noqa: F811
+    make_run,
+    tmp_path,
+    ascii_tokenizer,
+    options,
+):
+    made = make_run(**options)
+    file = tmp_path / "model.gguf"
+    convert("export", made.run, "--output", file, "--to", "gguf", "--tokenizer", ascii_tokenizer)
+    request = {"prompt": PROMPT, "count": TOKENS, "vocabulary": VOCABULARY}
+    (answer,) = ask(python, file, request)
+    ours = log_probs(made.model, PROMPT + answer["tokens"], made.model.recurrent_steps)
+    ours = ours[len(PROMPT) - 1 : -1]
+    assert answer["tokens"] == ours.argmax(-1).tolist()
+    torch.testing.assert_close(as_matrix(answer), ours, atol=CLOSE, rtol=0)

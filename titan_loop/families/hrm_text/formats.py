@@ -1,0 +1,165 @@
+"""Folders of `HrmTextForCausalLM`, which transformers 5 has, and the same in GGUF for llama.cpp.
+
+    config.json: H_cycles, L_cycles, num_layers_per_stack, embedding_scale, prefix_lm
+    GGUF: hrm.h_cycles, hrm.l_cycles, hrm.layers_per_stack, hrm.prefix_lm, embedding_scale
+
+Both count a slot of the cache for every pass and layer as a layer. llama.cpp keeps `hrm.prefix_lm`
+but reads prompts causally (at its release b11549).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from titan_loop.errors import UserError
+from titan_loop.families.hrm_text.model import SIZES, HrmTextOptions
+from titan_loop.formats.format import Format
+from titan_loop.formats.llama_shape import (
+    EMBEDDING,
+    HEAD,
+    LlamaShape,
+    integer,
+    positive,
+    unsupported,
+)
+from titan_loop.formats.model_folder import write_model_folder
+
+_START = "model.z_L_init"
+_STACK = re.compile(r"model\.([LH])_module\.layers\.(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HrmTextShape(LlamaShape):
+    """A model of two stacks; `n_layers` counts the layers of both."""
+
+    title: ClassVar[str] = "HRM-Text"
+    family: ClassVar[str] = "hrm_text"
+    model_type: ClassVar[str] = "hrm_text"
+    gguf_architecture: ClassVar[str | None] = "hrm_text"
+    gguf_neighbours: ClassVar[bool] = False
+    steps_field: ClassVar[str | None] = "H_cycles"
+    of_layer: ClassVar[Mapping[str, str]] = {
+        **LlamaShape.of_layer,
+        "self_attn.gate_proj.": "attention.gate.",
+    }
+
+    low_cycles: int
+    embedding_scale: float
+    prefix_lm: bool
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of a cache: one for every pass and layer of its stack."""
+        return self.recurrent_steps * (self.low_cycles + 1) * self.n_layers // 2
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As of the base class; also refuses layers that are not those of the cycles."""
+        known = super().read_fields(config)
+        if known["n_kv_heads"] != known["n_heads"]:
+            raise unsupported("num_key_value_heads", known["n_kv_heads"], known["n_heads"])
+        prefix_lm = config.get("prefix_lm", True)
+        if not isinstance(prefix_lm, bool):
+            raise UserError(f"config.json: prefix_lm={prefix_lm!r} must be true or false")
+        low_cycles, layers = integer(config, "L_cycles"), known["n_layers"]
+        # A first config has the layers of a stack where a saved one has the slots of a cache.
+        stack = integer(config, "num_layers_per_stack", layers)
+        known |= {
+            "n_layers": 2 * stack,
+            "low_cycles": low_cycles,
+            "embedding_scale": positive("embedding_scale", config.get("embedding_scale")),
+            "prefix_lm": prefix_lm,
+        }
+        slots = stack * known["recurrent_steps"] * (low_cycles + 1)
+        if "num_layers_per_stack" in config and layers != slots:
+            raise UserError(
+                f"config.json: num_hidden_layers={layers} is a cache of other cycles: H_cycles="
+                f"{known['recurrent_steps']}, L_cycles={low_cycles} and num_layers_per_stack="
+                f"{stack} need {slots}"
+            )
+        return known
+
+    def options(self) -> HrmTextOptions:
+        """As of the base class."""
+        return HrmTextOptions(
+            **self.shared_options(SIZES, HrmTextOptions().size),
+            norm_eps=self.norm_eps,
+            low_cycles=self.low_cycles,
+            prefix_lm=self.prefix_lm,
+            embedding_scale=self.embedding_scale,
+        )
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As of the base class; trained further, gradients reach the last high cycle's passes."""
+        inherited = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+        del inherited["num_key_value_heads"]
+        return inherited | {
+            "architectures": ["HrmTextForCausalLM"],
+            "H_cycles": self.recurrent_steps,
+            "L_bp_cycles": [0] * (self.recurrent_steps - 1) + [self.low_cycles],
+            "L_cycles": self.low_cycles,
+            "embedding_scale": self.embedding_scale,
+            "num_hidden_layers": self.slots,
+            "num_layers_per_stack": self.n_layers // 2,
+            "prefix_lm": self.prefix_lm,
+        }
+
+    def gguf_metadata(self) -> dict[str, Any]:
+        """As of the base class."""
+        return {
+            "block_count": self.slots,
+            "embedding_scale": self.embedding_scale,
+            "hrm.h_cycles": self.recurrent_steps,
+            "hrm.l_cycles": self.low_cycles,
+            "hrm.layers_per_stack": self.n_layers // 2,
+            "hrm.prefix_lm": self.prefix_lm,
+        }
+
+    def gguf_name(self, tensor: str) -> str | None:
+        """As of the base class; the low stack comes first."""
+        return "hrm.z_l_init" if tensor == _START else super().gguf_name(self._canonical(tensor))
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As of the base class: matrices alone, with the gates and the start."""
+        gate = {"self_attn.gate_proj.weight": (self.dim, self.dim)}
+        matrices = {name: shape for name, shape in self.layer_shapes() if len(shape) > 1} | gate
+        return {
+            EMBEDDING: (self.vocab_size, self.dim),
+            _START: (self.dim,),
+            **{
+                f"model.{stack}_module.layers.{index}.{name}": shape
+                for stack in "LH"
+                for index in range(self.n_layers // 2)
+                for name, shape in matrices.items()
+            },
+            HEAD: (self.vocab_size, self.dim),
+        }
+
+    def parameter_name(self, tensor: str) -> str:
+        """As of the base class."""
+        if tensor == _START:
+            return "low_start.weight"
+        return super().parameter_name(self._canonical(tensor))
+
+    def _canonical(self, tensor: str) -> str:
+        """Return the name in a folder of one stack, in which H follows L."""
+        return _STACK.sub(
+            lambda found: f"model.layers.{int(found[2]) + (found[1] == 'H') * self.n_layers // 2}",
+            tensor,
+        )
+
+
+HRM_TEXT_FOLDER = Format(
+    summary="folder for transformers 5, whose own code it needs, SGLang and MLX",
+    shape=HrmTextShape.from_architecture,
+    write=partial(
+        write_model_folder,
+        about="HRM-Text: two stacks of layers that take turns.",
+        tags=("looped-language-model", "hrm_text"),
+        usage="With `prefix_lm`, prompts are read both ways where `token_type_ids` are 1.\n\n",
+    ),
+    dtypes=("float32", "bfloat16", "float16"),
+    folder=HrmTextShape,
+)
