@@ -113,14 +113,14 @@ class SelfSpeculation:
         if not drafts:
             vocabulary = batch.stack.model.config.vocab_size
             empty_BL = token_BL[:, :0]
-            empty_BLV = states[0].hidden_BLD.new_empty((len(rows), 0, vocabulary))
+            empty_BLV = states[0].read_BLD.new_empty((len(rows), 0, vocabulary))
             return empty_BL, empty_BLV, states[0]
         state = tree_map(lambda *leaves: torch.cat(leaves, 1), *states)
         return torch.cat(drafts, 1), torch.cat(distributions, 1), state
 
     def _verify(self, batch: Batch, state: LoopState) -> Tensor:
         """Return (B, k+1, V): the distributions of step R."""
-        positions_BL = self._positions(batch, 0, state.hidden_BLD.shape[1])
+        positions_BL = self._positions(batch, 0, state.read_BLD.shape[1])
         context = batch.stack.token_context(positions_BL, batch.cache)
         for step in range(self.draft_step + 1, batch.recurrent_steps + 1):
             reads = step == batch.recurrent_steps

@@ -295,6 +295,7 @@ class LoopOptimizers(OptimizersContainer):
 
     def state_dict(self) -> dict[str, Any]:
         """As upstream's, with the average of the weights under "ema."."""
+        self._start_unreached()
         state = super().state_dict()
         if self._average is not None:
             state.update({_EMA + name: value for name, value in self._average.state_dict().items()})
@@ -311,6 +312,30 @@ class LoopOptimizers(OptimizersContainer):
                     if name.startswith(_EMA)
                 }
             )
+
+    def _start_unreached(self) -> None:
+        """Give parameters that no gradient has reached yet the state that they will start with.
+
+        A truncated backward pass may leave out the embedding for a while; without a state it would
+        be missing where the checkpoint is loaded.
+        """
+        for optimizer in self.optimizers:
+            known = next(((p, state) for p, state in optimizer.state.items() if state), None)
+            if known is None:
+                continue
+            model, values = known
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if optimizer.state[parameter]:
+                        continue
+                    optimizer.state[parameter] = {
+                        name: torch.zeros_like(
+                            parameter if value.shape == model.shape else value,
+                            dtype=value.dtype,
+                            requires_grad=False,
+                        )
+                        for name, value in values.items()
+                    }
 
     def _groups(self) -> Iterator[tuple[dict[str, Any], GroupSettings]]:
         for optimizer, members in zip(self.optimizers, self._members, strict=True):
