@@ -56,7 +56,7 @@ class HrmTextShape(LlamaShape):
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """As of the base class; also refuses layers that are not those of the cycles."""
+        """As of the base class; also refuses a number of layers that contradicts the cycles."""
         known = super().read_fields(config)
         if known["n_kv_heads"] != known["n_heads"]:
             raise unsupported("num_key_value_heads", known["n_kv_heads"], known["n_heads"])
