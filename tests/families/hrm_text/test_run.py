@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from tests.inference.generation import check_generation
 from tests.inference.reference import prompts
+from tests.support.multiprocess import RankError
+from tests.support.tiny import act_as_launched
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
@@ -22,8 +24,6 @@ from titan_loop.inference.exit_policy import Confidence
 from titan_loop.inference.rows import Request
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
-from titan_loop.testing.multiprocess import RankError
-from titan_loop.testing.tiny import act_as_launched
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
