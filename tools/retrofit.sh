@@ -75,7 +75,11 @@ for seed in $seeds; do
         start "$arm"
         place=$folder/arms-seed$seed$again
         titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
-        titan_loop eval "$place/$arm" --windows 24 --depths 1 2 4
+        depths=(1 2 4)
+        if [ "$arm" = source ]; then
+            depths=(1) # its layers were never looped
+        fi
+        titan_loop eval "$place/$arm" --windows 24 --depths "${depths[@]}"
         titan_loop results add "$place/$arm"
     done
 done

@@ -1,4 +1,4 @@
-"""Loops made of dense models: SmolLM2-135M on one core, and Llama-3.2-1B as published.
+"""Loops made of dense models: SmolLM2-135M on one core, and TinyLlama-1.1B as published.
 
 `retrofit_smollm2` has an arm a stage, each from a checkpoint of its own that `titan-loop retrofit`
 made; `bash tools/retrofit.sh` fetches the model, makes them, trains and prints the tables. All arms
@@ -8,6 +8,15 @@ mean that grows from 1 to 2 over half of the tokens; `damped` runs its two half 
 arms have half of the layers, each for two, and adapters of a rank.
 
 LOG.md has the results.
+
+`retrofit_llama_1b` is McLeish et al. 2025, arXiv 2511.07384: TinyLlama-1.1B (22 layers) as 4/8/4, R
+drawn with a mean that grows over three quarters of 52B tokens, eight steps of the backward pass,
+Muon at 1e-3 and AdamW at 5e-5. Chosen here: the source fineweb-edu, window, batch, the shares of
+warm-up and cool-down; the state starts as the prelude's output. Start it from TinyLlama's folder:
+
+    titan-loop retrofit TinyLlama-1.1B --mode dropped --prelude 4 --core 8 --coda 4 \
+        --recurrent-steps 32 --output runs/retrofit_llama_1b/start
+    titan-loop plan retrofit_llama_1b --nodes 8
 """
 
 from dataclasses import replace
@@ -17,6 +26,7 @@ from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.retrofit.distillation import DistillationLoss
 from titan_loop.families.retrofit.surgery import Surgery
 from titan_loop.models.llama import LlamaOptions
 from titan_loop.recipes.recipe import Recipe, Stage
@@ -34,6 +44,10 @@ SMOLLM2_TOKENS = 65_536
 WINDOW_TOKENS = 256
 BATCH_TOKENS = 2 * WINDOW_TOKENS
 
+LLAMA_TOKENS = 52_000_000_000
+LLAMA_START = "runs/retrofit_llama_1b/start"
+"""Run of `titan-loop retrofit TINYLLAMA --mode dropped --prelude 4 --core 8 --coda 4`."""
+
 DENSE = NanbeigeOptions(
     size="smollm2-135m", tie_weights=True, rope_theta=100_000.0, recurrent_steps=1
 )
@@ -47,6 +61,8 @@ STARTS = {
     "identity": Surgery(mode="identity", **SPAN),
     "plain": Surgery(mode="plain", **SPAN),
     "damped": Surgery(mode="damped", **SPAN),
+    "identity_rank16": Surgery(mode="identity", rank=16, **SPAN),
+    "dropped": Surgery(mode="dropped", prelude=6, core=8, coda=8),
     **{f"tied_rank{rank}": Surgery(mode="tied", rank=rank, **HALVES) for rank in (0, 8, 64)},
 }
 """Name → surgery, whose run is FOLDER/start/NAME."""
@@ -63,6 +79,24 @@ ARMS: dict[str, dict[str, Any]] = {
     "plain": {"start": "plain", "recurrence": GROWN},
     "damped": {"start": "damped", "steps": 2},
     **{f"tied_rank{r}": {"start": f"tied_rank{r}", "steps": 2, "rate": 5e-4} for r in (0, 8, 64)},
+    **{
+        f"tied_rank{r}_distilled": {
+            "start": f"tied_rank{r}",
+            "steps": 2,
+            "rate": 5e-4,
+            "distilled": 0.9,
+        }
+        for r in (0, 64)
+    },
+    "identity_new": {
+        "start": "identity_rank16",
+        "recurrence": RecurrenceConfig(steps=Schedule.constant(2)),
+        "trained": "new",
+        "new_rate_factor": 10.0,
+        "distilled": 0.5,
+        "taught_by_itself": True,
+    },
+    "dropped": {"start": "dropped", "recurrence": GROWN, "rate": 5e-4},
 }
 """Name → options; `start` is one of `STARTS`, without one it is the dense model."""
 
@@ -79,6 +113,8 @@ def _smollm2(
     steps: int = 1,
     recurrence: RecurrenceConfig | None = None,
     rate: float = 1e-4,
+    distilled: float = 0.0,
+    taught_by_itself: bool = False,
     **options: Any,
 ) -> LoopTrainer.Config:
     """Return an arm; R is `steps` without a `recurrence`."""
@@ -100,6 +136,9 @@ def _smollm2(
         batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH_TOKENS)),
         held_out=HeldOutConfig(interval=0),
     )
+    if distilled:
+        teacher = "" if taught_by_itself else f"{FOLDER}/dense"
+        config.loss = DistillationLoss.Config(teacher=teacher, share=distilled)
     config.adamw.weight_decay = 0.0
     config.checkpoint.carry.parent = f"{FOLDER}/{'dense' if start is None else f'start/{start}'}"
     config.checkpoint.carry.optimizer = False
@@ -117,6 +156,36 @@ def retrofit_smollm2() -> Recipe:
         name="retrofit_smollm2",
         stages=[Stage(name=name, config=_smollm2(**arm)) for name, arm in ARMS.items()],
     )
+
+
+def retrofit_llama_1b() -> Recipe:
+    """TinyLlama with layers left out, looped 32 times, as published (arXiv 2511.07384)."""
+    surgery = Surgery(mode="dropped", prelude=4, core=8, coda=4, recurrent_steps=32)
+    dense = NanbeigeOptions(size="tinyllama-1.1b", recurrent_steps=1)
+    config = LoopTrainer.Config(
+        total_tokens=LLAMA_TOKENS,
+        model=surgery.options(dense),
+        dataloader=WindowLoader.Config(mixture=["fineweb-edu=1"], max_epochs=1.0),
+        learning_rate=Schedule.parse(
+            f"0:0 linear {LLAMA_TOKENS // 100}:5e-5 constant {LLAMA_TOKENS * 9 // 10}:5e-5 "
+            f"linear {LLAMA_TOKENS}:0"
+        ),
+        recurrence=RecurrenceConfig(
+            steps=Schedule.parse(f"0:1 linear {LLAMA_TOKENS * 3 // 4}:32"),
+            poisson=True,
+            lognormal_sigma=0.5,
+            backward_steps=8,
+            max_steps=128,
+        ),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(1_048_576)),
+    )
+    config.optimizer.name = "muon"
+    config.muon.rate_factor = 20.0  # 1e-3 for matrices of the body, 5e-5 for the rest
+    config.checkpoint.carry.parent = LLAMA_START
+    config.checkpoint.carry.optimizer = False
+    config.training.seq_len = 1024
+    config.training.local_batch_size = 8
+    return Recipe(name="retrofit_llama_1b", stages=[Stage(name="retrofit_llama_1b", config=config)])
 
 
 def _bits(name: str, title: str) -> ResultTable:

@@ -14,7 +14,7 @@ Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (o
 inside the chunk loop), T = B·L tokens, C tokens of one chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -94,6 +94,9 @@ class LMHead(Linear):
         self, input: Sequence[Tensor], *, decoding: Decoding, encoder: Embedding
     ) -> tuple[Tensor]: ...
 
+    @overload
+    def forward(self, input: Sequence[Tensor], *, through: "Through") -> tuple[Tensor, ...]: ...
+
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
     def forward(
         self,
@@ -105,8 +108,11 @@ class LMHead(Linear):
         rows_T: Tensor | None = None,
         decoding: Decoding | None = None,
         encoder: Embedding | None = None,
+        through: "Through | None" = None,
     ) -> Tensor | tuple[Tensor, ...]:
         """Return logits for one hidden state, the weighted loss for several steps' states, or Φ.
+
+        `through` is an objective's own way of streaming: it is called where the weight is whole.
 
         Args:
             input: One (B, L, D) hidden state, or a tuple of R of them, of one for Φ. Under tensor
@@ -119,6 +125,8 @@ class LMHead(Linear):
                 nothing. None computes every token, which is faster where most have one.
             encoder: Table with the embeddings that Φ takes the mean of; it may share this weight.
                 It must be gathered together with the head.
+            through: Takes this device's rows of the weight, the states and this head; its result
+                is returned.
 
         Returns:
             (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
@@ -133,6 +141,8 @@ class LMHead(Linear):
         """
         if isinstance(input, Tensor):
             return super().forward(input)
+        if through is not None:
+            return through(*self.vocabulary.local(self.weight, input), self)
         if decoding is not None:
             assert encoder is not None, "Φ needs embeddings"
             decoder_VD, (hidden_BLD,) = self.vocabulary.local(self.weight, input)
@@ -158,6 +168,9 @@ class LMHead(Linear):
             return loss, ce_RBL
         streamed = _stream(hidden_RBLD, head_weight_VD, labels_BL, weight_RBL, how)
         return streamed.loss, streamed.ce_RBL
+
+
+Through = Callable[[Tensor, tuple[Tensor, ...], LMHead], tuple[Tensor, ...]]
 
 
 class _How(NamedTuple):

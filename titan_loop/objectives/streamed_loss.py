@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import IGNORE_INDEX, BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig
+from torchtitan.config.configs import ParallelismConfig
 from torchtitan.tools.logging import logger
 
 from titan_loop.errors import Refusal
@@ -83,6 +84,10 @@ class StreamedLoss(ChunkedLossWrapper):
         columns: ClassVar[tuple[str, ...]] = ()
         """Columns of the batch that the objective reads; the loader must declare them."""
 
+        reads_tokens: ClassVar[bool] = False
+        """Whether the batch's token ids and positions are among the columns, `input` and
+        `positions`."""
+
         labels_every_step: ClassVar[bool] = False
         """Whether steps have labels of their own, so that R must reach the deepest example."""
 
@@ -110,6 +115,10 @@ class StreamedLoss(ChunkedLossWrapper):
                     "learns from AdaptiveGateLoss",
                     "set loss to AdaptiveGateLoss.Config()",
                 )
+
+        def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
+            """Yield degrees that this objective cannot be spread by."""
+            yield from ()
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)

@@ -115,7 +115,10 @@ def _split(trainer: TrainingState, batch: Batch) -> MicroBatch:
         columns = cut_columns(columns, share, whole=whole)
         labelled = None  # its indices are into whole windows
     for_model["columns"] = columns_for("model", declared, columns)
-    for_loss = {"columns": columns_for("loss", declared, columns), "labelled_T": labelled}
+    loss_columns = dict(columns_for("loss", declared, columns) or {})
+    if trainer.config.loss.reads_tokens:
+        loss_columns |= {"input": inputs, "positions": for_model["positions"]}
+    for_loss = {"columns": loss_columns, "labelled_T": labelled}
     return MicroBatch(inputs, labels, for_model, for_loss)
 
 

@@ -132,6 +132,7 @@ def setting_refusals(config: RunConfig, *, starts_trained: bool | None = None) -
         exit_gate=config.model.exit_gate,
         fewest_steps=fewest_recurrent_steps(config.recurrence),
     )
+    yield from config.loss.parallelism_refusals(config.parallelism)
     yield from _depth_refusals(config, starts_trained=starts_trained)
     yield from config.optimizer.setting_refusals(
         trainable=config.trainable, training=config.training, parallelism=config.parallelism

@@ -64,6 +64,10 @@ def test_new_adapters_change_nothing():
     assert all(p.std() > 0.05 for p in downs)
 
 
+def test_generation_with_a_mixer_is_the_full_forward_pass():
+    check_generation(made(mixer=True).double(), steps=3, leaves=Confidence(0.03))
+
+
 @pytest.mark.parametrize("first_step", [1, 2])
 def test_generation_with_adapters_is_the_full_forward_pass(first_step: int):
     model = made(
@@ -107,6 +111,7 @@ def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
     widths = 2 * (dim + dim) + 2 * (dim + kv) + 3 * (dim + ffn)
     assert flops(adapter_rank=3) - flops() == 6 * 2 * 2 * 3 * widths  # layers, steps
     assert flops(bridge=True) - flops() == 6 * dim * dim
+    assert flops(mixer=True) - flops() == 6 * 2 * 2 * dim * dim
     layer = 2 * dim * (dim + kv) + 3 * dim * ffn
     head = 2 * dim * 300
     prelude = 4 * (layer + 2 * dim * 32)
@@ -124,6 +129,7 @@ def test_flops_count_what_is_added_and_leave_out_what_is_frozen():
         ({"adapter_rank": 1, "adapter_sets": 0}, "model.adapter_sets=0 must be at least 1"),
         ({"trained": "new"}, "there is neither bridge nor adapter"),
         ({"trained": "cores"}, "model.trained=cores is unknown; nearest: core"),
+        ({"mixer": True, "bridge": True}, "model.mixer=True reads the prelude at every step"),
         ({"damping": 0}, "model.damping=0 must be at least 1"),
         ({"injection": "additive"}, "reads its prelude through model.bridge"),
         ({"new_rate_factor": 0.0}, "model.new_rate_factor=0.0 must be above 0"),

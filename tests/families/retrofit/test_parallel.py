@@ -24,6 +24,12 @@ CASES = {
         options=(*SPLIT, ("adapter_rank", 3), ("adapter_sets", 2)),
         checkpointing="full",
     ),
+    "mixer": Case(
+        family=RetrofitOptions,
+        exit_gate=False,
+        options=(*SPLIT, ("mixer", True)),
+        backward_steps=2,
+    ),
     "new": Case(
         family=RetrofitOptions,
         exit_gate=False,
@@ -46,6 +52,7 @@ PAIRS = [
     ("tp2", "adapters"),
     ("tp2-no-sp", "adapters"),
     ("tp2", "new"),
+    ("tp2", "mixer"),
 ]
 
 

@@ -161,3 +161,30 @@ def test_checkpoints_of_a_run_are_taken(dense: Made, retrofit: Retrofit):
     assert torch.equal(
         logits(opened(retrofit("plain", source=checkpoint).run), 1), logits(dense.model, 1)
     )
+
+
+def test_dropped_leaves_the_middle_out_and_mixes_state_and_prelude(dense: Made, retrofit: Retrofit):
+    spans = ("--prelude", 1, "--core", 1, "--coda", 1)
+    model, layers = retrofit("dropped", *spans).model, dense.model.layers
+    context = dense.model.make_context(TOKENS)
+
+    def want(mix) -> torch.Tensor:
+        prelude = layers["0"](dense.model.tok_embeddings(TOKENS), context)
+        state = prelude
+        for _ in range(2):
+            state = layers["2"](mix(state, prelude), context)
+        return dense.model.readout(dense.model.norm(layers["3"](state, context)))
+
+    with torch.no_grad():
+        kept = want(lambda state, prelude: state)
+        torch.testing.assert_close(logits(model, 2), kept, atol=1e-4, rtol=0)
+        left, right = torch.randn(2, 64, 64).mul(0.1).unbind()
+        model.mixer.weight.copy_(torch.cat((left, right), 1))  # type: ignore[union-attr]
+        mixed = want(lambda state, prelude: state @ left.T + prelude @ right.T)
+    torch.testing.assert_close(logits(model, 2), mixed, atol=1e-4, rtol=0)
+
+
+def test_dropped_must_leave_something_out(dense: Made, capsys, tmp_path):
+    words = ("--prelude", 1, "--core", 2, "--coda", 1, "--mode", "dropped")
+    error = error_of(capsys, dense.run, "--output", tmp_path / "run", *words)
+    assert "are 4 layers of 4; --mode=dropped leaves at least one out" in error

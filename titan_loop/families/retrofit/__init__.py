@@ -7,6 +7,7 @@ _PLACE = "titan_loop.families.retrofit"
 register(
     Plugin(
         families={"retrofit": f"{_PLACE}.model:RETROFIT"},
+        objectives={"DistillationLoss": f"{_PLACE}.distillation:DistillationLoss"},
         verbs={
             "retrofit": Verb(
                 f"{_PLACE}.command:retrofit", "loop layers of a dense model that exists"

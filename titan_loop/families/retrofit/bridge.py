@@ -1,12 +1,15 @@
-"""The bridge: from the second step on, the loop reads the prelude's output again.
+"""The ways in which a step reads the prelude's output e again: a bridge, or a mixer.
 
-    x_{r+1} = h_r + W RMSNorm(e)
+    bridge   x_{r+1} = h_r + W RMSNorm(e)
+    mixer    x_r = A [h_{r−1}; e],   h_0 = e
 
-e is the output of the prelude. W starts at zero, so that a model with an untrained bridge is the
-bare loop, and with one step it is the dense model whatever W is.
+The bridge's W starts at zero, so that a model with an untrained bridge is the bare loop, and with
+one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], so that the
+first pass reads the prelude as the layers behind it did.
 
-Source: Shapiro 2026, arXiv 2608.11233, §3. Deviation: RMSNorm, as in the rest of a Llama, in place
-of LayerNorm.
+Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
+and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, as the rest
+of a Llama, in place of LayerNorm; the mixer's state starts as the prelude's output, not as noise.
 """
 
 from dataclasses import dataclass
@@ -15,10 +18,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.module import Module
 
 from titan_loop.models.final_norm import FinalNorm
+from titan_loop.models.initialisation import keep_shard
 from titan_loop.models.sharding import mixed_states
 
 
@@ -51,3 +56,40 @@ def bridge_config(width: int, eps: float) -> Bridge.Config:
     """Return a bridge of a width, with a projection of zeros."""
     norm = FinalNorm.Config(normalized_shape=width, eps=eps, param_init={"weight": nn.init.ones_})
     return Bridge.Config(norm=norm, param_init={"weight": partial(nn.init.constant_, val=0.0)})
+
+
+class Mixer(Module):
+    """Maps state and prelude's output, side by side, to the input of a step."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Width D."""
+
+        dim: int
+
+        def set_sharding(self, *, enable_sp: bool) -> None:
+            """Place the map where the states are, each rank with all of it."""
+            self.sharding_config = mixed_states("hidden_BLD", "prelude_BLD", enable_sp=enable_sp)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.dim, 2 * config.dim))
+
+    def forward(self, hidden_BLD: Tensor, prelude_BLD: Tensor) -> Tensor:
+        """Return the step's input."""
+        return F.linear(torch.cat((hidden_BLD, prelude_BLD), dim=-1), self.weight)
+
+
+def keep_state(weight: Tensor) -> None:
+    """Fill A with [1, 0]."""
+    width = weight.shape[0]
+    whole = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    if isinstance(weight, DTensor):
+        keep_shard(weight, whole.to(weight.to_local()))
+    else:
+        weight.copy_(whole)
+
+
+def mixer_config(width: int) -> Mixer.Config:
+    """Return a mixer of a width that keeps the state."""
+    return Mixer.Config(dim=width, param_init={"weight": keep_state})

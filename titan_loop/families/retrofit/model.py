@@ -9,6 +9,7 @@
 |---|---|
 | K | `model.damping`: steps that make one pass through the core; 1 is the whole pass |
 | W | `Bridge` (`bridge.py`), with `model.bridge` |
+| A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer` |
 | adapters of g | `adapters.py`, with `model.adapter_rank` |
 
 With K = 1 and R = 1 this is the dense model that it was made of. With neither bridge nor damping it
@@ -31,7 +32,7 @@ from titan_loop.families.retrofit.adapters import (
     AdapterSets,
     adapted_block,
 )
-from titan_loop.families.retrofit.bridge import Bridge, bridge_config
+from titan_loop.families.retrofit.bridge import Bridge, Mixer, bridge_config, mixer_config
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
 from titan_loop.models.exit_gate import Trainable
@@ -57,6 +58,9 @@ class RetrofitOptions(LlamaOptions):
 
     bridge: bool = False
     """Whether every step but the first reads the prelude's output again, through a projection."""
+
+    mixer: bool = False
+    """Whether every step reads state and prelude's output side by side, through a linear map."""
 
     damping: int = 1
     """K, the number of steps that make one pass through the looped layers: each moves the state by
@@ -86,6 +90,7 @@ class RetrofitDecoder(LlamaDecoder):
         """The added parts."""
 
         bridge: Bridge.Config | None
+        mixer: Mixer.Config | None
         damping: int
         adapters: AdapterSets | None
         trained: Trained
@@ -101,13 +106,19 @@ class RetrofitDecoder(LlamaDecoder):
         def set_sharding(self, *, enable_sp: bool) -> None:
             """Declare placements, the added parts' too."""
             LlamaDecoder.Config.set_sharding(self, enable_sp=enable_sp)
-            if self.bridge is not None:
-                self.bridge.set_sharding(enable_sp=enable_sp)
+            for part in (self.bridge, self.mixer):
+                if part is not None:
+                    part.set_sharding(enable_sp=enable_sp)
+
+        @property
+        def keeps_prelude(self) -> bool:
+            """Whether the carry has the prelude's output beside the state."""
+            return self.bridge is not None or self.mixer is not None
 
         def reaches_start(self, recurrent_steps: float, reached: float) -> bool:
-            """As in the base class; a bridge reaches the prelude from every step."""
+            """As in the base class; bridge and mixer reach the prelude from every step."""
             inherited = LlamaDecoder.Config.reaches_start(self, recurrent_steps, reached)
-            return inherited or (reached > 0 and self.bridge is not None)
+            return inherited or (reached > 0 and self.keeps_prelude)
 
         def architecture(self) -> dict[str, Any]:
             """As in the base class, with the added parts."""
@@ -115,6 +126,7 @@ class RetrofitDecoder(LlamaDecoder):
             return {
                 **LlamaDecoder.Config.architecture(self),
                 "bridge": self.bridge is not None,
+                "mixer": self.mixer is not None,
                 "damping": self.damping,
                 "adapter_rank": adapters.rank,
                 "adapter_sets": adapters.sets,
@@ -144,6 +156,8 @@ class RetrofitDecoder(LlamaDecoder):
             if self.bridge is not None:
                 between = recurrent_steps - 1
                 matrices += self.dim**2 * (2 * between + 4 * min(between, reached))
+            if self.mixer is not None:
+                matrices += 2 * self.dim**2 * (2 * recurrent_steps + 4 * reached)
             if self.trained == "all":
                 return flops._replace(matrices=matrices)
             # A frozen layer passes gradients on, at half the price; nothing before the loop trains.
@@ -164,6 +178,7 @@ class RetrofitDecoder(LlamaDecoder):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.bridge = None if config.bridge is None else config.bridge.build()
+        self.mixer = None if config.mixer is None else config.mixer.build()
         self.tells_step = config.adapters is not None
         if config.trained != "all":
             core = tuple(f"layers.{index}." for index in config.looped)
@@ -172,12 +187,14 @@ class RetrofitDecoder(LlamaDecoder):
                 parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the prelude's output, twice with a bridge."""
+        """Return the carry of step 1: the prelude's output, twice with a bridge or mixer."""
         prelude_BLD = super().start(tokens, context)
-        return prelude_BLD if self.bridge is None else Injected(prelude_BLD, prelude_BLD)
+        return Injected(prelude_BLD, prelude_BLD) if self.config.keeps_prelude else prelude_BLD
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
         """Return the first looped layer's input; arguments as in the base class."""
+        if self.mixer is not None:
+            return self.mixer(*carry)
         return carry if self.bridge is None else carry.hidden_BLD
 
     def step(self, carry: Carry, step: int | Tensor, context: LoopContext) -> Tensor:
@@ -191,14 +208,20 @@ class RetrofitDecoder(LlamaDecoder):
         self, carry: Carry, hidden_BLD: Tensor, step: int | Tensor, context: LoopContext
     ) -> Carry:
         """Return the next step's carry; arguments as in the base class."""
-        if self.bridge is None:
+        if not self.config.keeps_prelude:
             return hidden_BLD
-        return carry._replace(hidden_BLD=self.bridge(hidden_BLD, carry.embedding_BLD))
+        if self.bridge is not None:
+            hidden_BLD = self.bridge(hidden_BLD, carry.embedding_BLD)
+        return carry._replace(hidden_BLD=hidden_BLD)
 
     def units(self) -> list[Unit]:
-        """List the units, the bridge's own among them."""
-        added = [] if self.bridge is None else [Unit("bridge", (self.bridge,), place="between")]
-        return [*super().units(), *added]
+        """List the units, those of bridge and mixer among them."""
+        units = super().units()
+        if self.bridge is not None:
+            units.append(Unit("bridge", (self.bridge,), place="between"))
+        if self.mixer is not None:
+            units.append(Unit("mixer", (self.mixer,)))
+        return units
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """As in the base class, with the new parameters' own rate."""
@@ -209,7 +232,7 @@ class RetrofitDecoder(LlamaDecoder):
 
 def is_new(name: str) -> bool:
     """Return whether the dense model lacks a parameter."""
-    return name.startswith("bridge.") or name.endswith(ADAPTERS)
+    return name.startswith(("bridge.", "mixer.")) or name.endswith(ADAPTERS)
 
 
 def decoder_config(
@@ -229,7 +252,13 @@ def decoder_config(
         close = nearest(options.trained, get_args(Trained))
         raise UserError(f"model.trained={options.trained} is unknown{close}")
     adapters = _adapters(options, shape)
-    if options.trained == "new" and adapters is None and not options.bridge:
+    if options.mixer and (options.bridge or options.damping > 1):
+        raise UserError(
+            "model.mixer=True reads the prelude at every step; leave out model.bridge and "
+            "model.damping"
+        )
+    parts = (adapters is not None, options.bridge, options.mixer)
+    if options.trained == "new" and not any(parts):
         raise UserError("model.trained=new: there is neither bridge nor adapter; use core or all")
     config = llama_config(
         RetrofitDecoder.Config,
@@ -237,6 +266,7 @@ def decoder_config(
         shape,
         max_seq_len,
         bridge=bridge_config(shape.dim, options.norm_eps) if options.bridge else None,
+        mixer=mixer_config(shape.dim) if options.mixer else None,
         damping=options.damping,
         adapters=adapters,
         trained=options.trained,

@@ -8,6 +8,7 @@
 | identity | all | a bridge of zeros | the dense model |
 | plain | all | none; family `nanbeige` | the dense model |
 | damped | all | none; a step is 1/K of a pass, K = R | with R = K = 1 the dense model |
+| dropped | the first P, the last C + K | a mixer that keeps the state | the layers that are left |
 | tied | C for R·C of them (`tying.py`) | adapters of each step | the first of R passes |
 
 `rank` gives the first three adapters that start at zero and act from the second step on. One tensor
@@ -33,6 +34,7 @@ from titan_loop.checkpoint.manifest import reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest, seen_from
 from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.retrofit.bridge import keep_state
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
@@ -43,7 +45,7 @@ from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.staged_folder import staged_folder
 from titan_loop.text.tokenizer import TOKENIZER_NAME
 
-Mode: TypeAlias = Literal["identity", "plain", "damped", "tied"]
+Mode: TypeAlias = Literal["identity", "plain", "damped", "dropped", "tied"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,13 @@ class Surgery:
         """Raise `UserError` unless the spans make up a dense model of so many layers."""
         passes = self.recurrent_steps if self.mode == "tied" else 1
         total = self.prelude + passes * self.core + self.coda
+        if self.mode == "dropped":
+            if total >= n_layers:
+                raise UserError(
+                    f"--prelude={self.prelude} --core={self.core} --coda={self.coda} are {total} "
+                    f"layers of {n_layers}; --mode=dropped leaves at least one out"
+                )
+            return
         if total != n_layers:
             times = f" × --recurrent-steps={passes}" if self.mode == "tied" else ""
             raise UserError(
@@ -127,6 +136,7 @@ class Surgery:
         return RetrofitOptions(
             **shared,
             bridge=self.mode == "identity",
+            mixer=self.mode == "dropped",
             damping=self.recurrent_steps if self.mode == "damped" else 1,
             adapter_rank=self.rank,
             adapter_sets=self.recurrent_steps if tied else 1,
@@ -281,6 +291,8 @@ def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str,
             name: LazyTensor(shape, dtype, partial(produce, dtype))
             for name, (shape, produce) in tying.tensors(shapes).items()
         }
+    if surgery.mode == "dropped":
+        old = _without_middle(old, surgery)
     model = build_decoder(options, max_seq_len=1, device="meta")
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     new = [name for name in wanted if name not in old]
@@ -290,8 +302,29 @@ def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str,
     }
 
 
+def _without_middle(old: dict[str, LazyTensor], surgery: Surgery) -> dict[str, LazyTensor]:
+    """Return the tensors without the layers between the prelude and the last C + K."""
+    layers = {int(name.split(".")[1]) for name in old if name.startswith("layers.")}
+    last = surgery.core + surgery.coda
+    kept = [*range(surgery.prelude), *range(len(layers) - last, len(layers))]
+    renumbered = {f"layers.{number}.": f"layers.{new}." for new, number in enumerate(kept)}
+    result: dict[str, LazyTensor] = {}
+    for name, entry in old.items():
+        if not name.startswith("layers."):
+            result[name] = entry
+            continue
+        before = ".".join(name.split(".", 2)[:2]) + "."
+        if before in renumbered:
+            result[name.replace(before, renumbered[before], 1)] = entry
+    return result
+
+
 def _initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the initial value of a new parameter: the projection and U are zeros, V random."""
+    """Return the initial value of a new parameter: W and U are zeros, V random, A keeps h."""
+    if name == "mixer.weight":
+        mixer = torch.empty(shape, dtype=dtype)
+        keep_state(mixer)
+        return mixer
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)
     if not name.endswith(".down"):
