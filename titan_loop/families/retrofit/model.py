@@ -215,7 +215,7 @@ class RetrofitDecoder(LlamaDecoder):
         return carry._replace(hidden_BLD=hidden_BLD)
 
     def units(self) -> list[Unit]:
-        """List the units, those of bridge and mixer among them."""
+        """List the units, with bridge and mixer."""
         units = super().units()
         if self.bridge is not None:
             units.append(Unit("bridge", (self.bridge,), place="between"))
