@@ -165,7 +165,7 @@ def retrofit_llama_1b() -> Recipe:
     config = LoopTrainer.Config(
         total_tokens=LLAMA_TOKENS,
         model=surgery.options(dense),
-        dataloader=WindowLoader.Config(mixture=["fineweb-edu=1"], max_epochs=1.0),
+        dataloader=WindowLoader.Config(mixture=["fineweb-edu=1"], max_epochs=1),
         learning_rate=Schedule.parse(
             f"0:0 linear {LLAMA_TOKENS // 100}:5e-5 constant {LLAMA_TOKENS * 9 // 10}:5e-5 "
             f"linear {LLAMA_TOKENS}:0"

@@ -37,10 +37,7 @@ class Export:
 
     def read(self, tensor: str) -> Tensor:
         """Return a tensor by the format's name, in the checkpoint's dtype."""
-        fill = self.shape.fill(tensor)
-        if fill is not None:
-            return torch.full(self.shape.tensor_shapes()[tensor], fill)
-        return self.reader.read(self.shape.parameter_name(tensor))
+        return self.shape.read(self.reader, tensor)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,6 +62,7 @@ class Format:
     Attributes:
         summary: A line for `convert export --list`.
         folder: Shape class of folders that `convert import` reads; None if it reads none.
+        gguf: Shape class that GGUF files of the family have; None takes `folder`.
     """
 
     summary: str
@@ -72,6 +70,7 @@ class Format:
     write: Callable[[Export, Path], None]
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     folder: type[LlamaShape] | None = None
+    gguf: type[LlamaShape] | None = None
 
 
 def get_format(name: str) -> Format:

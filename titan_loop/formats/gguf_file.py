@@ -152,11 +152,12 @@ def _announce_tensors(
 
 def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) -> LlamaShape:
     family = completed_architecture(architecture)["family"]
-    for folder in (find("formats", name).folder for name in names("formats")):
-        if folder is None or folder.family != family or folder.gguf_architecture is None:
+    forms = [find("formats", name) for name in names("formats")]
+    for shape in (form.gguf or form.folder for form in forms):
+        if shape is None or shape.family != family or shape.gguf_architecture is None:
             continue
-        if (folder.gguf_architecture == UNROLLED) == unrolled:
-            return folder.from_architecture(architecture, **arguments)
+        if (shape.gguf_architecture == UNROLLED) == unrolled:
+            return shape.from_architecture(architecture, **arguments)
     form = "Llama" if unrolled else "loop"
     raise UserError(f"model.family={family}: llama.cpp runs no such {form}")
 

@@ -10,6 +10,10 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, ClassVar, Self
 
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.errors import UserError
 from titan_loop.models.family import (
     ModelOptions,
@@ -290,6 +294,13 @@ class LlamaShape:
     def fill(self, tensor: str) -> float | None:
         """Return the value of every element of a tensor that no checkpoint has; None if one has."""
         return None
+
+    def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
+        """Return a tensor by the format's name, in the checkpoint's dtype."""
+        fill = self.fill(tensor)
+        if fill is not None:
+            return torch.full(self.tensor_shapes()[tensor], fill)
+        return reader.read(self.parameter_name(tensor))
 
     def parameter_name(self, tensor: str) -> str:
         """Return the name in `LoopDecoder.state_dict` of a tensor of the format.

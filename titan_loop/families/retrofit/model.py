@@ -305,5 +305,5 @@ RETROFIT = Family(
     sizes=LLAMA_SIZES,
     decoder_config=decoder_config,
     runtime_options=RUNTIME_OPTIONS | {"new_rate_factor", "trained"},
-    uses=frozenset({"analyse", "generate", "held_out"}),
+    uses=frozenset({"analyse", "export", "generate", "held_out"}),
 )
