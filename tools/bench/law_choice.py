@@ -1,4 +1,4 @@
-"""How often held-out error chooses the form that made the losses, and intervals hold the truth.
+"""Share of seeds whose held-out error chooses the true form of a law, and coverage of intervals.
 
     python -m tools.bench.law_choice [--seeds 20] [--noise 0.005] [--bootstrap 100]
 
