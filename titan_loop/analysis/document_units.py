@@ -36,7 +36,11 @@ def units_of(run: RunDirectory) -> dict[str, list[str]]:
 
 
 def numbers(texts: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Return the bytes and the nats that `units_of` wrote."""
+    """Return the bytes and the nats that `units_of` wrote.
+
+    Raises:
+        ValueError: They are not two equally long texts of numbers.
+    """
     n_bytes, nats = ([float(word) for word in text.split()] for text in texts)
     if len(n_bytes) != len(nats):
         raise ValueError(f"{len(n_bytes)} documents have bytes and {len(nats)} nats")

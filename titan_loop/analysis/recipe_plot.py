@@ -35,7 +35,11 @@ class StageCurve(NamedTuple):
 
 
 def plot_stages(folder: Path) -> Path:
-    """Draw `plots/loss.png` of a recipe's folder and return its path."""
+    """Draw `plots/loss.png` of a recipe's folder and return its path.
+
+    Raises:
+        UserError: The folder holds no recipe, or no stage has logged anything.
+    """
     branches = [
         branch
         for root in read_status(folder)

@@ -30,7 +30,11 @@ REPORT_NAME = "report.html"
 
 
 def write_report(run_directory: RunDirectory) -> Path:
-    """Draw everything a run has data for and write `report.html`; return its path."""
+    """Draw everything a run has data for and write `report.html`; return its path.
+
+    Raises:
+        UserError: The folder is not a run, or the run has logged nothing.
+    """
     run_directory.read_run()
     records = _records(run_directory)
     lineage = SavedRun(run_directory.path).lineage()

@@ -183,7 +183,11 @@ class RunResult:
 
     @classmethod
     def of(cls, run: RunDirectory) -> "RunResult":
-        """Collect the records of a run."""
+        """Collect the records of a run.
+
+        Raises:
+            UserError: It was not started by `titan-loop train`, or logged nothing.
+        """
         started = run.read_run()
         start = [started, *started["restarts"]][-1]
         recipe, overrides = _recipe_of(start["command"])
@@ -216,7 +220,11 @@ class RunResult:
 
     @classmethod
     def all_of(cls, folder: Path) -> list["RunResult"]:
-        """Return the results saved in the folder of a recipe."""
+        """Return the results saved in the folder of a recipe.
+
+        Raises:
+            UserError: A file is damaged, or there is none.
+        """
         found = []
         for path in sorted(folder.glob("*-seed*.json")):
             record = read_json_object(path, fix="write it anew: results add RUN")

@@ -31,6 +31,10 @@ def resolve_recipe(
         only: The one stage that is wanted. If its flags name the checkpoint to start from, it is
             a fork and no longer waits for its parent.
         prepare: Changes the recipe before the flags do.
+
+    Raises:
+        UserError: For an unknown recipe, stage or field, or a value that does not fit.
+        SystemExit: With code 0, after `--help` was printed.
     """
     recipe = load_recipe(name)
     prepare(recipe)
@@ -49,6 +53,11 @@ def apply_to_stages(
         flags: As `apply_overrides` takes them. The words after a flag for one stage, up to the next
             flag, belong to it.
         only: The one stage whose config is wanted; the others stay as they are.
+
+    Raises:
+        UserError: For an unknown stage or field, with the nearest ones, a value that does not fit,
+            or a flag for a stage that is not wanted.
+        SystemExit: With code 0, after `--help` was printed.
     """
     from titan_loop.cli.overrides import apply_overrides  # imports torch
 
@@ -80,6 +89,9 @@ def split_by_stage(
 
     Args:
         names: Names of the stages. They may contain dots; `_` and `-` are alike, as in fields.
+
+    Raises:
+        UserError: For a stage that does not exist, or a flag that names no field of it.
     """
     common: list[str] = []
     own: dict[str, list[str]] = {}

@@ -56,6 +56,9 @@ def show_source(
         source: Folder of the source.
         count: Number of documents, the first as they are stored.
         split: Split of the source.
+
+    Raises:
+        UserError: If the source or its tokenizer is unusable, or `count` is below 1.
     """
     if count < 1:
         raise UserError(f"count {count} must be at least 1")

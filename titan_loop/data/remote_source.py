@@ -46,7 +46,11 @@ def is_remote(path: str) -> bool:
 
 
 def local_folder(address: str) -> str:
-    """Return where a remote source will be on this machine; nothing is copied yet."""
+    """Return where a remote source will be on this machine; nothing is copied yet.
+
+    Raises:
+        UserError: The address has an unknown scheme, holds credentials, or ends in no name.
+    """
     check_address(address, FIELD)
     address = address.rstrip("/")
     own_name = require_file_name(address.rpartition("/")[2], FIELD)
@@ -66,6 +70,10 @@ def copy_if_remote(folder: Path, card_name: str, files_of: Callable[[Path], Iter
     Args:
         card_name: The file that makes a folder a source; in its place only when all others are.
         files_of: Returns the other files that a card names.
+
+    Raises:
+        UserError: The address cannot be used, is not a source, or was changed since it was copied.
+        RunFailedError: It does not arrive.
     """
     address = _addresses.get(str(folder))
     if address is None or address in _complete:

@@ -37,7 +37,11 @@ Card = TypeVar("Card", "SourceCard", "SplitCard", "ShardCard", "PackedCard")
 
 
 def lock_source(folder: Path, field: str) -> FolderLock:
-    """Keep other processes from writing to a source's folder, which is created if it is missing."""
+    """Keep other processes from writing to a source's folder, which is created if it is missing.
+
+    Raises:
+        UserError: Another process prepares or packs there, or the folder cannot be written.
+    """
     return FolderLock(folder, LOCK_NAME, called=f"{field} {folder}", user="preparation")
 
 
@@ -127,7 +131,11 @@ class SourceCard:
         write_json(folder / CARD_NAME, {**record, _OWN_HASH: _record_sha256(record)})
 
     def shard_files(self, split: str) -> dict[str, int]:
-        """Return the size in bytes of every file of a split's shards, by its name in the source."""
+        """Return the size in bytes of every file of a split's shards, by its name in the source.
+
+        Raises:
+            UserError: A shard's name is not the name of a file.
+        """
         sizes: dict[str, int] = {}
         for shard in self.splits[split].shards:
             name = f"{split}/{require_file_name(shard.file, CARD_NAME)}"
@@ -138,7 +146,11 @@ class SourceCard:
         return sizes
 
     def files(self) -> list[str]:
-        """Return the names of the source's files in its folder, without its card."""
+        """Return the names of the source's files in its folder, without its card.
+
+        Raises:
+            UserError: The name of a split or of a shard is not the name of a file.
+        """
         names = [TOKENIZER_NAME]
         for split, contents in self.splits.items():
             require_file_name(split, CARD_NAME)
@@ -228,7 +240,11 @@ def _record_sha256(record: Mapping[str, Any]) -> str:
 
 
 def text_format(cards: Sequence[SourceCard], tokenizer: "Tokenizer") -> TextFormat:
-    """Return how a mixture's text ends: in its first source's EOS, in ChatML if one has chats."""
+    """Return how a mixture's text ends: in its first source's EOS, in ChatML if one has chats.
+
+    Raises:
+        UserError: If the tokenizer does not have the EOS token.
+    """
     end_of_text = tokenizer.id_to_token(cards[0].eos_id)
     if end_of_text is None:
         raise UserError(

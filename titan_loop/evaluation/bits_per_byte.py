@@ -35,6 +35,9 @@ def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
     Args:
         nats: (W) or scalar, summed negative log likelihood of each unit.
         n_bytes: (W) or scalar, UTF-8 bytes of the text those nats predict.
+
+    Raises:
+        UserError: If there is not a single byte.
     """
     total_bytes = float(np.sum(np.asarray(n_bytes, dtype=np.float64)))
     if total_bytes <= 0:

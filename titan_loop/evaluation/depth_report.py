@@ -83,7 +83,11 @@ class DepthReport:
 
     @classmethod
     def load(cls, path: Path) -> "DepthReport":
-        """Read a file that `save` wrote."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         fix = "evaluate again"
         record = read_json_object(path, fix=fix)
         try:
@@ -108,7 +112,11 @@ class DepthReport:
 
     @classmethod
     def latest(cls, run_directory: RunDirectory) -> "DepthReport":
-        """Return the report of the largest step."""
+        """Return the report of the largest step.
+
+        Raises:
+            UserError: If the run has none.
+        """
         paths = {
             int(path.stem.rpartition("-")[2]): path
             for path in run_directory.evaluations.glob("depth-step-*.json")

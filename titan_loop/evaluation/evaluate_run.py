@@ -52,6 +52,10 @@ def evaluate_run(
 
     Returns:
         The report; rank 0 also saved it in the run's `evals/`.
+
+    Raises:
+        UserError: No run, config or checkpoint there, depths or windows below 1, or a run without
+            prepared sources while `sources` names none.
     """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")

@@ -259,7 +259,16 @@ def example_windows(
     room: int,
     multiple: int = 1,
 ) -> HeldOutWindows:
-    """Return a window an example; behind its last label it is padding, each a document."""
+    """Return a window an example; behind its last label it is padding, each a document.
+
+    Args:
+        name: Name of the stratum, for errors.
+        room: Longest window in tokens.
+        multiple: Windows are as long as the longest example, rounded up to this.
+
+    Raises:
+        UserError: An example does not fit into the room.
+    """
     answers = [example.answer_labels() for example in examples]
     longest = _positions(examples)
     _require_room(name, longest, room)

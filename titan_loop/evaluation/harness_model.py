@@ -79,6 +79,10 @@ class LoopLM(TemplateLM):
     Attributes:
         reading: Index of the reading that answers.
         count: Steps behind the answers since this record was last replaced.
+
+    Raises:
+        UserError: A value is unknown or out of range, or `load_checkpoint` or
+        `load_matching_tokenizer` raises it.
     """
 
     def __init__(

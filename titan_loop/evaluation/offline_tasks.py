@@ -88,7 +88,11 @@ def multi_hop_documents() -> list[dict[str, Any]]:
 
 
 def mmlu_dev_documents() -> list[dict[str, Any]]:
-    """Return the dev questions inside the harness' chain-of-thought prompts."""
+    """Return the dev questions inside the harness' chain-of-thought prompts.
+
+    Raises:
+        UserError: This version of the harness does not ship them.
+    """
     try:
         prompts = json.loads(files("lm_eval").joinpath(_MMLU_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -73,14 +73,22 @@ class Scores(NamedTuple):
 
 
 def depth_readings(depths: Sequence[int]) -> list[Reading]:
-    """Return a reading for each depth."""
+    """Return a reading for each depth.
+
+    Raises:
+        UserError: No depth, or one below 1.
+    """
     if not depths or min(depths) < 1:
         raise UserError(f"depths={list(depths)} must name recurrent steps of at least 1")
     return [Reading(f"static:{step}", StaticStep(step), step) for step in dict.fromkeys(depths)]
 
 
 def policy_reading(exit_text: str, recurrent_steps: int) -> Reading:
-    """Return the reading that `--exit` describes at this R."""
+    """Return the reading that `--exit` describes at this R.
+
+    Raises:
+        UserError: R below 1, an unknown policy, or a value out of range.
+    """
     require_at_least(1, recurrent_steps=recurrent_steps)
     policy = parse_exit_policy(exit_text)
     if isinstance(policy, StaticStep):

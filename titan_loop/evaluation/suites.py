@@ -54,7 +54,11 @@ class NotAskedError(UserError):
 
 
 def expand_tasks(asked: list[str], num_fewshot: int | None = None) -> list[SuiteTask]:
-    """Return the tasks behind names of suites and tasks, each once."""
+    """Return the tasks behind names of suites and tasks, each once.
+
+    Raises:
+        UserError: No name, or a negative number of examples.
+    """
     if not asked:
         raise UserError(f"no task was named; give tasks or suites: {', '.join(_suites())}")
     require_at_least(0, num_fewshot=num_fewshot)

@@ -111,7 +111,11 @@ class TaskReport:
 
     @classmethod
     def load(cls, path: Path) -> "TaskReport":
-        """Read a file that `save` wrote."""
+        """Read a file that `save` wrote.
+
+        Raises:
+            UserError: The file is damaged.
+        """
         try:
             record = read_json_object(path, fix="evaluate again")
             record["tasks"] = {

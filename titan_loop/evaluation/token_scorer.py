@@ -46,6 +46,9 @@ class TokenScorer:
 
     Attributes:
         forward_steps: Recurrent steps run so far on this rank, times rows.
+
+    Raises:
+        UserError: A batch below one row, no reading, or a reading of a gate the model lacks.
     """
 
     def __init__(
@@ -64,7 +67,11 @@ class TokenScorer:
         self._device = model.tok_embeddings.weight.device
 
     def score(self, requests: Sequence[TokenRequest]) -> list[ContinuationScores]:
-        """Return the scores of all requests; collective over the ranks, if there are several."""
+        """Return the scores of all requests; collective over the ranks, if there are several.
+
+        Raises:
+            UserError: A request is longer than the context, or has tokens the model does not know.
+        """
         rows: dict[tuple[int, ...], list[int]] = {}
         for index, request in enumerate(requests):
             self._check(request)

@@ -55,6 +55,9 @@ def sums_in_training(
         windows: W windows of L tokens, the same on every rank. L fits the tensor-parallel degree,
             and is the training window under context parallelism.
         forward: Scores a batch of `trainer.model`, this rank's share of each window.
+
+    Returns:
+        As `window_scores.sum_windows`.
     """
 
     def in_context(batch: HeldOutWindows) -> tuple[Tensor, Tensor]:

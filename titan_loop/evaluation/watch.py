@@ -57,6 +57,9 @@ class Watcher:
 
     Attributes:
         incomplete: Steps where a task has no result, or that could not be evaluated at all.
+
+    Raises:
+        UserError: An option is invalid, or a task is unknown.
     """
 
     def __init__(
@@ -81,7 +84,11 @@ class Watcher:
         self._claim: IO[str] | None = None
 
     def run(self, *, once: bool = False, interval_seconds: float = 60.0) -> int:
-        """Evaluate until the run is complete and nothing waits; return how many were evaluated."""
+        """Evaluate until the run is complete and nothing waits; return how many were evaluated.
+
+        Raises:
+            UserError: The interval is not positive; or, with `once`, there is no such run.
+        """
         if not interval_seconds > 0:
             raise UserError(f"interval={interval_seconds} must be a positive number of seconds")
         if once and self._agreed(lambda: not self._run.run_json.exists()):

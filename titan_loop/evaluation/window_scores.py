@@ -98,6 +98,9 @@ def open_sources(paths: Sequence[str], *, seq_len: int, count: int) -> dict[str,
     """Return the held-out windows of prepared sources by the sources' names.
 
     A source that cannot be scored is named in the log and left out, unless it is the last.
+
+    Raises:
+        UserError: None of them can be scored, for the reason of the first.
     """
     require_at_least(1, windows=count)
     found: dict[str, HeldOutWindows] = {}

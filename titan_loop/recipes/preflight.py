@@ -81,6 +81,10 @@ def repetition_refusals(stage: Stage) -> Iterator[Refusal]:
 
 
 def saved_state(config: RunConfig) -> Mapping[str, Any] | None:
-    """Return the trainer's record in a run's newest checkpoint; None before the first."""
+    """Return the trainer's record in a run's newest checkpoint; None before the first.
+
+    Raises:
+        UserError: The run has checkpoints, and none is usable.
+    """
     newest = newest_good(RunDirectory(config.dump_folder).checkpoints, look_at="manifest")
     return None if newest is None else newest[1]["trainer"]

@@ -78,7 +78,11 @@ class Recipe:
             seen.append(stage.name)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage called `name`."""
+        """Return the stage called `name`.
+
+        Raises:
+            UserError: The recipe has no such stage.
+        """
         for stage in self.stages:
             if stage.name == name:
                 return stage

@@ -40,6 +40,9 @@ def recorded_recipe(path: Path) -> Recipe:
 
     Args:
         path: `config.json` of a run, or a `config-before-restart-K.json`.
+
+    Raises:
+        UserError: The file cannot be read, lacks a class, or has a value that does not fit.
     """
     run = SavedRun(path.parent, config_json=path)
     before = run.lineage()[:-1]

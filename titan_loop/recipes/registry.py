@@ -62,6 +62,10 @@ def load_recipe(name: str) -> "Recipe":
     Args:
         name: A name of `recipe_summaries`, `PACKAGE.MODULE:FUNCTION` of a function without
             arguments, or the path of a run's `config.json`.
+
+    Raises:
+        UserError: The recipe does not exist, returns something else, or its stages do not fit
+            together.
     """
     if name.endswith(".json"):
         from titan_loop.recipes.recorded import recorded_recipe

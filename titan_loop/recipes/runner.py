@@ -120,7 +120,11 @@ def check_recipe(
     folder: str = "",
     only: str | None = None,
 ) -> tuple[Path, list[Stage]]:
-    """Refuse a recipe that cannot be trained; touches neither a process group nor a device."""
+    """Refuse a recipe that cannot be trained; touches neither a process group nor a device.
+
+    Raises:
+        UserError: One line naming stage, field, value and fix.
+    """
     recipe.check()
     root = recipe.place(folder)
     return root, check_placed(recipe, world_size, only=only)
@@ -149,7 +153,11 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
 
 
 def is_complete(config: LoopTrainer.Config) -> bool:
-    """Return whether a checkpoint of a placed run holds its last token."""
+    """Return whether a checkpoint of a placed run holds its last token.
+
+    Raises:
+        UserError: The run has checkpoints, and none is usable.
+    """
     state = saved_state(config)
     return state is not None and state["tokens"] >= config.total_tokens
 

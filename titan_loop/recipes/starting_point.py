@@ -40,6 +40,9 @@ def start_from(
 
     Returns:
         The run that they start from.
+
+    Raises:
+        UserError: There is no such model, or another one was imported into the folder before.
     """
     if not path.is_dir():
         raise UserError(

@@ -74,7 +74,11 @@ class Findings:
 def open_task(
     run: Path, strata: Sequence[str], questions: int, *, least: int = 1, use: Use = "analyse"
 ) -> tuple[Loaded, Task, list[str]]:
-    """Return a run on a generated task, the task, and the names of its strata to ask."""
+    """Return a run on a generated task, the task, and the names of its strata to ask.
+
+    Raises:
+        UserError: Too few questions, no such stratum, or a run on text.
+    """
     require_at_least(least, questions=questions)
     loaded = load_checkpoint(run, use=use)
     task = recorded_task(loaded.manifest["data"])

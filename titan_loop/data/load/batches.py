@@ -191,7 +191,11 @@ class GlobalBatchLoader(BaseDataLoader):
         self._ahead: tuple[Position, Future[BatchesRead]] | None = None
 
     def locate(self, window: np.ndarray) -> np.ndarray:
-        """Return the identity of each global window: uint64, shape (len(window), 3)."""
+        """Return the identity of each global window: uint64, shape (len(window), 3).
+
+        Raises:
+            UserError: If there are no such windows.
+        """
         identity = np.zeros((len(window), 3), dtype=np.uint64)
         identity[:, 2] = window
         return identity
@@ -224,7 +228,11 @@ class GlobalBatchLoader(BaseDataLoader):
         """Log the sources that a job of this many windows reads; called once, at the start."""
 
     def require_windows(self, windows: int) -> None:
-        """Refuse a job of this many windows if the data ends before."""
+        """Refuse a job of this many windows if the data ends before.
+
+        Raises:
+            UserError: The data ends before; the message names the settings to change.
+        """
 
     @property
     def level(self) -> int:
@@ -275,6 +283,9 @@ class GlobalBatchLoader(BaseDataLoader):
         """Read this rank's part of a global batch without consuming it.
 
         A pure function of the position.
+
+        Raises:
+            UserError: If the data ends, or a file can no longer be read.
         """
         first, count, data_hash = position
         identity = self.locate(self.next_windows(first, count))

@@ -41,7 +41,11 @@ def named_sources(paths: Sequence[str]) -> dict[str, str]:
 
 
 def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
-    """Read the cards of a mixture's sources."""
+    """Read the cards of a mixture's sources.
+
+    Raises:
+        UserError: For an unusable card, or sources with different tokenizers.
+    """
     cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
     for entry, card in zip(mixture, cards, strict=True):
         if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
@@ -107,7 +111,11 @@ class WindowLoader(GlobalBatchLoader):
         window comes again before its source ends."""
 
         def vocabulary(self) -> DataVocabulary:
-            """Return the vocabulary of all sources, held-out splits included."""
+            """Return the vocabulary of all sources, held-out splits included.
+
+            Raises:
+                UserError: For an unusable mixture or card, or sources with different tokenizers.
+            """
             cards = read_cards(parse_mixture(self.mixture))
             largest = max(split.max_token_id for card in cards for split in card.splits.values())
             return DataVocabulary(cards[0].vocab_size, largest)

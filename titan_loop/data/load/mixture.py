@@ -72,7 +72,12 @@ def parse_mixture(entries: Sequence[str]) -> tuple[MixtureEntry, ...]:
 
 
 def copy_remote_sources(entries: Iterable[str]) -> None:
-    """Copy the sources of mixtures that are in object stores to this machine's cache."""
+    """Copy the sources of mixtures that are in object stores to this machine's cache.
+
+    Raises:
+        UserError: An entry cannot be read, or its address holds no source.
+        RunFailedError: One does not arrive.
+    """
     for entry in entries:
         if is_remote(entry):
             SourceCard.read(Path(_parse_entry(entry).path))
@@ -107,7 +112,11 @@ def _parse_entry(text: str) -> MixtureEntry:
 
 
 def weight_shares(mixture: Sequence[MixtureEntry], period: int = PERIOD_WINDOWS) -> list[int]:
-    """Round the weights to integer shares of one period (largest remainder) in lowest terms."""
+    """Round the weights to integer shares of one period (largest remainder) in lowest terms.
+
+    Raises:
+        UserError: For a positive weight below 1/period of the total, which would never be read.
+    """
     total = math.fsum(source.weight for source in mixture)
     exact = [source.weight / total * period for source in mixture]
     for source, share in zip(mixture, exact, strict=True):
@@ -280,7 +289,11 @@ class CappedMixture:
         )
 
     def locate(self, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each window's source index and its number among that source's windows (int64)."""
+        """Return each window's source index and its number among that source's windows (int64).
+
+        Args:
+            window: Global window numbers below `end`, not before the first stretch.
+        """
         window = np.asarray(window, dtype=np.int64)
         if self._repeat_after:
             window = self._first_window + (window - self._first_window) % self._repeat_after

@@ -28,6 +28,9 @@ class TaskLoader(GlobalBatchLoader):
     last of a window is cut off where the window ends, so that nothing is padding; or, for models
     that have to see whole examples, each has a window to itself, and every position behind it is a
     document of its own without a label.
+
+    Raises:
+        UserError: For a parameter out of range, or a window shorter than the longest example.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -51,6 +51,9 @@ class Window(NamedTuple):
             ends: Ascending document ends in 1..L + 1 (int64); an end e says that token e - 1 is its
                 document's last.
             mask: 0 where a token may not be a label, shape (L + 1,); None allows all.
+
+        Raises:
+            ValueError: If the ends do not ascend.
         """
         length = len(self.input)
         self.input[:] = ids[:-1]
@@ -167,6 +170,9 @@ class CutWindows(SourceWindows):
     Attributes:
         unread_tokens_per_epoch: Tokens that no window of an epoch predicts, besides the stream's
             first: those before the offset and after the last cut, fewer than 2 L.
+
+    Raises:
+        UserError: If the split has fewer than L + 1 tokens.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:
@@ -212,6 +218,9 @@ class PackedWindows(SourceWindows):
 
     Padding is EOS tokens that form a document of their own: no text attends to them, and they are
     never labels.
+
+    Raises:
+        UserError: If the split was not packed for this window length.
     """
 
     def __init__(self, shards: TokenShards, seq_len: int, key: int) -> None:

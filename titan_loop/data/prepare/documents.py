@@ -77,6 +77,11 @@ def find_documents(
         held_out_inputs: As `inputs`, for the held-out split. Without it, a folder with exactly
             `train.jsonl` and `held_out.jsonl` at its top is taken to mean those.
         ours: Files and folders written by an earlier run; skipped where an input folder holds them.
+
+    Raises:
+        UserError: For an unknown format, a missing or empty input, one in an object store, files of
+            several formats or of an ambiguous one, an unusable file name, or options without
+            effect.
     """
     if format not in FORMATS:
         raise UserError(f"format {format!r} is not known{nearest(format, FORMATS)}")

@@ -54,6 +54,10 @@ def run_pipelines(
 
     Returns:
         Whether the pipelines are done; False if they were only submitted, as under SLURM.
+
+    Raises:
+        UserError: If the executor cannot be used here or does not know an option, or if tasks did
+            not finish.
     """
     if executor == "slurm":
         if shutil.which("sbatch") is None:
@@ -82,6 +86,9 @@ def slurm_chain(
     """Return one executor a pipeline, each depending on the one before.
 
     Jobs start in this Python's virtual environment, unless the options say otherwise.
+
+    Raises:
+        UserError: If `partition` or `time` is missing from the options, or one is unknown.
     """
     from datatrove.executor.slurm import SlurmPipelineExecutor
 

@@ -62,7 +62,11 @@ class Preparation:
         return bool(self.documents.held_out_files) or self.held_out_fraction > 0
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the tools that the stored tokens depend on."""
+        """Return the versions of the tools that the stored tokens depend on.
+
+        Raises:
+            UserError: If cleaning needs a package that is not installed.
+        """
         names = ["datatrove", "tokenizers", "numpy"]
         names += ["spacy"] if self.config.cleaning() else []
         names += ["lm_eval"] if self.config.decontaminate else []

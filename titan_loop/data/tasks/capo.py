@@ -78,7 +78,11 @@ class Biography(NamedTuple):
 
 @dataclass(frozen=True)
 class Capo(Task):
-    """The task with the biographies of `people` people."""
+    """The task with the biographies of `people` people.
+
+    Raises:
+        UserError: A number is too small, or there are fewer names than people.
+    """
 
     name: ClassVar[str] = "capo"
 

@@ -37,6 +37,9 @@ class Depo(Task):
     """The task with cycles of `nodes` nodes out of `names` names.
 
     Token ids: names, then <k1> … <k_hops>.
+
+    Raises:
+        UserError: There are fewer names than nodes, or nothing to ask.
     """
 
     name: ClassVar[str] = "depo"

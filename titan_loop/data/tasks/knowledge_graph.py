@@ -20,7 +20,13 @@ def check_graph(task: str, *, entities: int, relations: int, degree: int) -> Non
 def draw_edges(
     name: str, seed: int, *, entities: int, relations: int, degree: int, graphs: int = 1
 ) -> list[list[tuple[int, int]]]:
-    """Return the (relation, tail) pairs of every entity."""
+    """Return the (relation, tail) pairs of every entity.
+
+    Args:
+        entities: Entities of each graph, numbered from graph to graph.
+        relations: Relations, shared by all graphs.
+        degree: Edges that leave an entity.
+    """
     generator = random.Random(keyed_integer(name, seed))
     edges = []
     for head in range(graphs * entities):

@@ -39,6 +39,9 @@ class Mano(Task):
     """The task with values 0..modulus-1 and expressions of 1..max_operations operations.
 
     Token ids: `<bos>`, `<ans>`, the operators, the values, then len_0..len_max_operations.
+
+    Raises:
+        UserError: If a parameter is too small.
     """
 
     name: ClassVar[str] = "mano"

@@ -31,6 +31,9 @@ class MQAR(Task):
     """The task with up to `pairs` pairs.
 
     Token ids: keys, then values.
+
+    Raises:
+        UserError: There are fewer keys than pairs, or nothing to ask.
     """
 
     name: ClassVar[str] = "mqar"

@@ -13,7 +13,11 @@ TASK = "task"
 
 
 def find_task(name: str) -> type[Task]:
-    """Return the task that a run recorded by its name."""
+    """Return the task that a run recorded by its name.
+
+    Raises:
+        UserError: This version does not know it, and no plug-in registers it.
+    """
     task = find("tasks", name)
     if task is None:
         raise UserError(
@@ -31,6 +35,9 @@ def recorded_task(loader_state: Mapping[str, Any]) -> Task | None:
     Args:
         loader_state: The loader's `state_dict`, which is a manifest's `data`; empty for an imported
             model.
+
+    Raises:
+        UserError: For a task that this version does not know.
     """
     data = loader_state.get("data", {})
     name = data.get(TASK)

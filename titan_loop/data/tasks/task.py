@@ -190,7 +190,11 @@ class Task(ABC):
         return keyed_integer(self.name, self.identity(question)) % self.held_out_one_in == 0
 
     def questions(self, key: int, level: int = 0) -> Iterator[Any]:
-        """Yield training questions of a level without end, none held out."""
+        """Yield training questions of a level without end, none held out.
+
+        Raises:
+            UserError: (Almost) every question that is drawn is held out.
+        """
         generator = random.Random(key)
         while True:
             stratum = self.choose(generator, level)
@@ -206,7 +210,11 @@ class Task(ABC):
                 )
 
     def held_out_questions(self, count: int, stratum: Any, *, seed: int = 0) -> list[Any]:
-        """Return `count` questions of a stratum, none ever trained on, with repetitions."""
+        """Return `count` questions of a stratum, none ever trained on, with repetitions.
+
+        Raises:
+            UserError: (Almost) no question of this stratum was set aside for the exam.
+        """
         generator = random.Random(self.exam_key(seed, stratum))
         questions: list[Any] = []
         for _ in range(_MOST_DRAWS * self.held_out_one_in * count):
@@ -227,7 +235,15 @@ class Task(ABC):
     def exam(
         self, count: int, *, seed: int = 0, strata: Sequence[str] | None = None
     ) -> dict[str, list[Example]]:
-        """Return held-out examples by stratum."""
+        """Return held-out examples by stratum.
+
+        Args:
+            count: Largest number of examples of a stratum.
+            strata: Names of the strata to draw; None for all.
+
+        Raises:
+            UserError: The task has too few examples.
+        """
         return {
             name: [self.encode(q) for q in self.held_out_questions(count, stratum, seed=seed)]
             for name, stratum in self.strata.items()
