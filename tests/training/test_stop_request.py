@@ -290,7 +290,8 @@ def interrupt(source: Path, folder: Path, *, times: int) -> subprocess.Completed
     script = folder.parent / "interrupted.py"
     script.write_text(INTERRUPTED)
     words = [sys.executable, str(script), str(source), str(folder), "2", str(times)]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}  # for tests.support
+    return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
 
 
 def test_ctrl_c_saves_at_the_boundary_and_says_how_to_go_on(source: Path, tmp_path: Path):

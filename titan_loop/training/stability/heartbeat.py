@@ -1,5 +1,6 @@
 """Writes this rank's heartbeat from a thread, so that a slow disk never delays a step."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -20,6 +21,9 @@ from titan_loop.runs.heartbeats import (
 from titan_loop.training.callback import Callback, Phase, TrainingState
 
 logger = logging.getLogger(__name__)
+
+_MOST_SECONDS_TO_END = 10.0
+"""Time that the end of a run waits for a disk that holds up the last heartbeat."""
 
 
 class Pulse(Callback):
@@ -53,8 +57,7 @@ class Pulse(Callback):
         """Stop, and delete the file: a run that ended is not a rank that fell silent."""
         if self._thread is not None:
             self._ended.set()
-            self._thread.join(self._seconds)
-            heartbeat_file(self._run, self._rank).unlink(missing_ok=True)
+            self._thread.join(_MOST_SECONDS_TO_END)
 
     def _write_on(self) -> None:
         failed = False
@@ -66,6 +69,9 @@ class Pulse(Callback):
                     logger.warning("rank %d has no heartbeat file: %s", self._rank, error)
                 failed = True
             if self._ended.wait(self._seconds):
+                # Here, not in `close`: a write that a slow disk holds up would bring the file back.
+                with contextlib.suppress(OSError):
+                    heartbeat_file(self._run, self._rank).unlink(missing_ok=True)
                 return
 
     def _now(self) -> Heartbeat:
