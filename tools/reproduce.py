@@ -111,7 +111,7 @@ def main() -> None:
     path = ROOT / "REPRODUCE.md"
     if parser.parse_args().check:
         if not path.exists() or path.read_text() != page():
-            sys.exit(f"{path} is not what the results say; run python -m tools.reproduce")
+            sys.exit(f"{path} disagrees with the results; run python -m tools.reproduce")
     else:
         path.write_text(page())
 

@@ -1,7 +1,7 @@
 """Claims of the papers, and the committed results that show them or do not.
 
 `python -m tools.reproduce` makes REPRODUCE.md of them. A claim is one number: a cell of the
-results, or the first cell less the second. Its aim is what was asked for before the experiment ran.
+results, or the first cell less the second. Aims were set before the experiments ran.
 """
 
 from collections.abc import Sequence

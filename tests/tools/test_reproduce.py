@@ -1,4 +1,4 @@
-"""REPRODUCE.md is what the results say, and its verdicts follow from intervals over seeds."""
+"""REPRODUCE.md agrees with the results, and its verdicts follow from intervals over seeds."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -63,7 +63,7 @@ def write_study(result: ScalingStudy, folder: Path) -> Path:
 
 
 def _choice_sections(result: ScalingStudy, chosen: FittedLaw, folder: Path) -> list[Section]:
-    """Return the forms by held-out error, and what the chosen one predicts."""
+    """Return the table of forms by held-out error, and plots of the chosen form."""
     forms = [law for law in result.laws if law.name.startswith("worth of a step")]
     kinds = [hold_out.kind for hold_out in chosen.hold_outs]
     rows = [["form", "coefficients", *kinds, "all"]]
