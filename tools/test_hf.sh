@@ -6,7 +6,7 @@
 # Each environment sees everything in the main one behind its own packages, so that torch is there
 # already and only what a version of transformers wants otherwise is installed on top (datatrove then
 # finds an older huggingface_hub than it asks for; these tests do without it). Kept until pyproject
-# changes; delete $TITAN_LOOP_VENV/hf5 to look for a newer transformers 5.
+# changes. Releases are pinned there, as a minor version of transformers 5 renames arguments.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 set_up_tests

@@ -167,6 +167,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             "attention_mask": attention_mask,
             "cache_position": cache_position,
             "past_key_values": past_key_values,
+            "cache": past_key_values,  # from transformers 5.24 on
             "position_ids": position_ids,
         }
         mask = create_causal_mask(

@@ -517,6 +517,7 @@ class OuroModel(OuroPreTrainedModel):
             "attention_mask": attention_mask,
             "cache_position": place_L,
             "past_key_values": keys,
+            "cache": keys,  # from transformers 5.24 on
             "position_ids": None,
         }
         mask = create_causal_mask(
