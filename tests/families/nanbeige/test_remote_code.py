@@ -12,7 +12,8 @@ from titan_loop.models.family import build_decoder
 from titan_loop.runs.saved_run import SavedRun
 
 CLOSE = 1e-5
-TOKENS = torch.arange(40)[None] * 7 % VOCABULARY
+# 48, as torch 2.13's FlexAttention on a CPU without AVX-512 is wrong at lengths of 8 modulo 32.
+TOKENS = torch.arange(48)[None] * 7 % VOCABULARY
 
 
 @pytest.fixture(scope="module", params=["readout", "every_step"])
@@ -109,7 +110,7 @@ def test_the_loss_counts_the_targets_of_all_micro_batches(transformers, exported
     theirs = load(transformers, folder)
     with torch.no_grad():
         whole = theirs(TOKENS, labels=TOKENS).loss
-        half = theirs(TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(2 * 39)).loss
+        half = theirs(TOKENS, labels=TOKENS, num_items_in_batch=torch.tensor(2 * 47)).loss
     torch.testing.assert_close(half, whole / 2)
 
 

@@ -28,6 +28,8 @@ from transformers.models.llama.modeling_llama import (
 from .configuration_nanbeige import NanbeigeConfig
 
 _MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+# Transformers 5.24 renamed the cache, in arguments and in outputs.
+_CACHE = "cache" if "cache" in _MASK_ARGUMENTS else "past_key_values"
 
 
 class NanbeigeVisit(nn.Module):
@@ -44,12 +46,12 @@ class NanbeigeVisit(nn.Module):
         self.is_causal = True
 
     def forward(
-        self, queries, keys, values, attention_mask, past_key_values, cache_position, **kwargs
+        self, queries, keys, values, attention_mask, cache, cache_position, **kwargs
     ) -> Tensor:
         """Return (B, L, N, H) of (B, N, L, H) queries and (B, N_kv, L, H) keys and values."""
-        if past_key_values is not None:
+        if cache is not None:
             place = {"cache_position": cache_position}  # read by static caches before version 5
-            keys, values = past_key_values.update(keys, values, self.layer_idx, place)
+            keys, values = cache.update(keys, values, self.layer_idx, place)
         # In this form, since vLLM looks for the assignment in the source.
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
@@ -114,7 +116,7 @@ class NanbeigePreTrainedModel(PreTrainedModel):
     config_class = NanbeigeConfig
     base_model_prefix = "model"
     _no_split_modules = ["NanbeigeDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [_CACHE]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -144,6 +146,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         inputs_embeds=None,
         use_cache=None,
         cache_position=None,
+        cache=None,
         **kwargs,
     ):
         """Return the normed state after the last loop; arguments as of `LlamaModel.forward`."""
@@ -152,12 +155,13 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         visits = self._add_visits()
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
         seen = 0
-        if past_key_values is not None:
-            self._grow(past_key_values, visits)
-            seen = past_key_values.get_seq_length()
+        if cache is not None:
+            self._grow(cache, visits)
+            seen = cache.get_seq_length()
         if cache_position is None:
             cache_position = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)
         asked = {
@@ -166,8 +170,7 @@ class NanbeigeModel(NanbeigePreTrainedModel):
             "inputs_embeds": hidden,
             "attention_mask": attention_mask,
             "cache_position": cache_position,
-            "past_key_values": past_key_values,
-            "cache": past_key_values,  # from transformers 5.24 on
+            _CACHE: cache,
             "position_ids": position_ids,
         }
         mask = create_causal_mask(
@@ -185,13 +188,11 @@ class NanbeigeModel(NanbeigePreTrainedModel):
                 self.visits[index],
                 rotations=rotations,
                 attention_mask=mask,
-                past_key_values=past_key_values,
+                cache=cache,
                 cache_position=cache_position,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(hidden), past_key_values=past_key_values
-        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{_CACHE: cache})
 
     def _add_visits(self) -> int:
         """Have a module a visit, and return R·N; R may have changed since the model was built."""
@@ -229,9 +230,7 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
         if labels is not None:
             # A trainer that accumulates gradients names the number of targets in the arguments.
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values
-        )
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{_CACHE: getattr(output, _CACHE)})
 
 
 __all__ = ["NanbeigeForCausalLM", "NanbeigeModel", "NanbeigePreTrainedModel"]

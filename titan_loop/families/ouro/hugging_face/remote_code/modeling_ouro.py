@@ -32,13 +32,15 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
-from transformers.utils import ModelOutput
 
 from .configuration_ouro import OuroConfig
 
 _MASK_ARGUMENTS = inspect.signature(create_causal_mask).parameters
+# Transformers 5.24 renamed the cache, in arguments and in outputs.
+_CACHE = "cache" if "cache" in _MASK_ARGUMENTS else "past_key_values"
 
 
 class OuroCache(DynamicCache):
@@ -231,27 +233,22 @@ class OuroDecoderLayer(nn.Module):
 
 
 @dataclass
-class OuroModelOutput(ModelOutput):
-    """Output of the stack.
+class OuroModelOutput(BaseModelOutputWithPast):
+    """Output of the stack: the state of each token at the step it is read out, and the exits.
 
     Attributes:
-        last_hidden_state: (B, L, D), each token at the step it is read out.
-        past_key_values: The cache, if one is used.
         hidden_states: On demand, (B, L, D) after each step that was run.
         exit_logits: (B, L, steps that were run), fp32.
         exit_steps: (B, L) step each token is read out at, counted from 0; -1 for padding and tokens
             outside `logits_to_keep` that had not exited when the others had.
     """
 
-    last_hidden_state: Tensor | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
     exit_steps: Tensor | None = None
 
 
 @dataclass
-class OuroCausalLMOutput(ModelOutput):
+class OuroCausalLMOutput(CausalLMOutputWithPast):
     """As `OuroModelOutput`, with (B, kept tokens, V) logits of the step each token is read out at.
 
     Attributes:
@@ -259,10 +256,6 @@ class OuroCausalLMOutput(ModelOutput):
             looped models are trained with.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     exit_logits: Tensor | None = None
     exit_steps: Tensor | None = None
 
@@ -313,7 +306,7 @@ class OuroPreTrainedModel(PreTrainedModel):
     config_class = OuroConfig
     base_model_prefix = "model"
     _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [_CACHE]  # noqa: RUF012
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -354,6 +347,7 @@ class OuroModel(OuroPreTrainedModel):
         return_dict: bool | None = None,
         position_ids: Tensor | None = None,
         cache_position: Tensor | None = None,
+        cache: Cache | None = None,
         **settings,
     ):
         """Run recurrent steps until every token that is read out has exited.
@@ -371,6 +365,7 @@ class OuroModel(OuroPreTrainedModel):
             return_dict: False returns a tuple.
             position_ids: (B, L); None counts the tokens of the mask.
             cache_position: Not needed: the cache knows how many tokens it has seen.
+            cache: `past_key_values` as transformers calls it from 5.24 on.
             **settings: For the attention function.
         """
         if (input_ids is None) == (inputs_embeds is None):
@@ -380,7 +375,7 @@ class OuroModel(OuroPreTrainedModel):
         threshold = self._threshold(exit_at_step, exit_threshold)
         hidden_BLD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         length = hidden_BLD.shape[1]
-        cache = self._open_cache(past_key_values, use_cache)
+        cache = self._open_cache(past_key_values if cache is None else cache, use_cache)
         total = length + (0 if cache is None else cache.get_seq_length())
         keeps_waiting = cache is None or isinstance(cache, OuroCache)
         token_BK = self._tokens(attention_mask, total)
@@ -411,7 +406,7 @@ class OuroModel(OuroPreTrainedModel):
         )
         output = OuroModelOutput(
             last_hidden_state=readout.state_BLD,
-            past_key_values=cache,
+            **{_CACHE: cache},
             hidden_states=tuple(readout.hidden_states) if wants_states else None,
             exit_logits=torch.stack(readout.exit_logits, dim=-1),
             exit_steps=readout.step_BL,
@@ -516,8 +511,7 @@ class OuroModel(OuroPreTrainedModel):
             "inputs_embeds": hidden_BLD,
             "attention_mask": attention_mask,
             "cache_position": place_L,
-            "past_key_values": keys,
-            "cache": keys,  # from transformers 5.24 on
+            _CACHE: keys,
             "position_ids": None,
         }
         mask = create_causal_mask(
@@ -556,6 +550,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: Cache | None = None,
         **settings,
     ):
         """Return the logits of the step each token is read out at.
@@ -568,7 +563,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            past_key_values=past_key_values if cache is None else cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             exit_at_step=exit_at_step,
@@ -585,7 +580,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         result = OuroCausalLMOutput(
             loss=loss,
             logits=logits_BLV,
-            past_key_values=output.past_key_values,
+            **{_CACHE: getattr(output, _CACHE)},
             hidden_states=output.hidden_states,
             exit_logits=output.exit_logits,
             exit_steps=output.exit_steps,
@@ -601,13 +596,15 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,
         **kwargs,
     ) -> dict:
         """Pass the tokens that the cache does not hold; positions follow from the mask."""
-        if past_key_values is None and use_cache is not False:
-            past_key_values = OuroCache()
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache is not False:
+            cache = OuroCache()
         total = (input_ids if attention_mask is None else attention_mask).shape[1]
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         if not 0 < total - seen <= input_ids.shape[1]:
             raise ValueError(
                 f"input_ids has {input_ids.shape[1]} tokens and the cache {seen} of {total}; give "
@@ -615,7 +612,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             )
         return {
             "input_ids": input_ids[:, seen - total :],
-            "past_key_values": past_key_values,
+            _CACHE: cache,
             "attention_mask": attention_mask,
             "use_cache": use_cache,
             "exit_at_step": exit_at_step,
