@@ -9,15 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.utils import get_spmd_backend, set_spmd_backend
-from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.distributed.vocabulary_parallel import SlicedVocabulary, share_vocabulary
 from titan_loop.errors import UserError
 from titan_loop.models.readout import LMHead
-from titan_loop.models.soft_decode import Decoding
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64: only the order of sums differs
 STEPS, WIDTH = 3, 6
@@ -67,7 +65,7 @@ def _check_dtensor_head(
     sliced = build_head(head.out_features)
     sliced.weight = torch.nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
     states = [distribute_tensor(h.detach(), mesh, [Replicate()]).requires_grad_() for h in hidden]
-    _share(sliced, mesh)
+    share_over(sliced, mesh)
     # As in the model, something upstream reads the state: the partial gradient is reduced there.
     loss, ce = sliced(tuple(states), labels_BL=labels, weight_RBL=weight, z_loss=0.2)
     _check_equal_on_all_ranks(loss, ce, whole)
@@ -92,7 +90,7 @@ def _check_plain_head(
     start = rows * mesh.get_local_rank()
     sliced = build_head(head.out_features)
     sliced.weight = torch.nn.Parameter(head.weight.detach()[start : start + rows].clone())
-    _share(sliced, mesh)
+    share_over(sliced, mesh)
     backend = get_spmd_backend()
     set_spmd_backend("spmd_types")
     try:
@@ -108,51 +106,6 @@ def _check_plain_head(
     torch.testing.assert_close(got_weight, want[-1], **EXACT)
 
 
-def check_sliced_decoding() -> None:
-    """On every rank: Φ of the sliced head is that of the whole one, equal logits included."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    for vocab, decoding in (
-        (12, Decoding(temperature=0.5)),
-        (11, Decoding(top_k=5)),
-        (11, Decoding(top_k=8, normalised_over="vocabulary")),
-        (11, Decoding(top_k=11)),
-    ):
-        torch.manual_seed(0)
-        head = build_head(vocab)
-        with torch.no_grad():
-            head.weight.copy_(_exact(head.weight[torch.arange(vocab) % 4]))  # many are equal
-        encoder = Embedding.Config(num_embeddings=vocab, embedding_dim=WIDTH).build().double()
-        (hidden, *_), _, _ = draw_inputs(vocab)
-        hidden = _exact(hidden.detach()).requires_grad_()
-        (want,) = head((hidden,), decoding=decoding, encoder=encoder)
-        grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(2)).double()
-        wanted = torch.autograd.grad(want, [hidden, head.weight, encoder.weight], grad)
-
-        sliced = build_head(vocab)
-        parts = [
-            torch.nn.Parameter(distribute_tensor(table.weight.detach(), mesh, [Shard(0)]))
-            for table in (head, encoder)
-        ]
-        sliced.weight, encoder.weight = parts
-        _share(sliced, mesh)
-        state = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
-        (decoded,) = sliced((state,), decoding=decoding, encoder=encoder)
-        assert decoded.placements == (Partial(),)
-        scattered = decoded.redistribute(placements=[Shard(1)])
-        torch.testing.assert_close(scattered.full_tensor(), want, **EXACT)
-        grads = torch.autograd.grad(
-            scattered, [state, *parts], distribute_tensor(grad, mesh, [Shard(1)])
-        )
-        for got, expected in zip(grads, wanted, strict=True):
-            assert isinstance(got, DTensor)
-            torch.testing.assert_close(got.full_tensor(), expected, **EXACT)
-
-
-def _exact(values: Tensor) -> Tensor:
-    """Return multiples of 1/64: their products add up exactly, whatever the order."""
-    return (64 * values).round() / 64
-
-
 def _check_equal_on_all_ranks(loss: Tensor, ce: Tensor, whole: tuple[Tensor, Tensor]) -> None:
     torch.testing.assert_close(loss, whole[0], **EXACT)
     torch.testing.assert_close(ce, whole[1], **EXACT)
@@ -162,7 +115,7 @@ def _check_equal_on_all_ranks(loss: Tensor, ce: Tensor, whole: tuple[Tensor, Ten
         assert torch.equal(largest, value), "ranks disagree"
 
 
-def _share(head: LMHead, mesh: Any) -> None:
+def share_over(head: LMHead, mesh: Any) -> None:
     dims: Any = SimpleNamespace(tp_enabled=True, get_mesh={"tp": mesh}.__getitem__)
     share_vocabulary(head, dims)
 
@@ -172,8 +125,6 @@ def check_a_rank_without_rows() -> None:
         SlicedVocabulary(1, dist.group.WORLD)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    "check", [check_sliced_vocabulary, check_sliced_decoding, check_a_rank_without_rows]
-)
+@pytest.mark.parametrize("check", [check_sliced_vocabulary, check_a_rank_without_rows])
 def test_on_two_ranks(gloo_pool, check):
     gloo_pool(2).run(check)

@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_config
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.cli.main import main
 from titan_loop.data.load.task_loader import TaskLoader
-from titan_loop.data.tasks.mqar import MQAR
+from titan_loop.data.tasks.mano import Mano
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.errors import UserError
 from titan_loop.families.ouro.model import OuroOptions
@@ -72,7 +72,7 @@ def gate(config: LoopTrainer.Config) -> None:
 
 
 def task(config: LoopTrainer.Config) -> None:
-    config.dataloader = TaskLoader.Config(task=MQAR(keys=4, values=4, pairs=2), all_targets=True)
+    config.dataloader = TaskLoader.Config(task=Mano(modulus=5, max_operations=2), all_targets=True)
     config.model = OuroOptions(size="debugmodel", n_layers=1, positions="none")
     config.optimizer.name, config.muon.momentum = "muon", 0.9
     config.activation_checkpoint = RecurrentStepAC.Config(layers="full")

@@ -1,4 +1,4 @@
-"""The language-model head: hidden state → logits; states of all recurrent steps → loss; Φ.
+"""The language-model head: hidden state → logits; states of all recurrent steps → loss.
 
     h_r ─┬─ chunk of tokens ─ logits ─ CE_r ─ gradient of the logits ─┬─ gradient of h_r
          └─ next chunk …        (overwritten in place)                └─ + gradient of the head
@@ -7,8 +7,8 @@ Training needs Σ_r w_r CE_r only. Its weights are known before any logits exist
 gradients are taken at once and its logits are dropped: nothing larger than chunk × V, the head
 weight or a hidden state ever lives. The loss is computed *inside* the head's forward, so FSDP
 gathers the weight once per call through its ordinary hooks. Where ranks share the vocabulary,
-`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`. The third form,
-from a state to the mean embedding of the tokens it decodes to, is in `soft_decode.py`.
+`titan_loop/distributed/vocabulary_parallel.py` gives the head its `Vocabulary`. The third
+form hands the weight to a function of a family or an objective.
 
 Shape suffixes: R recurrent steps, B batch, L sequence, D width, V vocabulary (of this rank's slice
 inside the chunk loop), T = B·L tokens, C tokens of one chunk.
@@ -22,11 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.linear import Linear
 
 from titan_loop.errors import UserError
-from titan_loop.models.soft_decode import Decoding, Tables, soft_decode
 from titan_loop.models.vocabulary import Vocabulary
 
 
@@ -90,11 +88,6 @@ class LMHead(Linear):
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
-    def forward(
-        self, input: Sequence[Tensor], *, decoding: Decoding, encoder: Embedding
-    ) -> tuple[Tensor]: ...
-
-    @overload
     def forward(self, input: Sequence[Tensor], *, through: "Through") -> tuple[Tensor, ...]: ...
 
     # Keyword-only: torchtitan's `Module.parallelize` demands a value for every positional argument.
@@ -106,16 +99,14 @@ class LMHead(Linear):
         weight_RBL: Tensor | None = None,
         z_loss: float = 0.0,
         rows_T: Tensor | None = None,
-        decoding: Decoding | None = None,
-        encoder: Embedding | None = None,
         through: "Through | None" = None,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return logits for one hidden state, the weighted loss for several steps' states, or Φ.
+        """Return logits for one hidden state, or the weighted loss for several steps' states.
 
-        `through` is an objective's own way of streaming: it is called where the weight is whole.
+        `through` is another way of streaming: it is called where the weight is whole.
 
         Args:
-            input: One (B, L, D) hidden state, or a tuple of R of them, of one for Φ. Under tensor
+            input: One (B, L, D) hidden state, or a tuple of R of them. Under tensor
                 parallelism replicated over its axis: a DTensor (`partial_dtensor`) or typed R
                 (`spmd_types`).
             labels_BL: Next-token ids, int64; `IGNORE_INDEX` has neither loss nor gradient.
@@ -123,8 +114,6 @@ class LMHead(Linear):
             z_loss: ζ ≥ 0.
             rows_T: Indices into the B·L tokens of all that have a label; the others then cost
                 nothing. None computes every token, which is faster where most have one.
-            encoder: Table with the embeddings that Φ takes the mean of; it may share this weight.
-                It must be gathered together with the head.
             through: Takes this device's rows of the weight, the states and this head; its result
                 is returned.
 
@@ -132,8 +121,7 @@ class LMHead(Linear):
             (B, L, V) logits without labels. With labels `(loss, ce_RBL)`: the scalar weighted loss,
             differentiable in the hidden states, the head weight and `weight_RBL`, and CE_r per
             token in nats, (R, B, L), detached, 0 at ignored labels. Both are fp32 (float64 for a
-            float64 head), plain tensors, and equal on all tensor-parallel ranks. With `decoding` a
-            tuple of Φ(h), (B, L, D), under tensor parallelism a partial sum over its axis.
+            float64 head), plain tensors, and equal on all tensor-parallel ranks.
 
         Raises:
             TypeError: `weight_RBL` arrived in less than fp32. FSDP's `cast_forward_inputs` does
@@ -143,15 +131,6 @@ class LMHead(Linear):
             return super().forward(input)
         if through is not None:
             return through(*self.vocabulary.local(self.weight, input), self)
-        if decoding is not None:
-            assert encoder is not None, "Φ needs embeddings"
-            decoder_VD, (hidden_BLD,) = self.vocabulary.local(self.weight, input)
-            encoder_VD = None
-            if encoder.weight is not self.weight:
-                encoder_VD, _ = self.vocabulary.local(encoder.weight, ())
-            tables = Tables(decoder_VD, encoder_VD, self.vocabulary, self.chunk_tokens)
-            decoded_BLD = soft_decode(hidden_BLD, tables, decoding)
-            return (self.vocabulary.summand(decoded_BLD, self.weight),)
         assert labels_BL is not None, "a tuple of states needs labels"
         assert weight_RBL is not None, "a tuple of states needs loss weights"
         if weight_RBL.dtype not in (torch.float32, torch.float64):

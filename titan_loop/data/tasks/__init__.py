@@ -6,9 +6,7 @@ register(
     Plugin(
         tasks={
             "capo": "titan_loop.data.tasks.capo:Capo",
-            "depo": "titan_loop.data.tasks.depo:Depo",
             "mano": "titan_loop.data.tasks.mano:Mano",
-            "mqar": "titan_loop.data.tasks.mqar:MQAR",
         }
     )
 )

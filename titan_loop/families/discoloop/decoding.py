@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor
 from torchtitan.models.common.nn_modules import Identity
 
+from titan_loop.families.discoloop.soft_decode import Decoding, soft_decode, soft_encode
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.sharding import scattered_state
-from titan_loop.models.soft_decode import Decoding, soft_encode
 from titan_loop.models.units import TABLES, Unit
 
 
@@ -75,9 +75,7 @@ class DecodingDecoder(LoopDecoder):
             )
             return decoded_BLD.to(hidden_BLD.dtype)
         read_BLD = self.state_gather(self.read(hidden_BLD, context))
-        (decoded_BLD,) = self.lm_head(
-            (read_BLD,), decoding=self.config.decoding, encoder=self.tok_embeddings
-        )
+        decoded_BLD = soft_decode(self.lm_head, read_BLD, self.tok_embeddings, self.config.decoding)
         return self.decoded_state(decoded_BLD).to(hidden_BLD.dtype)
 
     def units(self) -> list[Unit]:

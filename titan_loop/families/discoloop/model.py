@@ -29,6 +29,7 @@ from torchtitan.protocols.module import Module
 
 from titan_loop.errors import UserError, nearest
 from titan_loop.families.discoloop.decoding import DecodingDecoder
+from titan_loop.families.discoloop.soft_decode import Decoding, NormalisedOver
 from titan_loop.families.ouro.model import SIZES
 from titan_loop.models.context import LoopContext
 from titan_loop.models.family import Family, FamilyName, ModelSize
@@ -37,7 +38,6 @@ from titan_loop.models.loop_config import NORM_EPS, loop_config
 from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.recurrence import Carry
 from titan_loop.models.sharding import mixed_states
-from titan_loop.models.soft_decode import Decoding, NormalisedOver
 from titan_loop.models.units import Unit
 
 ChannelGate: TypeAlias = Literal["fixed", "learned"]

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.models.common.embedding import Embedding
 
 from tests.models.test_readout import EXACT, LiveMemory
+from titan_loop.families.discoloop.soft_decode import Decoding, soft_decode
 from titan_loop.models.readout import LMHead
-from titan_loop.models.soft_decode import Decoding
 
 DECODINGS = [
     Decoding(),
@@ -58,7 +58,7 @@ def test_value_and_gradients_are_those_of_the_definition(decoding, tied, chunk_t
     hidden, grad = inputs()
     leaves = [hidden, head.weight] if tied else [hidden, head.weight, encoder.weight]
     want = dense(hidden, head.weight, encoder.weight, decoding)
-    (got,) = head((hidden,), decoding=decoding, encoder=encoder)
+    got = soft_decode(head, hidden, encoder, decoding)
     torch.testing.assert_close(got, want, **EXACT)
     for a, b in zip(
         torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), strict=True
@@ -75,7 +75,7 @@ def test_equal_logits_are_kept_by_id(dtype, top_k):
         head.weight.copy_(head.weight[torch.arange(64) % 5])  # thirteen of each
     hidden = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
     decoding = Decoding(top_k=top_k)
-    (got,) = head((hidden,), decoding=decoding, encoder=encoder)
+    got = soft_decode(head, hidden, encoder, decoding)
     logits = hidden.float() @ head.weight.float().T
     wide = dense(hidden.double(), head.weight.double(), encoder.weight.double(), decoding)
     torch.testing.assert_close(got.double(), wide, rtol=0.02, atol=0.02)
@@ -93,7 +93,7 @@ def test_products_are_those_the_flops_say(decoding):
     tokens, every, kept = 16, 2 * 6 * 11, 2 * 6 * (decoding.top_k or 11)
     forward, backward = decoding.training_flops(6, 11)
     with FlopCounterMode(display=False) as counter:
-        (decoded,) = head((hidden,), decoding=decoding, encoder=encoder)
+        decoded = soft_decode(head, hidden, encoder, decoding)
     assert counter.get_total_flops() == tokens * forward == tokens * (every + kept)
     with FlopCounterMode(display=False) as counter:
         decoded.backward(grad)
@@ -115,7 +115,7 @@ def test_no_more_than_a_chunk_of_logits_exists(top_k, normalised_over):
         hidden = torch.randn(1, tokens, width, requires_grad=True)
         head.zero_grad()
         with LiveMemory() as memory:
-            (decoded,) = head((hidden,), decoding=decoding, encoder=encoder)
+            decoded = soft_decode(head, hidden, encoder, decoding)
             decoded.square().sum().backward()
         assert memory.largest_bytes <= chunk
         peaks.append(memory.peak_bytes)

@@ -13,20 +13,23 @@ vocabulary. Ranks that share the vocabulary never see each other's logits: they 
 sums of a chunk, and the k largest logits of each; every rank returns the part of Φ that its own
 rows make.
 
-Shape suffixes as in `readout.py`, and K the tokens kept.
+Shape suffixes as in `titan_loop/models/readout.py`, and K the tokens kept.
 
 Source: DiscoLoop, arXiv 2607.00341, §4 Eq. 5 and Appendix B; the streaming is ours.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torchtitan.models.common.embedding import Embedding
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
 NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
@@ -78,35 +81,39 @@ class Decoding:
         return every + kept, 2 * (kept if self.is_sparse else every) + 2 * kept
 
 
-class Tables(NamedTuple):
-    """The tables of Φ, and the number of tokens it decodes at a time.
-
-    Attributes:
-        decoder_VD: The rows w_v on this rank.
-        encoder_VD: The rows e_v on this rank; None if they are the same tensor.
-        vocabulary: The rows' place in the vocabulary, and reductions over the other ranks' rows.
-    """
-
-    decoder_VD: Tensor
-    encoder_VD: Tensor | None
-    vocabulary: Vocabulary
-    chunk_tokens: int
-
-
-def soft_decode(hidden_BLD: Tensor, tables: Tables, decoding: Decoding) -> Tensor:
-    """Return this rank's part of Φ(h), (B, L, D), in the dtype of the tables.
+def soft_decode(head: LMHead, hidden_BLD: Tensor, encoder: Embedding, decoding: Decoding) -> Tensor:
+    """Return Φ(h), (B, L, D), in the dtype of the tables; a partial sum under tensor parallelism.
 
     Args:
+        head: Holds the rows w_v. It is called, so that its weight is gathered.
+        encoder: Holds the rows e_v; it may share the head's weight. It must be gathered together
+            with the head.
         decoding: Temperature, tokens kept and normalisation.
     """
+    (decoded_BLD,) = head((hidden_BLD,), through=partial(_through, encoder, decoding))
+    return decoded_BLD
+
+
+def _through(
+    encoder: Embedding,
+    decoding: Decoding,
+    decoder_VD: Tensor,
+    hidden_1BLD: tuple[Tensor, ...],
+    head: LMHead,
+) -> tuple[Tensor, ...]:
+    (hidden_BLD,) = hidden_1BLD
+    encoder_VD = None
+    if encoder.weight is not head.weight:
+        encoder_VD, _ = head.vocabulary.local(encoder.weight, ())
     function = _AllTokens if decoding.top_k is None else _KeptTokens
     decoded_TD = function.apply(
         hidden_BLD.reshape(-1, hidden_BLD.shape[-1]),
-        tables.decoder_VD,
-        tables.encoder_VD,
-        (tables.vocabulary, tables.chunk_tokens, decoding),
+        decoder_VD,
+        encoder_VD,
+        (head.vocabulary, head.chunk_tokens, decoding),
     )
-    return decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    decoded_BLD = decoded_TD.view(hidden_BLD.shape)  # pyright: ignore[reportAttributeAccessIssue]
+    return (head.vocabulary.summand(decoded_BLD, head.weight),)
 
 
 def soft_encode(log_prob_BLV: Tensor, encoder_VD: Tensor, decoding: Decoding) -> Tensor:
