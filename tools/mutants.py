@@ -3,23 +3,32 @@
     python tools/mutants.py [--modules 20] [--mutants 5] [--seed 0] [MODULE.py ...]
 
 A mutant changes one operator, constant or condition. The tests of a module are those of its name in
-the mirrored folder, else the test files that import it. Everything runs in a worktree of the last
-commit; tests/README.md has the last table.
+the mirrored folder, else the test files that import it; a module that more than three files import
+is not drawn. Its tests have to pass without a fault first. Everything runs in a worktree of the
+last commit, each time in a process forked from one that has imported torch; tests/README.md has the
+last table.
 """
 
 import argparse
 import ast
+import copy
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST_SECONDS = 300
+MOST_TEST_FILES = 3
+MARKERS = "not slurm and not hostile and not effects and not multiprocess and not slow"
+SLOWER = 5
+"""Times the duration without a fault after which a mutant counts as hanging, that is, as killed."""
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -87,22 +96,22 @@ def _is_skipped(node: ast.AST) -> bool:
 
 
 def _changed(node: ast.expr) -> str | None:
-    copy = ast.parse(ast.unparse(node), mode="eval").body
-    if isinstance(copy, ast.Compare) and len(copy.ops) == 1 and type(copy.ops[0]) in _SWAPS:
-        copy.ops = [_SWAPS[type(copy.ops[0])]()]  # type: ignore[list-item]
-    elif isinstance(copy, ast.BinOp | ast.BoolOp) and type(copy.op) in _SWAPS:
-        copy.op = _SWAPS[type(copy.op)]()  # type: ignore[assignment]
-    elif isinstance(copy, ast.UnaryOp) and isinstance(copy.op, ast.Not):
-        copy = copy.operand
-    elif isinstance(copy, ast.IfExp):
-        copy.body, copy.orelse = copy.orelse, copy.body
-    elif isinstance(copy, ast.Constant) and isinstance(copy.value, bool):
-        copy = ast.Constant(not copy.value)
-    elif isinstance(copy, ast.Constant) and isinstance(copy.value, int | float):
-        copy = ast.Constant(copy.value + 1)
+    new = copy.deepcopy(node)
+    if isinstance(new, ast.Compare) and len(new.ops) == 1 and type(new.ops[0]) in _SWAPS:
+        new.ops = [_SWAPS[type(new.ops[0])]()]  # type: ignore[list-item]
+    elif isinstance(new, ast.BinOp | ast.BoolOp) and type(new.op) in _SWAPS:
+        new.op = _SWAPS[type(new.op)]()  # type: ignore[assignment]
+    elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
+        new = new.operand
+    elif isinstance(new, ast.IfExp):
+        new.body, new.orelse = new.orelse, new.body
+    elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
+        new = ast.Constant(not new.value)
+    elif isinstance(new, ast.Constant) and isinstance(new.value, int | float):
+        new = ast.Constant(new.value + 1)
     else:
         return None
-    return ast.unparse(copy)
+    return ast.unparse(new)
 
 
 def tests_of(module: Path) -> list[str]:
@@ -131,51 +140,80 @@ def main() -> int:
     given = parser.parse_args()
     drawn = random.Random(given.seed)
     every = sorted(path.relative_to(ROOT) for path in ROOT.glob("titan_loop/**/*.py"))
-    tested = [path for path in every if path.name != "__init__.py" and tests_of(path)]
+    tested = [path for path in every if 0 < len(tests_of(path)) <= MOST_TEST_FILES]
+    tested = [path for path in tested if path.name != "__init__.py"]
     chosen = [Path(name) for name in given.modules_given] or drawn.sample(tested, given.modules)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     made = survived = 0
+    _import_libraries()
     with tempfile.TemporaryDirectory() as scratch:
         tree = Path(scratch) / "checkout"
         subprocess.run(
             ["git", "worktree", "add", "--quiet", "--detach", tree], cwd=ROOT, check=True
         )
-        environment["PYTHONPATH"] = str(tree)
         try:
             for module in chosen:
+                tests, began = tests_of(module), time.monotonic()
+                if not _pass(tests, tree):
+                    output = (tree.parent / "output").read_text()
+                    print(f"{module}: {' '.join(tests)} fails without a fault", output, flush=True)
+                    continue
+                limit = 60 + SLOWER * (time.monotonic() - began)
                 source = (tree / module).read_text(encoding="utf-8")
                 faults = [*mutants(source)]
                 for fault in drawn.sample(faults, min(given.mutants, len(faults))):
                     content = source.encode()
                     content = content[: fault.start] + fault.after.encode() + content[fault.stop :]
                     (tree / module).write_bytes(content)
-                    killed = _fails(tests_of(module), tree, environment)
-                    made, survived = made + 1, survived + (not killed)
-                    if not killed:
+                    lives = _pass(tests, tree, limit)
+                    made, survived = made + 1, survived + lives
+                    if lives:
                         change = f"`{fault.before}` → `{fault.after}`"
                         print(f"| {module}:{fault.line} | {change} |", flush=True)
                 (tree / module).write_text(source, encoding="utf-8")
+                print(f"{module}: done, {made} mutants so far", file=sys.stderr, flush=True)
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
     print(f"{made} mutants in {len(chosen)} modules, {survived} survived")
     return 0
 
 
-def _fails(tests: list[str], tree: Path, environment: dict[str, str]) -> bool:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    command += ["-m", "not slurm and not hostile and not effects and not multiprocess and not slow"]
-    try:
-        ended = subprocess.run(
-            command,
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            timeout=MOST_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    return ended.returncode != 0
+def _import_libraries() -> None:
+    """Import what takes seconds and does not depend on the checkout."""
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    sys.dont_write_bytecode = True  # a changed module may be as old and as long as the whole one
+    import datasets  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+
+def _pass(tests: Sequence[str], tree: Path, limit_seconds: float = 3600) -> bool:
+    """Run tests in a process of their own."""
+    child = os.fork()
+    if child == 0:
+        ended = 1
+        try:
+            os.setsid()
+            signal.alarm(int(limit_seconds))
+            os.chdir(tree)
+            sys.path.insert(0, str(tree))
+            os.environ["PYTHONPATH"] = str(tree)
+            output = os.open(tree.parent / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            import pytest
+
+            command = ["-q", "-x", "-p", "no:cacheprovider", "-m", MARKERS, *tests]
+            # A library has imported one of pytest's plugins.
+            ended = pytest.main([*command, "-W", "ignore::pytest.PytestAssertRewriteWarning"])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(int(ended))  # nothing of the parent's is cleaned up here
+    _, status = os.waitpid(child, 0)
+    return status == 0
 
 
 if __name__ == "__main__":

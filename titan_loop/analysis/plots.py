@@ -22,8 +22,8 @@ from titan_loop.analysis.drawing import (
     steps_with,
     token_axis,
 )
-from titan_loop.data.load.loader import named_sources
 from titan_loop.data.load.mixture import parse_mixture
+from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.evaluation.evals_log import HeldOutRecord
 from titan_loop.plugins import find, names
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from titan_loop.checkpoint.best import Best
-from titan_loop.data.load.loader import named_sources
+from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.errors import raise_first
 from titan_loop.evaluation.evals_log import WHILE_TRAINING, append_evaluation

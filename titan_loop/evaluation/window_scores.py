@@ -24,7 +24,7 @@ from torch import Tensor
 
 from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows, held_out_windows
-from titan_loop.data.load.loader import named_sources
+from titan_loop.data.load.mixture_sources import named_sources
 from titan_loop.distributed.context_parallel import cut_columns
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.evaluation.bits_per_byte import bootstrap_bits_per_byte

@@ -7,53 +7,31 @@ but the windows consumed.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_loop.data.keyed import keyed_integer
 from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader, SourceProgress
 from titan_loop.data.load.changes import SOURCES, match_sources
 from titan_loop.data.load.mixture import (
     CappedMixture,
     Exhausted,
-    MixtureEntry,
     parse_mixture,
     weight_shares,
 )
-from titan_loop.data.load.windows import Batch, CutWindows, PackedWindows, SourceWindows, Window
+from titan_loop.data.load.mixture_sources import (
+    named_sources,
+    open_source,
+    read_cards,
+    require_whole_prompts,
+)
+from titan_loop.data.load.windows import Batch, Window
 from titan_loop.data.open_files import OpenFiles
-from titan_loop.data.shards import TokenShards
-from titan_loop.data.source_card import SHORT_DIGEST, SourceCard
+from titan_loop.data.source_card import SHORT_DIGEST
 from titan_loop.errors import UserError
 from titan_loop.ranks import warn_together
 
 logger = logging.getLogger(__name__)
-
-
-def named_sources(paths: Sequence[str]) -> dict[str, str]:
-    """Return name → path: the folders' own names, or the whole paths if two share a name."""
-    names = [Path(path).name for path in paths]
-    if len(set(names)) < len(names):
-        names = [*paths]
-    return dict(zip(names, paths, strict=True))
-
-
-def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
-    """Read the cards of a mixture's sources.
-
-    Raises:
-        UserError: For an unusable card, or sources with different tokenizers.
-    """
-    cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
-    for entry, card in zip(mixture, cards, strict=True):
-        if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
-            raise UserError(
-                f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
-                f"{mixture[0].path}: prepare both with the same tokenizer.json"
-            )
-    return cards
 
 
 class SourceDemand(NamedTuple):
@@ -160,10 +138,10 @@ class WindowLoader(GlobalBatchLoader):
         cards = read_cards(self.mixture)
         if config.prefix:
             for entry, card in zip(self.mixture, cards, strict=True):
-                _require_whole_prompts(entry, card, seq_len)
+                require_whole_prompts(entry, card, seq_len)
         files = OpenFiles()
         self.sources = [
-            _open_source(entry, card, files, seq_len, config.seed)
+            open_source(entry, card, files, seq_len, config.seed)
             for entry, card in zip(self.mixture, cards, strict=True)
         ]
         self._names = list(named_sources([entry.path for entry in self.mixture]))
@@ -424,30 +402,3 @@ class WindowLoader(GlobalBatchLoader):
         if self._when_exhausted == "renormalise" or weighted == 1:
             return ""
         return ", set --dataloader.when-exhausted renormalise"
-
-
-def _require_whole_prompts(entry: MixtureEntry, card: SourceCard, seq_len: int) -> None:
-    """Refuse windows that cut the prompts of a source with prompts and answers."""
-    if not card.has_loss_mask:
-        return
-    if not entry.packed:
-        raise UserError(
-            f"dataloader.prefix=True: windows would cut prompts of {entry.path}; write "
-            f"{entry.path}={entry.weight:g}:packed in dataloader.mixture"
-        )
-    packed = card.splits["train"].packed_for(seq_len)
-    if packed is not None and packed.split_documents:
-        raise UserError(
-            f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path}, and so "
-            f"perhaps their prefixes, are longer than the window of training.seq_len={seq_len}; "
-            "lengthen the window, or drop them and pack again"
-        )
-
-
-def _open_source(
-    entry: MixtureEntry, card: SourceCard, files: OpenFiles, seq_len: int, seed: int
-) -> SourceWindows:
-    shards = TokenShards(entry.path, "train", card=card, files=files)
-    # Keyed by its contents: the order within a source outlives changes of the others.
-    key = keyed_integer("source", seed, shards.contents())
-    return (PackedWindows if entry.packed else CutWindows)(shards, seq_len, key)

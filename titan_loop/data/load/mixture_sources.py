@@ -1,0 +1,64 @@
+"""The sources of a mixture: their names, cards and windows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_loop.data.keyed import keyed_integer
+from titan_loop.data.load.mixture import MixtureEntry
+from titan_loop.data.load.windows import CutWindows, PackedWindows, SourceWindows
+from titan_loop.data.open_files import OpenFiles
+from titan_loop.data.shards import TokenShards
+from titan_loop.data.source_card import SourceCard
+from titan_loop.errors import UserError
+
+
+def named_sources(paths: Sequence[str]) -> dict[str, str]:
+    """Return name → path: the folders' own names, or the whole paths if two share a name."""
+    names = [Path(path).name for path in paths]
+    if len(set(names)) < len(names):
+        names = [*paths]
+    return dict(zip(names, paths, strict=True))
+
+
+def read_cards(mixture: Sequence[MixtureEntry]) -> list[SourceCard]:
+    """Read the cards of a mixture's sources.
+
+    Raises:
+        UserError: For an unusable card, or sources with different tokenizers.
+    """
+    cards = [SourceCard.read(Path(entry.path)) for entry in mixture]
+    for entry, card in zip(mixture, cards, strict=True):
+        if card.tokenizer_sha256 != cards[0].tokenizer_sha256:
+            raise UserError(
+                f"dataloader.mixture: {entry.path} was tokenised with another tokenizer than "
+                f"{mixture[0].path}: prepare both with the same tokenizer.json"
+            )
+    return cards
+
+
+def open_source(
+    entry: MixtureEntry, card: SourceCard, files: OpenFiles, seq_len: int, seed: int
+) -> SourceWindows:
+    """Open the training split of a source, cut into windows of `seq_len` tokens or packed."""
+    shards = TokenShards(entry.path, "train", card=card, files=files)
+    # Keyed by its contents: the order within a source outlives changes of the others.
+    key = keyed_integer("source", seed, shards.contents())
+    return (PackedWindows if entry.packed else CutWindows)(shards, seq_len, key)
+
+
+def require_whole_prompts(entry: MixtureEntry, card: SourceCard, seq_len: int) -> None:
+    """Raise `UserError` for windows that cut the prompts of a source with prompts and answers."""
+    if not card.has_loss_mask:
+        return
+    if not entry.packed:
+        raise UserError(
+            f"dataloader.prefix=True: windows would cut prompts of {entry.path}; write "
+            f"{entry.path}={entry.weight:g}:packed in dataloader.mixture"
+        )
+    packed = card.splits["train"].packed_for(seq_len)
+    if packed is not None and packed.split_documents:
+        raise UserError(
+            f"dataloader.prefix=True: {packed.split_documents} documents of {entry.path}, and so "
+            f"perhaps their prefixes, are longer than the window of training.seq_len={seq_len}; "
+            "lengthen the window, or drop them and pack again"
+        )
