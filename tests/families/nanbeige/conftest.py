@@ -14,6 +14,7 @@ from titan_loop.cli import main as cli
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.text.tokenizer import SPECIAL_TOKENS
 
 VOCABULARY = 300
@@ -29,12 +30,11 @@ class Made(NamedTuple):
 Make = Callable[..., Made]
 
 
-@pytest.fixture(scope="session")
-def make_run(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def maker(kind: type[LoopOptions], folders: pytest.TempPathFactory) -> Make:
     """Return `make(**options)`, which writes the run of a model whose every weight matters."""
 
     def make(**options: object) -> Made:
-        chosen = NanbeigeOptions(**{"vocab_size": VOCABULARY, **options})  # type: ignore[arg-type]
+        chosen = kind(**{"vocab_size": VOCABULARY, **options})  # type: ignore[arg-type]
         torch.manual_seed(20)
         model = build_decoder(chosen, max_seq_len=128).eval()
         with torch.no_grad():
@@ -44,11 +44,17 @@ def make_run(tmp_path_factory: pytest.TempPathFactory) -> Make:
                     parameter.add_(1.0)
             if chosen.tie_weights:
                 model.lm_head.weight = model.tok_embeddings.weight
-        run = tmp_path_factory.mktemp("nanbeige") / "run"
+        run = folders.mktemp(chosen.family) / "run"
         write_run(run, chosen, model)  # type: ignore[arg-type]
         return Made(model, run)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_run(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Return the maker of Llama blocks."""
+    return maker(NanbeigeOptions, tmp_path_factory)
 
 
 def train_tokenizer(path: Path, *, digits: bool, every_byte: bool) -> Path:
