@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Retrofits SmolLM2-135M-Instruct, which comes as a wheel, into loops, and prints their tables.
 #
-#   bash tools/retrofit.sh [--scan] [--again] [--seeds "1 2 3"] [ARM...]
+#   bash tools/retrofit.sh [--scan | --rules | --parity] [--again] [--seeds "1 2 3"] [ARM...]
 #
 # --scan measures the cost of looping each span of 4, 8 and 12 layers first, an hour on one core.
+# --rules teaches questions of several hops instead, and asks for more hops than were taught.
+# --parity compares the untrained loop with transformers, and unrolled with llama.cpp, and ends.
 # Every arm leaves train_configs/results/retrofit_smollm2/ARM-seedS.json. What is there is skipped,
 # unless --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
 # Without arms: all of them.
@@ -15,12 +17,17 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 recipe=retrofit_smollm2
 folder=runs/retrofit
 corpus=corpora/smollm2
-results=train_configs/results/$recipe
-scans=false
-if [ "${1:-}" = --scan ]; then
-    scans=true
+mode=arms
+case "${1:-}" in
+--scan | --rules | --parity)
+    mode=${1#--}
     shift
+    ;;
+esac
+if [ $mode = rules ]; then
+    recipe=retrofit_rules
 fi
+results=train_configs/results/$recipe
 seeds=0
 choose $recipe "$@"
 
@@ -58,10 +65,34 @@ print(*start_of(sys.argv[1]))" "$1")"
     fi
 }
 
+parity() { # parity: the loops before any training, beside transformers and llama.cpp
+    local gguf=$folder/plain.gguf
+    source tools/engines.sh
+    source tools/transformers.sh
+    transformers_environment hf5
+    start identity
+    start plain
+    stage "logits in transformers"
+    HF_HUB_OFFLINE=1 "$VENV/hf5/bin/python" -m tools.retrofit_parity logits $folder/smollm2 \
+        $folder/start/identity $results/parity-transformers.json \
+        "$FULL_CORPUS"/text/{code,prose,math}/held_out.jsonl
+    stage "greedy tokens in llama.cpp"
+    rm -f $gguf
+    titan_loop convert export $folder/start/plain --to gguf-unrolled --output $gguf --dtype float32
+    "$VENV/bin/python" -m tools.retrofit_parity tokens $gguf $folder/start/plain \
+        $results/parity-llama_cpp.json "$ENGINES/bin/python"
+}
+
 stage "model and text"
 fetch
-tokenised
-if $scans && [ ! -f $results/scan.json ]; then
+if [ $mode != rules ]; then
+    tokenised
+fi
+if [ $mode = parity ]; then
+    parity
+    exit
+fi
+if [ $mode = scan ] && [ ! -f $results/scan.json ]; then
     stage "scan"
     titan_loop retrofit $folder/dense --scan --windows 4 --seq-len 256 \
         --sources $corpus/{code,prose,math} --output $results/scan.json
@@ -73,7 +104,13 @@ for seed in $seeds; do
         fi
         stage "$arm, seed $seed"
         start "$arm"
-        place=$folder/arms-seed$seed$again
+        place=$folder/${mode/scan/arms}-seed$seed$again
+        if [ $mode = rules ]; then # the exam follows the last step
+            titan_loop train $recipe --stage "$arm" --dump-folder "$place" \
+                --debug.seed "$seed" --dataloader.seed "$seed"
+            titan_loop results add "$place/$arm"
+            continue
+        fi
         titan_loop train $recipe --stage "$arm" --dump-folder "$place" --debug.seed "$seed"
         depths=(1 2 4)
         if [ "$arm" = source ]; then

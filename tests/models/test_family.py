@@ -7,6 +7,7 @@ import pytest
 from titan_loop import plugins
 from titan_loop.cli.overrides import apply_overrides
 from titan_loop.errors import UserError
+from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OURO, OuroOptions
 from titan_loop.inference.exit_policy import QExit, require_exit_policy
 from titan_loop.models.family import (
@@ -121,6 +122,12 @@ def test_a_size_with_another_shape_says_what_differs():
         f"model.size=53m has {here:,} parameters here, and 53,228,545 as named: "
         "n_layers=5 instead of 6, vocab_size=1024 instead of 32000"
     )
+
+
+def test_a_size_with_more_layers_around_its_loop_than_it_has_as_named():
+    options = NanbeigeOptions(n_layers=5, prelude_layers=2, coda_layers=2, vocab_size=128)
+    (note,) = size_notes(options, 128)
+    assert note.endswith("as named: n_layers=5 instead of 2")
 
 
 def test_a_size_as_named_says_nothing():

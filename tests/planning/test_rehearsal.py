@@ -110,6 +110,18 @@ def test_collectives_of_a_step_are_those_that_gloo_counts(policy, steps):
     assert once.received_bytes == 2 * again.received_bytes
 
 
+@pytest.mark.parametrize("policy", ["per_visit", "per_step"])
+def test_steps_that_the_backward_pass_does_not_reach_are_measured_once(policy, monkeypatch):
+    config = stage()
+    config.fsdp.policy, config.model.tie_weights = policy, True
+    config.recurrence.steps, config.recurrence.backward_steps = Schedule.constant(9), 2
+    found = step_of(config)
+    monkeypatch.setattr(rehearsal, "_FEW_STEPS", 9)
+    whole = step_of(config)
+    assert found == whole
+    assert whole.moved.keys() == {"all-gather", "reduce-scatter"}
+
+
 def test_every_weight_is_reduced_once():
     assert_every_weight_is_reduced_once(stage())
 

@@ -164,6 +164,20 @@ def test_a_peak_that_does_not_fit_is_refused_with_the_next_saving(checkpointing,
     assert fix in refusal
 
 
+def test_more_steps_than_a_gpu_can_hold_a_state_of_are_refused_without_a_rehearsal():
+    config = config_of("1b")
+    config.activation_checkpoint = FullAC.Config()
+    assert config.training.local_batch_size == 1
+    step = LAYERS * WINDOW * D * 2  # a state in bf16 before every layer
+    usable = USABLE_SHARE * H100.memory_bytes
+    most = int((usable - needs_of("1b").states.total) // step)
+    for steps in (most, most + 1):
+        config.recurrence.steps = Schedule.constant(steps)
+        refusals = [line for line in stage_needs("1b", config, OURO).refusals if "usable" in line]
+        assert len(refusals) == steps - most
+        assert all(f"a training step of R = {steps} needs at least" in line for line in refusals)
+
+
 @pytest.mark.parametrize(
     ("flags", "refusal"),
     [

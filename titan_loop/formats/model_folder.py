@@ -67,7 +67,7 @@ def write_model_folder(
     *,
     about: str,
     tags: tuple[str, ...],
-    remote_code: str | None = None,
+    remote_code: tuple[str, ...] = (),
     note: str = "",
     usage: str = "",
 ) -> None:
@@ -76,7 +76,7 @@ def write_model_folder(
     Memory is one tensor at a time.
 
     Args:
-        remote_code: Package of the Python files that transformers needs beside the weights.
+        remote_code: Packages of the Python files that transformers needs beside the weights.
         note: Text after the first paragraph of the card.
         usage: Paragraphs on how to use the model, after the card's example.
 
@@ -94,13 +94,13 @@ def write_model_folder(
         )
         if tokenizer is not None:
             tokenizer.write(folder, max_positions=shape.max_positions)
-        if remote_code is not None:
-            _copy_code(remote_code, folder)
+        for package in remote_code:
+            _copy_code(package, folder)
         has_chat = tokenizer is not None and tokenizer.has_chat
         example = _USE.format(
             name=output.name,
             prompt=_CHAT_PROMPT if has_chat else _PROMPT,
-            trust="" if remote_code is None else ", trust_remote_code=True",
+            trust=", trust_remote_code=True" if remote_code else "",
         )
         card = _card(output.name, export, about=about, tags=tags, note=note, use=example + usage)
         (folder / "README.md").write_text(card, encoding="utf-8")

@@ -41,11 +41,16 @@ class Dropout(Drawing):
         if not self.training:
             return x
         kept = (torch.rand(x.shape, device=x.device) >= self.rate).to(x.dtype)
-        if isinstance(x, DTensor):
-            mesh = x.device_mesh
-            whole = DTensor.from_local(kept, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            kept = whole.redistribute(placements=x.placements)
-        return x * kept / (1 - self.rate)
+        return x * placed_like(kept, x) / (1 - self.rate)
+
+
+def placed_like(drawn: Tensor, x: Tensor) -> Tensor:
+    """Return a tensor that every rank drew whole, with the placements of `x`."""
+    if not isinstance(x, DTensor):
+        return drawn
+    mesh = x.device_mesh
+    whole = DTensor.from_local(drawn, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=x.placements)
 
 
 def dropout_config(rate: float, option: str = "dropout") -> Dropout.Config | None:

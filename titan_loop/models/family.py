@@ -245,7 +245,8 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
     """Yield facts about a run's model that the requested options do not show."""
     if asked.vocab_size is None:
         yield f"model.vocab_size={vocab_size}, the vocabulary of the data"
-    own = get_family(asked.family).size(asked.size)
+    family = get_family(asked.family)
+    own = family.size(asked.size)
     model = replace(asked, vocab_size=vocab_size)
     here = resolved_shape(model)
     asked_for, named = (
@@ -257,12 +258,14 @@ def size_notes(asked: ModelOptions, vocab_size: int) -> Iterator[str]:
         if name != "recurrent_steps" and value != named[name]
     ]
     if differing:
+        # Other options may not fit the named size: a prelude may be longer than its layers.
+        as_named = family.options(size=asked.size, tie_weights=asked.tie_weights)
         counts = [
             sum(
                 parameter.numel()
                 for parameter in build_decoder(options, max_seq_len=2, device="meta").parameters()
             )
-            for options in (model, replace(asked, **asdict(own)))
+            for options in (model, as_named)
         ]
         yield "model.size={} has {:,} parameters here, and {:,} as named: {}".format(
             asked.size, *counts, ", ".join(differing)

@@ -24,6 +24,7 @@ from torchtitan.config.configs import ParallelismConfig
 from torchtitan.tools.logging import logger
 
 from titan_loop.errors import Refusal
+from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.objectives.exit_distribution import exit_entropy_nats, exit_pmf, mean_exit_step
@@ -119,6 +120,14 @@ class StreamedLoss(ChunkedLossWrapper):
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
             """Yield degrees that this objective cannot be spread by."""
             yield from ()
+
+        def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
+            """Yield why this objective cannot train such a model."""
+            yield from ()
+
+        def held_weights(self) -> int:
+            """Return the number of weights that every rank holds for the objective alone."""
+            return 0
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
         super().__init__(config)

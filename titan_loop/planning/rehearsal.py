@@ -43,6 +43,7 @@ from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, StepMeter
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.stability.config import StabilityConfig
+from titan_loop.training.step_plan import StepPlan
 from titan_loop.training.trainer import LoopTrainer
 
 _FEW_STEPS = 2  # R of passes that are not measured; further steps run the same code
@@ -172,17 +173,22 @@ def _one_step(
     micro_batches = _micro_batches(needs)
     plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
-    meter.reset()
-    before_last: dict[str, Moved] = {}
-
-    def look(*_: Any) -> None:
-        before_last.update({kind: copy(moved) for kind, moved in meter.moved.items()})
-
-    # Before FSDP's own hook, which gathers this micro-batch's weights.
-    hook = trainer.model.register_forward_pre_hook(look, prepend=True)
-    trainer.update(replace(plan, windows=micro_batches * pass_windows, recurrent_steps=deepest))
-    hook.remove()
-    peak_bytes, moved = meter.peak_bytes, meter.moved
+    reached = config.recurrence.most_backward_steps
+    # Beyond k + 2 steps, each further one adds what the one before added.
+    measured_steps = min(deepest, deepest if reached is None else reached + _FEW_STEPS)
+    further = deepest - measured_steps
+    if further:
+        trainer.update(replace(plan, backward_steps=1))  # compiles the layers without gradients
+    plan = replace(
+        plan,
+        windows=micro_batches * pass_windows,
+        recurrent_steps=measured_steps,
+        backward_steps=reached,
+    )
+    measured = _measured(trainer, plan, meter)
+    if further:
+        longer = _measured(trainer, replace(plan, recurrent_steps=measured_steps + 1), meter)
+        measured = measured.continued(longer, further)
     meter.reset()
 
     few = min(_FEW_STEPS, run.model.most_steps or _FEW_STEPS)
@@ -200,13 +206,59 @@ def _one_step(
         writes = [item.tensor_data for item in planner.create_local_plan().items]
     return MeasuredStep(
         micro_batches=micro_batches,
-        moved=dict(moved),
-        moved_again=_since(before_last, moved),
-        peak_bytes=peak_bytes,
+        moved=measured.moved,
+        moved_again=measured.moved_again,
+        peak_bytes=measured.peak_bytes,
         checkpoint_bytes=sum(
             write.chunk.sizes.numel() * write.properties.dtype.itemsize for write in writes if write
         ),
     )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """As of `MeasuredStep`."""
+
+    moved: Mapping[str, Moved]
+    moved_again: Mapping[str, Moved]
+    peak_bytes: float
+
+    def continued(self, longer: "_Measured", times: int) -> "_Measured":
+        """Return the result of `times` more recurrent steps, of which `longer` has one."""
+        return _Measured(
+            _continued(self.moved, longer.moved, times),
+            _continued(self.moved_again, longer.moved_again, times),
+            self.peak_bytes + times * (longer.peak_bytes - self.peak_bytes),
+        )
+
+
+def _continued(
+    shorter: Mapping[str, Moved], longer: Mapping[str, Moved], times: int
+) -> dict[str, Moved]:
+    none = Moved()
+    return {
+        kind: Moved(
+            was.count + times * (now.count - was.count),
+            was.received_bytes + times * (now.received_bytes - was.received_bytes),
+        )
+        for kind, now in longer.items()
+        for was in [shorter.get(kind, none)]
+    }
+
+
+def _measured(trainer: LoopTrainer, plan: StepPlan, meter: StepMeter) -> _Measured:
+    meter.reset()
+    before_last: dict[str, Moved] = {}
+
+    def look(*_: Any) -> None:
+        before_last.update({kind: copy(moved) for kind, moved in meter.moved.items()})
+
+    # Before FSDP's own hook, which gathers this micro-batch's weights.
+    hook = trainer.model.register_forward_pre_hook(look, prepend=True)
+    trainer.update(plan)
+    hook.remove()
+    moved = dict(meter.moved)
+    return _Measured(moved, _since(before_last, moved), meter.peak_bytes)
 
 
 def _since(before: Mapping[str, Moved], moved: Mapping[str, Moved]) -> dict[str, Moved]:

@@ -17,7 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_loop.distributed.activation_checkpointing import checkpointing_of
 from titan_loop.distributed.devices import USABLE_SHARE, Device
-from titan_loop.distributed.state_bytes import StateBytes, state_bytes, unit_sizes
+from titan_loop.distributed.state_bytes import StateBytes, unit_sizes
 from titan_loop.errors import UserError, raise_first
 from titan_loop.evaluation.suites import suite_refusals
 from titan_loop.models.decoder import LoopDecoder
@@ -31,6 +31,7 @@ from titan_loop.training.chosen_model import are_prepared, stage_architecture
 from titan_loop.training.depth_schedule import depths_over, most_recurrent_steps
 from titan_loop.training.flop_budget import mean_flops
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
+from titan_loop.training.memory_preflight import memory_refusals, run_states
 from titan_loop.training.preflight import model_refusals, setting_refusals, value_refusals
 from titan_loop.training.trainer import LoopTrainer
 
@@ -120,8 +121,10 @@ def stage_needs(
     if not unfit:  # else the ranks' shares are undefined
         refusals += map(str, batch_refusals(config, cluster.ranks))
     training, parallel, gpu = config.training, config.parallelism, cluster.gpu
-    units, states = unit_sizes(model), _states(config, model, cluster.ranks)
-    refusals += _states_refusals(config, states, gpu)
+    units, states = unit_sizes(model), run_states(config, model, cluster.ranks)
+    if not unfit:
+        usable = USABLE_SHARE * gpu.memory_bytes
+        refusals += map(str, memory_refusals(config, model, cluster.ranks, usable))
     compute_bytes = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     fsdp, _ = config.fsdp.decided(
         units, parallel, compute_bytes=compute_bytes, device_bytes=gpu.memory_bytes
@@ -181,29 +184,6 @@ _MORE_RECOMPUTATION = {
     "recurrent-step": "--activation-checkpoint.layers full",
 }
 """Policy → the flags of one that keeps less."""
-
-
-def _states(config: LoopTrainer.Config, model: LoopDecoder.Config, ranks: int) -> StateBytes:
-    tensor_parallel = config.parallelism.tensor_parallel_degree
-    replicas = config.parallelism.data_parallel_replicate_degree
-    return state_bytes(
-        model,
-        shards=max(1, ranks // (replicas * tensor_parallel)),
-        tensor_parallel=tensor_parallel,
-        trainable=config.trainable,
-        muon=config.optimizer.name == "muon",
-        averaged=config.ema.decay > 0,
-    )
-
-
-def _states_refusals(config: LoopTrainer.Config, states: StateBytes, gpu: Device) -> list[str]:
-    usable = USABLE_SHARE * gpu.memory_bytes
-    if states.total <= usable or config.training.enable_cpu_offload:
-        return []
-    return [
-        f"weights, gradients and moments take {states.total / 2**30:.0f} GiB of a GPU, "
-        f"{usable / 2**30:.0f} are usable; use more GPUs"
-    ]
 
 
 def _setting_refusals(

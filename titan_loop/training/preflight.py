@@ -7,6 +7,7 @@
     model_refusals(config, model)              missing columns and outputs, too many steps
     layout_refusals(config, model, ranks)      ┐ in layout_preflight.py: degrees of parallelism and
     batch_refusals(config, ranks)              ┘ global batches against the ranks
+    memory_refusals(config, model, ranks, …)   in memory_preflight.py: more than the device has
 
 `refusals(config, world_size)` is all of them, in the order in which each may rely on those before
 it: `resolve` raises the first, and `titan-loop plan` prints those that need no machine.
@@ -31,6 +32,7 @@ from titan_loop.training.chosen_model import chosen_model, saved_architecture
 from titan_loop.training.config import OBJECTIVE_SCHEDULES, RunConfig
 from titan_loop.training.depth_schedule import fewest_recurrent_steps, most_recurrent_steps
 from titan_loop.training.layout_preflight import batch_refusals, layout_refusals
+from titan_loop.training.memory_preflight import memory_refusals
 from titan_loop.training.optimizer import MuonConfig
 
 LARGEST_SEED = 2**63 - 1
@@ -75,8 +77,11 @@ def refusals(
     yield from model_refusals(config, model)
     unfit = list(layout_refusals(config, model, world_size))
     yield from unfit
-    if not unfit:  # else the ranks are split in no way that a batch could be judged by
+    if not unfit:  # else the ranks are split in no way that batch or memory could be judged by
         yield from batch_refusals(config, world_size)
+        if compat.device_type() == "cpu":  # a GPU is not touched yet; `plan` knows its memory
+            host = compat.CpuDevice.get_device_properties().total_memory
+            yield from memory_refusals(config, model, world_size, host)
 
 
 def value_refusals(config: RunConfig) -> Iterator[Refusal]:
@@ -255,6 +260,7 @@ def model_refusals(config: RunConfig, model: LoopDecoder.Config) -> Iterator[Ref
     if config.dataloader.prefix and PREFIX not in model.columns:
         problem = f"has no effect on model.family={model.family}, which reads no prefixes"
         yield Refusal.of("dataloader.prefix", True, problem, "leave it out, or set model.prefix_lm")
+    yield from config.loss.model_refusals(model)
     for name, setting in config.loss.aux().items():
         if name not in model.aux:
             yield Refusal(

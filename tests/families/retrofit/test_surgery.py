@@ -68,6 +68,7 @@ def test_the_manifest_names_parent_and_surgery(dense: Made, retrofit: Retrofit):
         "recurrent_steps": 3,
         "rank": 0,
         "tie": "average",
+        "noise": 0.0,
     }
     assert manifest["trainer"]["recurrent_steps"] == 3
     assert manifest["trainer"]["architecture"]["bridge"] is True
@@ -108,6 +109,14 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: object) -> str:
             "--recurrent-steps=0 must be at least 1",
         ),
         (("--mode", "plane"), "invalid choice 'plane'"),
+        (
+            ("--prelude", 1, "--core", 2, "--coda", 1, "--noise", 0.5),
+            "--noise=0.5 is for --mode=dropped, this is identity",
+        ),
+        (
+            ("--prelude", 1, "--core", 2, "--coda", 1, "--rank", 65),
+            "--rank=65 is above the model's width, 64",
+        ),
     ],
 )
 def test_spans_that_do_not_fit_are_one_line(dense: Made, capsys, tmp_path, flags, message):
@@ -182,6 +191,25 @@ def test_dropped_leaves_the_middle_out_and_mixes_state_and_prelude(dense: Made, 
         model.mixer.weight.copy_(torch.cat((left, right), 1))  # type: ignore[union-attr]
         mixed = want(lambda state, prelude: state @ left.T + prelude @ right.T)
     torch.testing.assert_close(logits(model, 2), mixed, atol=1e-4, rtol=0)
+
+
+def test_dropped_may_start_from_noise(dense: Made, retrofit: Retrofit):
+    spans = ("--prelude", 1, "--core", 1, "--coda", 1)
+    prelude, noisy = (retrofit("dropped", *spans, "--noise", s).model for s in (0, 0.5))
+    # The first step reads the prelude alone in either form, whatever is drawn.
+    assert torch.equal(logits(noisy, 1), logits(prelude, 1))
+    with torch.no_grad():
+        noisy.mixer.weight[:, :64].copy_(torch.eye(64))  # type: ignore[index, union-attr]
+    before = logits(noisy, 1)
+    noisy.train()
+    torch.manual_seed(1)
+    drawn = logits(noisy, 1)
+    torch.manual_seed(1)
+    assert torch.equal(logits(noisy, 1), drawn)
+    assert not torch.allclose(drawn, before)
+    tokens = TOKENS.repeat(50, 1)
+    state = noisy.start(tokens, noisy.make_context(tokens)).hidden_BLD
+    assert float(state.std()) == pytest.approx(0.5, rel=0.02)
 
 
 def test_dropped_must_leave_something_out(dense: Made, capsys, tmp_path):

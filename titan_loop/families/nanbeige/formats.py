@@ -171,7 +171,7 @@ def _write_nanbeige(export: Export, output: Path) -> None:
         about=f"A looped language model: {shape.n_layers} Llama blocks, applied "
         f"{shape.recurrent_steps} times to every token{between}.",
         tags=("looped-language-model", "nanbeige", "custom_code"),
-        remote_code="titan_loop.families.nanbeige.remote_code",
+        remote_code=("titan_loop.families.nanbeige.remote_code",),
         usage="SGLang and MLX have code of their own for this format.\n\n",
     )
 

@@ -8,6 +8,7 @@ register(
     Plugin(
         families={"recurrent_depth": f"{_HERE}.model:RECURRENT_DEPTH"},
         tasks={
+            "english_hops": f"{_HERE}.english_hops:EnglishHops",
             "permutation_hops": f"{_HERE}.permutation_hops:PermutationHops",
             "two_hop_systematic": f"{_HERE}.two_hop_systematic:TwoHopSystematic",
         },

@@ -7,7 +7,10 @@ _PLACE = "titan_loop.families.retrofit"
 register(
     Plugin(
         families={"retrofit": f"{_PLACE}.model:RETROFIT"},
-        formats={"retrofit-unrolled": f"{_PLACE}.formats:UNROLLED"},
+        formats={
+            "retrofit": f"{_PLACE}.formats:LOOPED",
+            "retrofit-unrolled": f"{_PLACE}.formats:UNROLLED",
+        },
         objectives={"DistillationLoss": f"{_PLACE}.distillation:DistillationLoss"},
         verbs={
             "retrofit": Verb(

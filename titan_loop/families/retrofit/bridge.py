@@ -1,15 +1,16 @@
 """The ways in which a step reads the prelude's output e again: a bridge, or a mixer.
 
     bridge   x_{r+1} = h_r + W RMSNorm(e)
-    mixer    x_r = A [h_{r−1}; e],   h_0 = e
+    mixer    x_r = A [h_{r−1}; e],   h_0 = e, or noise of N(0, σ²)
 
 The bridge's W starts at zero, so that a model with an untrained bridge is the bare loop, and with
-one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], so that the
-first pass reads the prelude as the layers behind it did.
+one step it is the dense model whatever W is. The mixer's A (D × 2D) starts as [1, 0], with noise as
+[0, 1], so that the first pass reads the prelude as the layers behind it did.
 
 Sources: bridge: Shapiro 2026, arXiv 2608.11233, §3; mixer: McLeish et al. 2025, arXiv 2511.07384,
 and Geiping et al. 2025, arXiv 2502.05171, §3.1. Deviations: the bridge has an RMSNorm, as the rest
-of a Llama, in place of LayerNorm; the mixer's state starts as the prelude's output, not as noise.
+of a Llama, in place of LayerNorm; the mixer's state starts as the prelude's output unless asked for
+noise; noise is drawn in training alone, and is at its mean, 0, everywhere else.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common.decoder_sharding import norm_config
 from torchtitan.protocols.module import Module
 
+from titan_loop.models.dropout import Drawing, placed_like
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.initialisation import keep_shard
 from titan_loop.models.sharding import mixed_states
@@ -80,16 +82,38 @@ class Mixer(Module):
         return F.linear(torch.cat((hidden_BLD, prelude_BLD), dim=-1), self.weight)
 
 
-def keep_state(weight: Tensor) -> None:
-    """Fill A with [1, 0]."""
+class Noise(Drawing):
+    """Draws the state that the first step mixes with the prelude's output."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Drawing.Config):
+        """σ."""
+
+        std: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.std = config.std
+
+    def forward(self, prelude_BLD: Tensor) -> Tensor:
+        """Return noise in the shape, dtype and placements of the prelude's output."""
+        if not self.training:
+            return torch.zeros_like(prelude_BLD)
+        drawn = self.std * torch.randn(prelude_BLD.shape, device=prelude_BLD.device)
+        return placed_like(drawn.to(prelude_BLD.dtype), prelude_BLD)
+
+
+def read_one(weight: Tensor, *, prelude: bool) -> None:
+    """Fill A with [1, 0], which reads the state, or with [0, 1], which reads the prelude."""
     width = weight.shape[0]
-    whole = torch.cat((torch.eye(width), torch.zeros(width, width)), dim=1)
+    halves = torch.eye(width), torch.zeros(width, width)
+    whole = torch.cat(halves[::-1] if prelude else halves, dim=1)
     if isinstance(weight, DTensor):
         keep_shard(weight, whole.to(weight.to_local()))
     else:
         weight.copy_(whole)
 
 
-def mixer_config(width: int) -> Mixer.Config:
-    """Return a mixer of a width that keeps the state."""
-    return Mixer.Config(dim=width, param_init={"weight": keep_state})
+def mixer_config(width: int, *, noise: bool) -> Mixer.Config:
+    """Return a mixer of a width that reads the prelude in the first step, as state or as it is."""
+    return Mixer.Config(dim=width, param_init={"weight": partial(read_one, prelude=noise)})

@@ -20,6 +20,7 @@ def retrofit(
     recurrent_steps: int = 2,
     rank: int = 0,
     tie: Tie = "average",
+    noise: float = 0.0,
     scan: bool = False,
     lengths: list[int] | None = None,
     sources: list[str] | None = None,
@@ -44,6 +45,7 @@ def retrofit(
             tied the number of layers that one looped layer stands for.
         rank: Rank of adapters; with tied one set a step, the best of that rank.
         tie: With tied, a looped layer is the average of its layers, or one in so many of them.
+        noise: With dropped, σ of the noise that the state starts as in training; 0 for the prelude.
         scan: Measure spans instead.
         lengths: Numbers of layers of the measured spans; 4, 8 and 12 by default.
         sources: Prepared sources whose held-out text is read; the run's by default.
@@ -81,6 +83,7 @@ def retrofit(
         recurrent_steps=recurrent_steps,
         rank=rank,
         tie=tie,
+        noise=noise,
     )
     print(retrofit_run(model, output, surgery, sys.argv))
     print(f"To train it: titan-loop train RECIPE --from {output}")

@@ -19,6 +19,7 @@ arXiv 2410.20672, §2.5.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -32,9 +33,11 @@ from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
 from titan_loop.checkpoint.model import load_model
+from titan_loop.distributed.state_bytes import unit_sizes
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.family import decoder_config
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
@@ -98,6 +101,31 @@ class DistillationLoss(StreamedLoss):
                 except UserError as error:
                     yield Refusal("loss.teacher", f"loss.teacher={self.teacher}: {error}")
 
+        def model_refusals(self, model: LoopDecoder.Config) -> Iterator[Refusal]:
+            """Yield a teacher of another vocabulary."""
+            teacher = self._teacher()
+            if teacher is not None and teacher.vocab_size != model.vocab_size:
+                yield Refusal.of(
+                    "loss.teacher",
+                    self.teacher,
+                    f"has a vocabulary of {teacher.vocab_size}, the model one of "
+                    f"{model.vocab_size}",
+                    "choose a teacher with the model's tokenizer",
+                )
+
+        def held_weights(self) -> int:
+            """Return the number of the teacher's weights."""
+            teacher = self._teacher()
+            return 0 if teacher is None else sum(u.parameters() for u in unit_sizes(teacher))
+
+        def _teacher(self) -> LoopDecoder.Config | None:
+            """Return the architecture of a teacher that can be opened."""
+            if not self.teacher:
+                return None
+            with suppress(UserError):  # `refusals` says it
+                return decoder_config(SavedRun.open(self.teacher).model_options, max_seq_len=1)
+            return None
+
         def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
             """Yield context parallelism with a teacher of its own, which reads whole windows."""
             degree = parallelism.context_parallel_degree
@@ -151,12 +179,7 @@ class DistillationLoss(StreamedLoss):
                 run.checkpoint().path, run.model_options, max_seq_len=tokens_BL.shape[1]
             )
             self._teacher.requires_grad_(False).to(like.device, like.dtype)
-            rows = self._teacher.config.vocab_size
-            if rows != vocabulary.rows:
-                raise UserError(
-                    f"loss.teacher={self._place} has a vocabulary of {rows}, the model one of "
-                    f"{vocabulary.rows}; a teacher must have the same"
-                )
+            assert self._teacher.config.vocab_size == vocabulary.rows
         output = self._teacher(tokens_BL, positions_BL, collect="last")
         return output.hidden_RBLD[-1], self._teacher.lm_head.weight
 

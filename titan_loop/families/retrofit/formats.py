@@ -1,19 +1,85 @@
-"""Folders and files of retrofitted models for engines: Llama, with every visit a layer of its own.
+"""Folders and files of retrofitted models for engines.
 
-A visit's adapters are merged into its layer: W + U_s V_s. Bridge, mixer and damped steps have no
-place in Llama, and are refused.
+| | holds | read by |
+|---|---|---|
+| retrofit | layers once; bridge, mixer, damped steps; no adapters | transformers, by its own code |
+| retrofit-unrolled | every visit a layer of Llama, adapters merged: W + U_s V_s | every engine |
+
+Whatever a format has no place for is refused.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.nanbeige.formats import UnrolledShape
 from titan_loop.formats.format import Export, Format
+from titan_loop.formats.llama_shape import LlamaShape
 from titan_loop.formats.model_folder import write_model_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrofitShape(LlamaShape):
+    """Llama's shape with a loop inside, for transformers.
+
+    Attributes:
+        prelude_layers: Number of layers before the loop.
+        coda_layers: Number of layers after the loop.
+        bridge: Whether steps after the first read the prelude's output.
+        mixer: Whether all steps read it, beside the state.
+        start_noise: σ of the noise that the mixer's state starts as in training.
+        damping: Number of steps of one pass.
+    """
+
+    title: ClassVar[str] = "retrofit"
+    family: ClassVar[str] = "retrofit"
+    model_type: ClassVar[str] = "titan_loop_retrofit"
+    of_model: ClassVar[Mapping[str, str]] = {
+        **LlamaShape.of_model,
+        "model.bridge.": "bridge.",
+        "model.bridge_norm.": "bridge.norm.",
+        "model.mixer.": "mixer.",
+    }
+
+    prelude_layers: int = 0
+    coda_layers: int = 0
+    bridge: bool = False
+    mixer: bool = False
+    start_noise: float = 0.0
+    damping: int = 1
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As of the base class, with bridge or mixer."""
+        shapes = super().tensor_shapes()
+        if self.bridge:
+            shapes["model.bridge.weight"] = (self.dim, self.dim)
+            shapes["model.bridge_norm.weight"] = (self.dim,)
+        if self.mixer:
+            shapes["model.mixer.weight"] = (self.dim, 2 * self.dim)
+        return shapes
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As of the base class, with the loop."""
+        return super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id) | {
+            "architectures": ["RetrofitForCausalLM"],
+            "auto_map": {
+                "AutoConfig": "configuration_retrofit.RetrofitConfig",
+                "AutoModel": "modeling_retrofit.RetrofitModel",
+                "AutoModelForCausalLM": "modeling_retrofit.RetrofitForCausalLM",
+            },
+            "num_loops": self.recurrent_steps,
+            "skip_loop_final_norm": True,
+            "prelude_layers": self.prelude_layers,
+            "coda_layers": self.coda_layers,
+            "bridge": self.bridge,
+            "mixer": self.mixer,
+            "start_at_zero": self.start_noise > 0,
+            "damping": self.damping,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +126,29 @@ def _write(export: Export, output: Path) -> None:
     write_model_folder(export, output, about=about, tags=("llama",))
 
 
+def _write_looped(export: Export, output: Path) -> None:
+    shape = export.shape
+    assert isinstance(shape, RetrofitShape)
+    core = shape.n_layers - shape.prelude_layers - shape.coda_layers
+    write_model_folder(
+        export,
+        output,
+        about=f"A language model of {shape.n_layers} Llama blocks, of which {core} are applied "
+        f"{shape.recurrent_steps} times to every token.",
+        tags=("looped-language-model", "custom_code"),
+        remote_code=(
+            "titan_loop.families.nanbeige.remote_code",
+            "titan_loop.families.retrofit.remote_code",
+        ),
+    )
+
+
+LOOPED = Format(
+    summary="folder for transformers in which layers stand once, with bridge, mixer and damping",
+    shape=RetrofitShape.from_architecture,
+    write=_write_looped,
+    dtypes=("float32", "bfloat16", "float16"),
+)
 UNROLLED = Format(
     summary="folder for every engine in which every visit is a layer of Llama, adapters merged",
     shape=RetrofitUnrolledShape.from_architecture,

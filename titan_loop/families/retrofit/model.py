@@ -9,7 +9,7 @@
 |---|---|
 | K | `model.damping`: steps that make one pass through the core; 1 is the whole pass |
 | W | `Bridge` (`bridge.py`), with `model.bridge` |
-| A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer` |
+| A [h; e] in place of x | `Mixer` (`bridge.py`), with `model.mixer`; h_0 with `model.start_noise` |
 | adapters of g | `adapters.py`, with `model.adapter_rank` |
 
 With K = 1 and R = 1 this is the dense model that it was made of. With neither bridge nor damping it
@@ -32,7 +32,13 @@ from titan_loop.families.retrofit.adapters import (
     AdapterSets,
     adapted_block,
 )
-from titan_loop.families.retrofit.bridge import Bridge, Mixer, bridge_config, mixer_config
+from titan_loop.families.retrofit.bridge import (
+    Bridge,
+    Mixer,
+    Noise,
+    bridge_config,
+    mixer_config,
+)
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
 from titan_loop.models.exit_gate import Trainable
@@ -61,6 +67,9 @@ class RetrofitOptions(LlamaOptions):
 
     mixer: bool = False
     """Whether every step reads state and prelude's output side by side, through a linear map."""
+
+    start_noise: float = 0.0
+    """σ of the noise that the mixer's state starts as; 0 for the prelude's output."""
 
     damping: int = 1
     """K, the number of steps that make one pass through the looped layers: each moves the state by
@@ -91,6 +100,7 @@ class RetrofitDecoder(LlamaDecoder):
 
         bridge: Bridge.Config | None
         mixer: Mixer.Config | None
+        noise: Noise.Config | None
         damping: int
         adapters: AdapterSets | None
         trained: Trained
@@ -127,6 +137,7 @@ class RetrofitDecoder(LlamaDecoder):
                 **LlamaDecoder.Config.architecture(self),
                 "bridge": self.bridge is not None,
                 "mixer": self.mixer is not None,
+                "start_noise": 0.0 if self.noise is None else self.noise.std,
                 "damping": self.damping,
                 "adapter_rank": adapters.rank,
                 "adapter_sets": adapters.sets,
@@ -179,6 +190,7 @@ class RetrofitDecoder(LlamaDecoder):
         super().__init__(config)
         self.bridge = None if config.bridge is None else config.bridge.build()
         self.mixer = None if config.mixer is None else config.mixer.build()
+        self.noise = None if config.noise is None else config.noise.build()
         self.tells_step = config.adapters is not None
         if config.trained != "all":
             core = tuple(f"layers.{index}." for index in config.looped)
@@ -187,9 +199,11 @@ class RetrofitDecoder(LlamaDecoder):
                 parameter.requires_grad_(trains)
 
     def start(self, tokens: Tensor, context: LoopContext) -> Carry:
-        """Return the carry of step 1: the prelude's output, twice with a bridge or mixer."""
+        """Return the carry of step 1: the prelude's output, behind a state where steps read it."""
         prelude_BLD = super().start(tokens, context)
-        return Injected(prelude_BLD, prelude_BLD) if self.config.keeps_prelude else prelude_BLD
+        if not self.config.keeps_prelude:
+            return prelude_BLD
+        return Injected(prelude_BLD if self.noise is None else self.noise(prelude_BLD), prelude_BLD)
 
     def input(self, carry: Carry, context: LoopContext) -> Tensor:
         """Return the first looped layer's input; arguments as in the base class."""
@@ -257,16 +271,23 @@ def decoder_config(
             "model.mixer=True reads the prelude at every step; leave out model.bridge and "
             "model.damping"
         )
+    if options.start_noise < 0 or (options.start_noise and not options.mixer):
+        raise UserError(
+            f"model.start_noise={options.start_noise} must be at least 0, and is the start of a "
+            "mixer's state; leave it at 0 without model.mixer"
+        )
     parts = (adapters is not None, options.bridge, options.mixer)
     if options.trained == "new" and not any(parts):
         raise UserError("model.trained=new: there is neither bridge nor adapter; use core or all")
+    noise = Noise.Config(std=options.start_noise) if options.start_noise else None
     config = llama_config(
         RetrofitDecoder.Config,
         options,
         shape,
         max_seq_len,
         bridge=bridge_config(shape.dim, options.norm_eps) if options.bridge else None,
-        mixer=mixer_config(shape.dim) if options.mixer else None,
+        mixer=mixer_config(shape.dim, noise=noise is not None) if options.mixer else None,
+        noise=noise,
         damping=options.damping,
         adapters=adapters,
         trained=options.trained,

@@ -34,7 +34,7 @@ from titan_loop.checkpoint.manifest import reference
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest, seen_from
 from titan_loop.families.nanbeige.model import NanbeigeOptions
-from titan_loop.families.retrofit.bridge import keep_state
+from titan_loop.families.retrofit.bridge import read_one
 from titan_loop.families.retrofit.model import RetrofitOptions
 from titan_loop.families.retrofit.tying import Tie, TiedSpan, Tying
 from titan_loop.formats.importing import CONFIG, ModelFolder, import_run
@@ -61,6 +61,7 @@ class Surgery:
             `tied` the number of layers that one looped layer stands for.
         rank: Rank of adapters; 0 for none.
         tie: How `tied` makes one layer of several.
+        noise: σ of the noise that the state of `dropped` starts as; 0 for the prelude's output.
     """
 
     mode: Mode
@@ -70,18 +71,21 @@ class Surgery:
     recurrent_steps: int = 2
     rank: int = 0
     tie: Tie = "average"
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise UserError(f"--mode={self.mode} is unknown{nearest(self.mode, get_args(Mode))}")
         if self.tie not in get_args(Tie):
             raise UserError(f"--tie={self.tie} is unknown{nearest(self.tie, get_args(Tie))}")
-        smallest = {"prelude": 0, "core": 1, "coda": 0, "recurrent_steps": 1, "rank": 0}
+        smallest = {"prelude": 0, "core": 1, "coda": 0, "recurrent_steps": 1, "rank": 0, "noise": 0}
         for name, least in smallest.items():
             value = getattr(self, name)
             if value < least:
                 flag = name.replace("_", "-")
                 raise UserError(f"--{flag}={value} must be at least {least}")
+        if self.noise and self.mode != "dropped":
+            raise UserError(f"--noise={self.noise} is for --mode=dropped, this is {self.mode}")
 
     def flags(self) -> list[str]:
         """Return the flags of `titan-loop retrofit` that stand for this."""
@@ -137,6 +141,7 @@ class Surgery:
             **shared,
             bridge=self.mode == "identity",
             mixer=self.mode == "dropped",
+            start_noise=self.noise,
             damping=self.recurrent_steps if self.mode == "damped" else 1,
             adapter_rank=self.rank,
             adapter_sets=self.recurrent_steps if tied else 1,
@@ -295,9 +300,9 @@ def _entries(dense: Dense, surgery: Surgery, options: LlamaOptions) -> dict[str,
         old = _without_middle(old, surgery)
     model = build_decoder(options, max_seq_len=1, device="meta")
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    new = [name for name in wanted if name not in old]
+    new, noisy = [name for name in wanted if name not in old], surgery.noise > 0
     return old | {
-        name: LazyTensor(wanted[name], dtype, partial(_initial, name, wanted[name], dtype))
+        name: LazyTensor(wanted[name], dtype, partial(_initial, name, wanted[name], noisy, dtype))
         for name in new
     }
 
@@ -319,11 +324,11 @@ def _without_middle(old: dict[str, LazyTensor], surgery: Surgery) -> dict[str, L
     return result
 
 
-def _initial(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the initial value of a new parameter: W and U are zeros, V random, A keeps h."""
+def _initial(name: str, shape: tuple[int, ...], noise: bool, dtype: torch.dtype) -> Tensor:
+    """Return the initial value of a new parameter: W and U are zeros, V random, A reads one."""
     if name == "mixer.weight":
         mixer = torch.empty(shape, dtype=dtype)
-        keep_state(mixer)
+        read_one(mixer, prelude=noise)
         return mixer
     if name.endswith("norm.weight"):
         return torch.ones(shape, dtype=dtype)

@@ -23,11 +23,15 @@ class NanbeigeConfig(LlamaConfig):
     @property
     def num_hidden_layers(self):
         """Visits of all layers, which caches and engines count; files hold the layers."""
-        return self.num_unique_layers * self.num_loops
+        return self.count_visits(self.num_unique_layers)
 
     @num_hidden_layers.setter
     def num_hidden_layers(self, layers):
         self.num_unique_layers = layers
+
+    def count_visits(self, layers):
+        """Return how many visits so many layers get."""
+        return layers * self.num_loops
 
     def to_dict(self):
         """Return the content of config.json."""

@@ -179,11 +179,9 @@ class NanbeigeModel(NanbeigePreTrainedModel):
         # Not before the mask, which would look for several documents in given positions.
         position_ids = cache_position.unsqueeze(0) if position_ids is None else position_ids
         rotations = self.rotary_emb(hidden, position_ids)
-        for index in range(visits):
-            layer = index % len(self.layers)
-            if index and layer == 0 and not self.config.skip_loop_final_norm:
-                hidden = self.norm(hidden)
-            hidden = self.layers[layer](
+
+        def visit(hidden: Tensor, layer: int, index: int) -> Tensor:
+            return self.layers[layer](
                 hidden,
                 self.visits[index],
                 rotations=rotations,
@@ -192,11 +190,22 @@ class NanbeigeModel(NanbeigePreTrainedModel):
                 cache_position=cache_position,
                 **kwargs,
             )
+
+        hidden = self.apply_layers(hidden, visit)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **{_CACHE: cache})
 
+    def apply_layers(self, hidden: Tensor, visit) -> Tensor:
+        """Return the state after all visits; `visit(hidden, layer, index)` makes the next one."""
+        for index in range(self.config.num_hidden_layers):
+            layer = index % len(self.layers)
+            if index and layer == 0 and not self.config.skip_loop_final_norm:
+                hidden = self.norm(hidden)
+            hidden = visit(hidden, layer, index)
+        return hidden
+
     def _add_visits(self) -> int:
-        """Have a module a visit, and return R·N; R may have changed since the model was built."""
-        visits = self.config.num_loops * len(self.layers)
+        """Have a module a visit, and return their number, which may change with R."""
+        visits = self.config.num_hidden_layers
         missing = range(len(self.visits), visits)
         self.visits.extend(NanbeigeVisit(self.config, index) for index in missing)
         return visits
@@ -213,10 +222,11 @@ class NanbeigeForCausalLM(NanbeigePreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_rep"}  # noqa: RUF012
+    body_class = NanbeigeModel
 
     def __init__(self, config: NanbeigeConfig):
         super().__init__(config)
-        self.model = NanbeigeModel(config)
+        self.model = self.body_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

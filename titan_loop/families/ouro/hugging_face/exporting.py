@@ -33,7 +33,7 @@ def write(export: Export, output: Path) -> None:
         about=f"A looped language model: {stack}, applied {shape.recurrent_steps} times to every "
         "token, with an\nexit gate (LoopLM; Zhu et al. 2025, arXiv 2510.25741).",
         tags=("looped-language-model", "ouro", "custom_code"),
-        remote_code="titan_loop.families.ouro.hugging_face.remote_code",
+        remote_code=("titan_loop.families.ouro.hugging_face.remote_code",),
         note=""
         if shape.exit_gate
         else "\nIt was trained without the gate, which never exits before the last step.",

@@ -1,0 +1,54 @@
+"""The retrofit folder's own code in transformers: logits at every R, and greedy tokens."""
+
+import pytest
+import torch
+
+from tests.families.nanbeige.conftest import maker
+from tests.families.nanbeige.test_formats import convert
+from tests.families.nanbeige.test_remote_code import CLOSE, TOKENS, load, ours
+from titan_loop.families.retrofit.model import RetrofitOptions
+
+PARTS = {
+    "identity": {"bridge": True},
+    "damped": {"damping": 3},
+    "both": {"bridge": True, "damping": 2},
+    "dropped": {"mixer": True},
+    "noisy": {"mixer": True, "start_noise": 0.5},
+}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def exported(request, tmp_path_factory, ascii_tokenizer):
+    """Return a model and the folder that it was exported to."""
+    layers = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "recurrent_steps": 3}
+    make = maker(RetrofitOptions, tmp_path_factory)
+    made = make(**layers, **PARTS[request.param], rope_theta=500.0)
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    flags = ("--to", "retrofit", "--tokenizer", ascii_tokenizer)
+    convert("export", made.run, "--output", folder, *flags)
+    return made.model, folder
+
+
+def test_logits_at_every_number_of_loops(transformers, exported):
+    model, folder = exported
+    theirs = load(transformers, folder)
+    for loops in (3, 1, 2, 4):  # 3 is the exported number
+        theirs.config.num_loops = loops
+        with torch.no_grad():
+            logits = theirs(TOKENS).logits
+        want = ours(model, recurrent_steps=loops)
+        torch.testing.assert_close(logits, want, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_greedy_tokens_through_a_cache(transformers, exported, cache):
+    model, folder = exported
+    theirs = load(transformers, folder)
+    settings = {} if cache is None else {"cache_implementation": cache}
+    found = theirs.generate(
+        TOKENS[:, :6], max_new_tokens=24, do_sample=False, eos_token_id=None, **settings
+    )
+    ids = TOKENS[:, :6]
+    for _ in range(24):
+        ids = torch.cat([ids, ours(model, ids)[:, -1:].argmax(-1)], dim=1)
+    assert found.tolist() == ids.tolist()
