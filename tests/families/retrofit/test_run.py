@@ -1,11 +1,13 @@
 """Runs: a dense model is trained, retrofitted, distilled, scanned and scored."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.families.nanbeige.test_formats import convert
 from tests.families.retrofit.conftest import opened
 from tests.support.tiny import tiny_config
 from titan_loop.cli import main as cli
@@ -92,6 +94,24 @@ def test_a_scan_says_what_the_plain_loop_costs(
         found = report["sources"]["source"]["depths"]["2"][0]
         (cost,) = (s[column][0] for s in record["spans"] if (s["start"], s["length"]) == (1, 2))
         assert found == pytest.approx(record["dense"] + cost, abs=2e-4)
+
+
+def test_text_in_other_tokens_is_refused(
+    dense: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = shutil.copytree(source, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    folder = tmp_path / "folder"
+    convert("export", dense, "--to", "llama-unrolled", "--output", folder)
+    assert cli.main(["retrofit", str(folder), "--scan", "--sources", str(other)]) == 2
+    wanted = f"is not the one {folder} was trained with; use {folder}/tokenizer.json"
+    assert wanted in capsys.readouterr().err
+    start = tmp_path / "start"
+    retrofit(dense, "--output", start, *SPANS)
+    words = ["--from", start, "--dump-folder", tmp_path / "run", "--dataloader.mixture", other]
+    assert cli.main(["train", "nanbeige_quickstart", *map(str, words)]) == 2
+    assert "is not the one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,10 @@ def test_a_folder_that_is_no_llama(capsys, tmp_path):
     spans = ("--prelude", 1, "--core", 2, "--coda", 1)
     error = error_of(capsys, tmp_path / "qwen", "--output", tmp_path / "run", *spans)
     assert "model_type='qwen2' cannot be imported" in error
+    (tmp_path / "empty").mkdir()
+    error = error_of(capsys, tmp_path / "empty", "--output", tmp_path / "run", *spans)
+    assert "empty" in error
+    assert error.count("\n") == 1
 
 
 def test_checkpoints_of_a_run_are_taken(dense: Made, retrofit: Retrofit):

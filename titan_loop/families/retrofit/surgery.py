@@ -232,8 +232,12 @@ def opened(path: Path, command: Sequence[str]) -> Iterator[tuple[Dense, Mapping[
         return
     folder = ModelFolder(path)
     with tempfile.TemporaryDirectory(prefix="retrofit-") as place:
-        import_run(folder, Path(place) / "dense", command, dtype=torch.float32)
-        yield Dense(SavedRun(Path(place) / "dense")), {"parent": None, **folder.lineage()}
+        run = Path(place) / "dense"
+        import_run(folder, run, command, dtype=torch.float32)
+        try:
+            yield Dense(SavedRun(run)), {"parent": None, **folder.lineage()}
+        except UserError as error:  # the run is gone before anybody could look for it
+            raise UserError(str(error).replace(str(run), str(path))) from error
 
 
 def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[str]) -> Path:
