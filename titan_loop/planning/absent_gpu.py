@@ -11,6 +11,8 @@ A CPU build of torch cannot run autograd on fake CUDA tensors, hence the third l
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,11 @@ from torchtitan.distributed import compile as titan_compile
 from torchtitan.models.common import attention as titan_attention
 from torchtitan.tools import utils as titan_utils
 
+from titan_loop.checkpoint import model as saved_model
 from titan_loop.distributed import muon
 from titan_loop.errors import UserError
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import ModelOptions, build_decoder
 from titan_loop.planning.cluster import Cluster
 from titan_loop.training.verdict import StepVerdict
 
@@ -70,6 +75,7 @@ def absent_gpu(
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (muon, "layout", layout_of_meshes),
+        (saved_model, "load_model", _shapes_of),
         (StepVerdict, "read", lambda verdict: (True, False)),  # finite, no request to stop
         # Flex: skip the check for a GPU, and inductor, whose kernels need one.
         (torch_flex, "_validate_device", lambda *tensors: None),
@@ -88,6 +94,10 @@ def absent_gpu(
         dist.init_process_group("fake", rank=0, world_size=cluster.ranks, store=FakeStore())
         stack.callback(dist.destroy_process_group)
         yield
+
+
+def _shapes_of(checkpoint: Path, options: ModelOptions, *, max_seq_len: int) -> LoopDecoder:
+    return build_decoder(replace(options, attention="sdpa"), max_seq_len=max_seq_len)
 
 
 @contextmanager

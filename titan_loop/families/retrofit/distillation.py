@@ -32,7 +32,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
-from titan_loop.checkpoint.model import load_model
+from titan_loop.checkpoint import model as saved_model
 from titan_loop.distributed.state_bytes import unit_sizes
 from titan_loop.errors import Refusal, UserError
 from titan_loop.models.decoder import LoopDecoder
@@ -175,7 +175,7 @@ class DistillationLoss(StreamedLoss):
         tokens_BL, positions_BL = batch.columns["input"], batch.columns["positions"]
         if self._teacher is None:
             run = SavedRun.open(self._place)
-            self._teacher = load_model(
+            self._teacher = saved_model.load_model(
                 run.checkpoint().path, run.model_options, max_seq_len=tokens_BL.shape[1]
             )
             self._teacher.requires_grad_(False).to(like.device, like.dtype)
