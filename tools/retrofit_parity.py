@@ -62,7 +62,7 @@ def logits(folder: str, run: str, files: Sequence[str]) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     saved, model = _opened(run)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(saved.path / TOKENIZER_NAME)
     read = [read_jsonl(Path(file), {"text": str}) for file in files]
     in_turn = (text for row in zip_longest(*read) for text in row if text is not None)
