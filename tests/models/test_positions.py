@@ -99,7 +99,7 @@ def test_fewer_keys_than_queries_are_repeated(kind):
 @pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
 def test_relative_positions_are_not_spread(name):
     config = decoder_config(OuroOptions(positions="relative", relative_window=4), max_seq_len=32)
-    degrees = {"tensor_parallel": 1, "context_parallel": 1}
+    degrees = {"tensor_parallel": 1, "context_parallel": 1, "expert_parallel": 1}
     config.check_spreading(**degrees)
     assert hasattr(ParallelismConfig(), f"{name}_degree")  # the flag that the message names
     with pytest.raises(UserError, match=f"parallelism.{name}_degree=2 does not work with"):

@@ -38,11 +38,17 @@ class PreNormBlock(TransformerBlock):
         @property
         def matrix_elements(self) -> int:
             """Number of weights that take part in matrix products."""
-            assert isinstance(self.attention, LoopAttention.Config)
             assert self.feed_forward is not None
-            dim, wide = self.attention.dim, self.feed_forward.w1.out_features
-            gate = 0 if self.attention.gate is None else dim * self.attention.widths[0]
-            return 2 * dim * sum(self.attention.widths) + gate + 3 * dim * wide
+            wide = self.feed_forward.w1.out_features
+            return self.attention_elements + 3 * self.attention.dim * wide
+
+        @property
+        def attention_elements(self) -> int:
+            """The share of attention in `matrix_elements`."""
+            assert isinstance(self.attention, LoopAttention.Config)
+            dim, (queries, keys) = self.attention.dim, self.attention.widths
+            gate = 0 if self.attention.gate is None else dim * queries
+            return 2 * dim * (queries + keys) + gate
 
     def __init__(self, config: Config) -> None:
         super().__init__()

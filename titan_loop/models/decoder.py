@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.nn_modules import Identity
@@ -106,13 +107,25 @@ class LoopDecoder(Decoder):
             return ()
 
         @property
+        def hidden_dim(self) -> int:
+            """Width F of a dense feed-forward."""
+            return self.layers[0].feed_forward.w1.out_features
+
+        @property
         def draws(self) -> bool:
             """Whether the model draws random numbers in training."""
             parts = (self.embedding_dropout, *(layer.dropout for layer in self.layers))
             return any(part is not None for part in parts)
 
-        def check_spreading(self, *, tensor_parallel: int, context_parallel: int) -> None:
+        def check_spreading(
+            self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
+        ) -> None:
             """Raise `UserError` for a degree that this architecture cannot be spread by."""
+            if expert_parallel != 1:
+                raise UserError(
+                    f"parallelism.expert_parallel_degree={expert_parallel}: "
+                    f"model.family={self.family} has no experts; leave it at 1"
+                )
             degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
             for name, degree in degrees.items():
                 if degree > 1 and isinstance(self.positions, RelativePositions.Config):
@@ -135,7 +148,7 @@ class LoopDecoder(Decoder):
                 "n_layers": len(self.layers),
                 "n_heads": attention.n_heads,
                 "n_kv_heads": attention.n_kv_heads or attention.n_heads,
-                "hidden_dim": self.layers[0].feed_forward.w1.out_features,
+                "hidden_dim": self.hidden_dim,
                 "vocab_size": self.vocab_size,
                 "exit_gate": self.exit_gate is not None,
                 "tie_weights": self.enable_weight_tying,
@@ -318,10 +331,26 @@ class LoopDecoder(Decoder):
             # Without a cache the slot stays None, so that compiled blocks do not specialise on it.
             unaddressed = context.cache is None and not self.tells_step
             slot = None if unaddressed else CacheSlot(step, index + shift)
-            hidden_BLD = self.layers[str(index)](hidden_BLD, context, slot)
+            hidden_BLD = self.visit_layer(index, hidden_BLD, context, slot, step)
             if self.observe is not None:
                 self.observe(hidden_BLD, step, index)
         return hidden_BLD
+
+    def visit_layer(
+        self,
+        index: int,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        slot: CacheSlot | None,
+        step: int | Tensor | None,
+    ) -> Tensor:
+        """Apply a layer once; a family whose layers return more than the state overrides this.
+
+        Args:
+            index: Number of the layer in `layers`.
+            step: As in `step`; None outside the loop.
+        """
+        return self.layers[str(index)](hidden_BLD, context, slot)
 
     def readout(self, read_BLD: Tensor) -> Tensor:
         """Map the output of `read`, (B, L, D), to logits (B, L, V)."""
@@ -390,6 +419,17 @@ class LoopDecoder(Decoder):
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats a parameter, whole or sharded; names as in checkpoints."""
         return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
+
+    def after_update(self, parallel_dims: ParallelDims, updated: Tensor) -> None:
+        """Move state that no gradient moves, once after every training step; collective.
+
+        Args:
+            updated: Whether the step updated the weights, a bool on the device.
+        """
+
+    def record(self) -> Mapping[str, Any]:
+        """Return entries of a logged step's record in `metrics.jsonl`, equal on all ranks."""
+        return {}
 
     def get_attention_masks(  # type: ignore[override]  a boolean mask is new
         self, positions: Tensor, share: WindowShare | None = None, prefix: Tensor | None = None

@@ -42,13 +42,25 @@ class DecoderCosts(Decoder.Config):
             backward_steps: Number of last steps that the backward pass reaches, or its mean; 0
                 for a frozen model, None or more than R for all.
         """
+        places = self.visits_by_place(recurrent_steps, backward_steps)
+        counts = (self.prelude_layers, len(self.looped), self.coda_layers)
+        forward, backward = (
+            sum(count * visits[way] for count, visits in zip(counts, places, strict=True))
+            for way in (0, 1)
+        )
+        return LayerVisits(forward, backward)
+
+    def visits_by_place(
+        self, recurrent_steps: float, backward_steps: float | None = None
+    ) -> tuple[LayerVisits, LayerVisits, LayerVisits]:
+        """Return the visits of one layer of the prelude, the loop and the coda; as `layer_visits`."""
         reached = min(recurrent_steps, math.inf if backward_steps is None else backward_steps)
         # A coda reads every state that has an exit logit.
-        coda = self.coda_layers * (recurrent_steps if self.exit_gate is not None else 1)
-        to_start = self.reaches_start(recurrent_steps, reached)
-        return LayerVisits(
-            self.prelude_layers + recurrent_steps * len(self.looped) + coda,
-            self.prelude_layers * to_start + reached * len(self.looped) + coda * (reached > 0),
+        coda = recurrent_steps if self.exit_gate is not None else 1
+        return (
+            LayerVisits(1, self.reaches_start(recurrent_steps, reached)),
+            LayerVisits(recurrent_steps, reached),
+            LayerVisits(coda, coda * (reached > 0)),
         )
 
     def reaches_start(self, recurrent_steps: float, reached: float) -> bool:

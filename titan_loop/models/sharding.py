@@ -110,14 +110,14 @@ def set_parts_sharding(decoder: Any, *, enable_sp: bool) -> None:
 
 
 def set_block_sharding(layer: PreNormBlock.Config, *, enable_sp: bool) -> None:
-    """Shard a layer's heads and feed-forward width over the tensor-parallel ranks."""
+    """Shard a layer's heads and dense feed-forward over the tensor-parallel ranks."""
     for norm in layer.norms:
         norm.sharding_config = norm_config(enable_sp=enable_sp)
     set_attention_sharding(layer.attention, enable_sp=enable_sp)
-    assert layer.feed_forward is not None
-    set_dense_ffn_sharding(
-        layer.feed_forward, attn_x_layout=state_placement(enable_sp), enable_sp=enable_sp
-    )
+    if layer.feed_forward is not None:
+        set_dense_ffn_sharding(
+            layer.feed_forward, attn_x_layout=state_placement(enable_sp), enable_sp=enable_sp
+        )
 
 
 def set_attention_sharding(attention: BaseAttention.Config, *, enable_sp: bool) -> None:

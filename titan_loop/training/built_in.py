@@ -1,6 +1,8 @@
 """The callbacks that a run's config switches on; a part that is off touches nothing."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import titan_loop.compat as compat  # before any torchtitan module
 import torch
@@ -29,6 +31,18 @@ class WeightAverages(Callback):
         trainer.optimizers.update_average(step=trainer.step, tokens=trainer.tokens)
 
 
+class ModelState(Callback):
+    """Moves and records the state of a model that no gradient moves, such as loads of experts."""
+
+    def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
+        """Tell the model that a step ended, with or without an update."""
+        trainer.model.after_update(trainer.parallel_dims, verdict.skip == 0)
+
+    def record(self, trainer: TrainingState) -> Mapping[str, Any]:
+        """Return the model's entries."""
+        return trainer.model.record()
+
+
 class HangTraces(Callback):
     """Writes the flight recorder's trace of a rank that hangs."""
 
@@ -46,7 +60,7 @@ def built_in_callbacks(run: ResolvedRun, device: torch.device) -> list[Callback]
     directory = RunDirectory(config.dump_folder)
     if dist.get_rank() == 0:
         forget_heartbeats(directory.path)  # of an earlier start, on more ranks perhaps
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [ModelState()]
     if asked.heartbeat_seconds:
         seconds = asked.heartbeat_seconds
         callbacks.append(Pulse(directory.path, rank=dist.get_rank(), seconds=seconds))

@@ -38,6 +38,7 @@ def layout_refusals(
         lambda: model.check_spreading(
             tensor_parallel=config.parallelism.tensor_parallel_degree,
             context_parallel=config.parallelism.context_parallel_degree,
+            expert_parallel=config.parallelism.expert_parallel_degree,
         ),
     )
     yield from caught("fsdp", lambda: config.fsdp.check(config.parallelism))

@@ -206,9 +206,8 @@ class LatentDecoder(LoopDecoder):
             """Whether layers or the corruption draw random numbers in training."""
             return self.corruption is not None or any(layer.dropout for layer in self.layers)
 
-        def check_spreading(self, *, tensor_parallel: int, context_parallel: int) -> None:
+        def check_spreading(self, **degrees: int) -> None:
             """Refuse all but data parallelism."""
-            degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
             for name, degree in degrees.items():
                 if degree > 1:
                     raise UserError(

@@ -1,0 +1,197 @@
+"""The looped decoder with experts: costs, counting, checkpointing, decoding, refusals."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import titan_loop.compat as compat
+import torch
+from torch import Tensor
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
+
+from tests.distributed.parallel_model import parallel_model
+from tests.distributed.test_parity import CHECKPOINTING
+from tests.inference.generation import check_generation
+from titan_loop.errors import UserError
+from titan_loop.families.moe.decoder import MoEDecoder
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.families.moe.objective import MoELoss
+from titan_loop.models.family import build_decoder, decoder_config, read_options
+
+L = 16
+ALONE = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "dense_layers": (1, 2)}
+XLLM = {"experts": 25, "top_k": 2, "expert_hidden_dim": 2432, "size": "xllm", "rope_theta": 1e6}
+TOKENS_PER_STEP = 4_194_304  # of the released recipes
+
+
+def model_of(**options: object) -> MoEDecoder:
+    torch.manual_seed(0)
+    model = build_decoder(MoEOptions(**options), max_seq_len=2 * L)  # type: ignore[arg-type]
+    assert isinstance(model, MoEDecoder)
+    return model
+
+
+def tokens(windows: int = 2) -> Tensor:
+    return torch.randint(128, (windows, L), generator=torch.Generator().manual_seed(1))
+
+
+def parameters(**options: object) -> tuple[int, int]:
+    """Return the parameters of a model, and those that a token meets, each once."""
+    config = decoder_config(MoEOptions(**options), max_seq_len=8)  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = config.build()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    idle = sum(
+        (mixture.num_experts - mixture.router.top_k)
+        * 3
+        * config.dim
+        * mixture.routed_experts.inner_experts.hidden_dim
+        for mixture in config.sparse.values()
+    )
+    return total, total - idle
+
+
+@pytest.mark.parametrize(("layers", "stop_step"), [(28, 7_457), (112, 18_814)])
+def test_active_parameters_are_those_of_the_released_25_expert_models(layers, stop_step):
+    """Their `20tpp` stop is ceil(20 × active parameters / 4,194,304), arXiv 2610.06833's code."""
+    total, active = parameters(n_layers=layers, **XLLM)
+    assert math.ceil(20 * active / TOKENS_PER_STEP) == stop_step
+    assert math.ceil(20 * (active - 200_000) / TOKENS_PER_STEP) < stop_step  # 1e-4 of them
+    if layers == 28:  # 8B-A0.8B, without embedding and head
+        assert (total - 2 * 250_624 * 1536, active - 2 * 250_624 * 1536) == (
+            8_010_972_672,
+            793_886_208,
+        )
+
+
+def test_flops_count_a_tokens_own_experts_at_every_visit():
+    config = model_of(**SPLIT, shared_experts=1, expert_hidden_dim=64).config
+    attention, dense = 64 * (64 + 32 + 32 + 64), 3 * 64 * 192
+    sparse = 8 * 64 + 3 * 3 * 64 * 64  # router; two chosen and one shared
+    want = 6 * (attention + dense + 3 * (2 * attention + dense + sparse) + attention + sparse)
+    assert config.training_flops(L, 3).matrices == want
+    frozen = 2 * 2 * (2 * attention + dense + sparse) + 2 * (attention + dense)
+    truncated = 6 * ((2 * attention + dense + sparse) + attention + sparse)
+    assert config.training_flops(L, 3, backward_steps=1).matrices == frozen + truncated
+
+
+@pytest.mark.parametrize("policy", CHECKPOINTING)
+def test_recomputation_routes_as_the_forward_pass_and_counts_once(policy, monkeypatch):
+    routed: list[Tensor] = []
+    route = TokenChoiceTopKRouter.forward
+
+    def spy(router, x_BLD, bias):
+        result = route(router, x_BLD, bias)
+        routed.append(result[1].clone())
+        return result
+
+    monkeypatch.setattr(TokenChoiceTopKRouter, "forward", spy)
+    config = decoder_config(MoEOptions(**SPLIT, routers=2), max_seq_len=L)
+    checkpointing = CHECKPOINTING[policy]
+    model, _ = parallel_model(
+        config, ALONE, ac_config=checkpointing and checkpointing()
+    )
+    output = model(tokens(), recurrent_steps=3, collect="last")
+    forward = len(routed)
+    assert forward == 4  # one sparse layer in the loop, three times, and the coda's
+    loss = output.hidden_RBLD[-1].square().mean() + output.aux["balance"].mean()
+    loss.backward()
+    again = routed[forward:]
+    if policy != "none":  # selective keeps the choice and computes the scores again
+        assert len(again) >= forward
+    for number, choice in enumerate(reversed(again)):
+        if len(again) == forward:
+            assert torch.equal(choice, routed[number])
+    assert all(any(torch.equal(choice, first) for first in routed[:forward]) for choice in again)
+    counted = {key: load.sum().item() for key, load in model._counted.items()}
+    assert counted == dict.fromkeys([(2, 1), (2, 2), (2, 3), (3, None)], 2 * L * 2)
+
+
+@pytest.mark.parametrize("policy", [name for name in CHECKPOINTING if name != "none"])
+def test_gradients_are_the_same_under_checkpointing(policy):
+    def gradients(name: str) -> list[Tensor]:
+        config = decoder_config(MoEOptions(), max_seq_len=L)
+        checkpointing = CHECKPOINTING[name]
+        model, _ = parallel_model(
+            config, ALONE, ac_config=checkpointing and checkpointing()
+        )
+        loss_fn = MoELoss.Config(balance_weight=0.1, router_z_weight=0.1).build(
+            compile_config=CompileConfig()
+        )
+        loss_fn.set_lm_head(model.lm_head)
+        loss, _ = loss_fn(model(tokens(), recurrent_steps=3, collect="last"), tokens())
+        loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for got, want in zip(gradients(policy), gradients("none"), strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=0)
+
+
+def test_the_loss_is_a_sum_over_windows():
+    model = model_of()
+    loss_fn = MoELoss.Config(balance_weight=0.5, router_z_weight=0.25).build(
+        compile_config=CompileConfig()
+    )
+    loss_fn.set_lm_head(model.lm_head)
+
+    def loss(rows: slice) -> tuple[float, dict[str, Tensor]]:
+        output = model(tokens()[rows], recurrent_steps=2, collect="last")
+        value, metrics = loss_fn(output, tokens()[rows], torch.tensor(2 * L))
+        return float(value.detach()), metrics
+
+    whole, metrics = loss(slice(None))
+    parts = [loss(slice(row, row + 1)) for row in range(2)]
+    assert whole == pytest.approx(sum(value for value, _ in parts), rel=1e-6)
+    for name in ("experts/balance", "experts/router_z"):
+        assert float(metrics[name]) == pytest.approx(sum(float(m[name]) for _, m in parts), 1e-6)
+    price = 0.5 * metrics["experts/balance"] + 0.25 * metrics["experts/router_z"]
+    assert whole == pytest.approx(float(metrics["ce/step_2"] + price), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_generation_is_the_whole_pass_and_exits_early(monkeypatch):
+    def products(experts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:  # noqa: N803
+        bounds = [0, *offs.tolist()]
+        parts = zip(bounds[:-1], bounds[1:], B_t, strict=True)
+        return torch.cat([A[start:stop] @ weight for start, stop, weight in parts])
+
+    monkeypatch.setattr(GroupedExperts, "_grouped_mm", products)  # torch's has no float64
+    model = model_of(routers=2, exit_gate=True, coda_layers=1, dim=32).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    check_generation(model)
+
+
+REFUSED = {
+    "experts": ({"experts": 1}, "model.experts=1 must be at least 2"),
+    "top_k": ({"top_k": 9}, "model.top_k=9 must be from 1 to model.experts=8"),
+    "width": ({"expert_hidden_dim": 12}, "expert_hidden_dim=12 must be a multiple of 8"),
+    "router": ({"router": "softmix"}, "model.router=softmix is unknown"),
+    "shared": ({"shared_experts": -1}, "model.shared_experts=-1 must be at least 0"),
+    "routers": ({"routers": 0}, "model.routers=0 must be at least 1"),
+    "rate": ({"bias_rate": -1.0}, "model.bias_rate=-1.0 must be"),
+    "scale": ({"score_scale": 0.0}, "model.score_scale=0.0 must be"),
+    "all dense": ({"dense_layers": (1, 2)}, "leave one with experts"),
+    "no such layer": ({"dense_layers": (3,)}, "must name some of the layers 1 to 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_that_do_not_fit_are_refused_in_a_line(name):
+    options, message = REFUSED[name]
+    with pytest.raises(UserError, match=message) as found:
+        decoder_config(MoEOptions(**options), max_seq_len=8)
+    assert "\n" not in str(found.value)
+
+
+def test_recorded_options_are_read_back():
+    options = MoEOptions(**SPLIT, routers=2)
+    recorded = asdict(options) | {"dense_layers": list(options.dense_layers)}  # as JSON has it
+    again, here = (
+        decoder_config(each, max_seq_len=8).architecture()
+        for each in (read_options(recorded), options)
+    )
+    assert again == here and here["dense_layers"] == [1, 2]

@@ -1,0 +1,64 @@
+"""Runs of a mixture: killed and resumed with the same routing, loads recorded, experts balanced."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.tiny import tiny_config
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.families.moe.objective import MoELoss
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.runs.saved_run import SavedRun
+from titan_loop.storage.json_files import read_jsonl
+from titan_loop.training.run import run_training
+from titan_loop.training.trainer import LoopTrainer
+
+RATE = 0.01
+BIAS = "layers.1.moe.expert_bias_SE"
+
+
+def moe_config(source: Path, folder: Path) -> LoopTrainer.Config:
+    config = tiny_config(source, folder, steps=4)  # R falls from 4 to 2
+    config.model = MoEOptions(experts=4, dense_layers=(1,), bias_rate=RATE)
+    config.loss = MoELoss.Config(balance_weight=1e-3, router_z_weight=1e-4)
+    return config
+
+
+def routing(folder: Path) -> dict[int, dict[str, object]]:
+    records = read_jsonl(RunDirectory(folder).metrics_jsonl)
+    return {
+        record["step"]: {key: value for key, value in record.items() if key.startswith("experts/")}
+        for record in records
+    }
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path: Path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_training(moe_config(source, whole))
+    stopped = moe_config(source, parts)
+    stopped.training.steps = 2
+    run_training(stopped)
+    run_training(moe_config(source, parts))
+    assert routing(parts) == routing(whole)
+
+    first, last = routing(whole)[1], routing(whole)[4]
+    assert {name for name in first if "load/" in name} == {
+        f"experts/load/layer_2_step_{step}" for step in (1, 2, 3, 4)
+    }
+    assert "experts/load/layer_2_step_3" not in last  # R was 2
+    for name, loads in first.items():
+        if "load/" in name:
+            assert isinstance(loads, list) and sum(loads) == pytest.approx(4.0)
+    assert {"experts/balance", "experts/router_z", "experts/max_load", "experts/unused"} <= {*last}
+
+    # One update of the bias a training step, over all visits: the sum of their directions.
+    expected = torch.zeros(4)
+    for record in routing(whole).values():
+        loads = torch.tensor([value for name, value in record.items() if "load/" in name]).sum(0)
+        direction = (loads.mean() - loads).sign()
+        expected += RATE * (direction - direction.mean())
+    saved = CheckpointReader(SavedRun.open(whole).checkpoint().path).read(BIAS)
+    torch.testing.assert_close(saved[0], expected, atol=1e-6, rtol=0)

@@ -1,0 +1,283 @@
+"""A looped decoder of Llama's blocks, some of them with experts; it counts and balances their load.
+
+    layer:  x ← x + attention(n1(x)),   x ← x + experts(n2(x))
+
+Loads are counted in the forward pass of training, once a visit: what checkpointing computes again
+is not collected. The bias that balances them moves once an optimiser update, by the loads of all
+its visits, micro-batches and ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import spmd_types as spmd
+import titan_loop.compat  # noqa: F401  (before any torchtitan module)
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import TransformerBlock
+from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+
+from titan_loop.errors import UserError
+from titan_loop.families.moe.feed_forward import LoopMoE, Routing
+from titan_loop.models.block import PreNormBlock
+from titan_loop.models.context import CacheSlot, LoopContext
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.flops import Flops
+from titan_loop.models.llama import LlamaDecoder
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.units import Unit
+
+EXPERTS = "experts"
+
+
+class Visit(NamedTuple):
+    """One visit of a sparse layer; `step` is None outside the loop, `layer` counts from 0."""
+
+    layer: int
+    step: int | None
+    routing: Routing
+
+
+class MoEBlock(PreNormBlock):
+    """A pre-norm block whose feed-forward is a mixture of experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(PreNormBlock.Config):
+        """Attention, mixture (`moe`) and the norms before them."""
+
+        @property
+        def matrix_elements(self) -> int:
+            """Number of weights that a token is multiplied by."""
+            assert isinstance(self.moe, LoopMoE.Config)
+            return self.attention_elements + self.moe.active_elements
+
+    def __init__(self, config: Config) -> None:
+        TransformerBlock.__init__(self)
+        assert isinstance(config.moe, LoopMoE.Config)
+        self.attention_norm = config.attention_norm.build()
+        self.attention = config.attention.build()
+        self.ffn_norm = config.ffn_norm.build()
+        self.moe = config.moe.build()
+        self.dropout = None if config.dropout is None else config.dropout.build()
+
+    def forward(  # type: ignore[override]
+        self, x_BLD: Tensor, context: LoopContext, cache_slot: CacheSlot | None = None
+    ) -> tuple[Tensor, Routing]:
+        """Apply the layer once; arguments as of `PreNormBlock`."""
+        x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
+        step = None if cache_slot is None else cache_slot.step
+        mixed_BLD, routing = self.moe(self.ffn_norm(x_BLD), step)
+        return x_BLD + self._kept(mixed_BLD), routing
+
+
+class MoEDecoder(LlamaDecoder):
+    """The looped decoder whose layers may have experts.
+
+    Attributes:
+        loads: Tokens of the last training step that chose each expert, by (layer, step), all of
+            them together; layers count from 0, and the step is None outside the loop.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(LlamaDecoder.Config):
+        """Dense and sparse layers."""
+
+        dense_hidden_dim: int
+        bias_rate: float
+        expert_parallel: bool = False
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """As of the base class; experts are placed by the degree of expert parallelism."""
+            self.expert_parallel = config.parallelism.expert_parallel_degree > 1
+            LlamaDecoder.Config.update_from_config(self, config=config, **kwargs)
+
+        def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
+            """Declare a layer's placements; experts are spread over ranks, or kept whole."""
+            LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
+            if layer.moe is not None:
+                cut = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+                set_moe_sharding_config(
+                    layer.moe,
+                    enable_ep=self.expert_parallel,
+                    enable_sp=enable_sp,
+                    expert_param_layout=cut,
+                )
+
+        @property
+        def hidden_dim(self) -> int:
+            """Width F of a dense feed-forward, whether there is one or not."""
+            return self.dense_hidden_dim
+
+        @property
+        def sparse(self) -> dict[int, LoopMoE.Config]:
+            """The mixtures, by the number of their layer."""
+            layers = enumerate(self.layers)
+            return {index: layer.moe for index, layer in layers if layer.moe is not None}
+
+        @property
+        def aux(self) -> tuple[str, ...]:
+            """Balance and z of the routers."""
+            return ("balance", "router_z")
+
+        def check_spreading(
+            self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
+        ) -> None:
+            """Refuse to split windows and layers, whose routing is counted whole."""
+            degrees = {"tensor": tensor_parallel, "context": context_parallel}
+            for name, degree in (degrees | {"expert": expert_parallel}).items():
+                if degree != 1:
+                    raise UserError(
+                        f"parallelism.{name}_parallel_degree={degree} does not work with "
+                        "model.family=moe; leave it at 1"
+                    )
+
+        def training_flops(
+            self,
+            seq_len: int,
+            recurrent_steps: float,
+            trainable: Trainable = "all",
+            backward_steps: float | None = None,
+        ) -> Flops:
+            """Return model FLOPs per trained token; a token's experts alone count."""
+            flops = LlamaDecoder.Config.training_flops(
+                self, seq_len, recurrent_steps, trainable, backward_steps
+            )
+            reached = backward_steps if trainable == "all" else 0
+            prelude, looped, coda = self.visits_by_place(recurrent_steps, reached)
+            places = [
+                *[prelude] * self.prelude_layers,
+                *[looped] * len(self.looped),
+                *[coda] * self.coda_layers,
+            ]
+            matrices = sum(
+                (2 * visits.forward + 4 * visits.backward) * layer.matrix_elements
+                for visits, layer in zip(places, self.layers, strict=True)
+            )
+            return flops._replace(matrices=matrices)
+
+        def architecture(self) -> dict[str, Any]:
+            """As of `LlamaDecoder`, with the mixture's options."""
+            mixture = next(iter(self.sparse.values()))
+            experts, shared = mixture.routed_experts.inner_experts, mixture.shared_experts
+            width = 0 if shared is None else shared.w1.out_features
+            return {
+                **LlamaDecoder.Config.architecture(self),
+                "experts": mixture.num_experts,
+                "top_k": mixture.router.top_k,
+                "expert_hidden_dim": experts.hidden_dim,
+                "shared_experts": width // experts.hidden_dim,
+                "router": mixture.router.score_func,
+                "normalise_scores": mixture.router.route_norm,
+                "score_scale": mixture.router.route_scale,
+                "routers": max(each.routers for each in self.sparse.values()),
+                "dense_layers": [
+                    index + 1 for index in range(len(self.layers)) if index not in self.sparse
+                ],
+            }
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.tells_step = any(mixture.routers > 1 for mixture in config.sparse.values())
+        self.loads: dict[tuple[int, int | None], Tensor] = {}
+        self._counted: dict[tuple[int, int | None], Tensor] = {}
+        self._visits: list[Visit] | None = None
+
+    def forward(self, *args: Any, **named: Any) -> LoopOutput:
+        """Run R recurrent steps; arguments as of the base class.
+
+        Returns:
+            The states. Aux holds means over the visits of sparse layers: `balance` of each window
+            (B,), and `router_z` of each token (B, L).
+        """
+        self._visits = []
+        try:
+            output = super().forward(*args, **named)
+        finally:
+            visits, self._visits = self._visits, None
+        if self.training and torch.is_grad_enabled():
+            for visit in visits:
+                key = visit.layer, visit.step
+                load_E = visit.routing.load_E
+                self._counted[key] = self._counted[key] + load_E if key in self._counted else load_E
+        aux = {
+            "balance": torch.stack([visit.routing.balance_B for visit in visits]).mean(0),
+            "router_z": torch.stack([visit.routing.z_BL for visit in visits]).mean(0),
+        }
+        return output._replace(aux=aux)
+
+    def visit_layer(
+        self,
+        index: int,
+        hidden_BLD: Tensor,
+        context: LoopContext,
+        slot: CacheSlot | None,
+        step: int | Tensor | None,
+    ) -> Tensor:
+        """Apply a layer, and note its routing while a forward pass asks for it."""
+        result: Any = super().visit_layer(index, hidden_BLD, context, slot, step)
+        if index not in self.config.sparse:
+            return result
+        hidden_BLD, routing = result
+        if self._visits is not None:
+            assert not isinstance(step, Tensor)
+            self._visits.append(Visit(index, step, routing))
+        return hidden_BLD
+
+    @torch.no_grad()
+    def after_update(self, parallel_dims: ParallelDims, updated: Tensor) -> None:
+        """Count the step's loads over all ranks, and balance the experts by them."""
+        counted, self._counted = self._counted, {}
+        keys = sorted(counted, key=lambda key: (key[0], key[1] or 0))  # the same on all ranks
+        loads_VE = torch.stack([counted[key] for key in keys])
+        mesh = parallel_dims.get_optional_mesh("loss")
+        if mesh is not None:
+            dist.all_reduce(loads_VE, group=mesh.get_group())
+        self.loads = dict(zip(keys, loads_VE.unbind(), strict=True))
+        for index in self.config.sparse:
+            mixture = self.get_submodule(f"layers.{index}.moe")
+            assert isinstance(mixture, LoopMoE)
+            load_SE: dict[int, Tensor] = defaultdict(lambda: loads_VE.new_zeros(loads_VE.shape[1]))
+            routers = len(mixture.expert_bias_SE)
+            for (layer, step), load_E in self.loads.items():
+                if layer == index:
+                    load_SE[min(step or 1, routers) - 1] += load_E
+            stacked_SE = torch.stack([load_SE[number] for number in range(routers)])
+            mixture.balance(stacked_SE, self.config.bias_rate * updated)
+
+    def record(self) -> Mapping[str, Any]:
+        """Return loads by layer and step, from 1, as shares of a layer's mean load.
+
+        | key | meaning |
+        |---|---|
+        | `experts/load/layer_2_step_1` | load of each expert over the mean, a list |
+        | `experts/load/layer_1` | the same of a layer outside the loop |
+        | `experts/max_load` | the largest of all |
+        | `experts/unused` | number of (visit, expert) that no token chose |
+        """
+        entries: dict[str, Any] = {}
+        for (layer, step), load_E in self.loads.items():
+            name = f"experts/load/layer_{layer + 1}" + ("" if step is None else f"_step_{step}")
+            entries[name] = (load_E / load_E.float().mean()).tolist()
+        shares = [share for shares in entries.values() for share in shares]
+        return entries | {
+            "experts/max_load": max(shares),
+            "experts/unused": sum(share == 0 for share in shares),
+        }
+
+    def units(self) -> list[Unit]:
+        """List the units: the experts of a layer are one of their own, after the rest of it."""
+        sparse = [self.layers[str(index)] for index in self.config.sparse]
+        units: list[Unit] = []
+        for unit in super().units():
+            units.append(unit)
+            for layer in unit.modules:
+                if layer in sparse:
+                    experts = layer.get_submodule("moe.routed_experts")
+                    units.append(unit._replace(name=EXPERTS, modules=(experts,)))
+        return units

@@ -1,0 +1,196 @@
+"""Looped mixtures of experts: which model to train.
+
+    h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
+    block:  x ← x + attention(n1(x)),   x ← x + mixture(n2(x))
+
+The experts of a layer are one pool that all recurrent steps share; `routers` says whether the steps
+also share the router. README.md beside this file has the symbols and the published shapes.
+
+Sources: "SMELT", arXiv 2609.01343; "How to loop MoE", arXiv 2609.35751; "Towards Looped Models Done
+Right", arXiv 2610.06833, and its released code.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, get_args
+
+from torchtitan.models.common.feed_forward import FeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.moe.decoder import MoEBlock, MoEDecoder
+from titan_loop.families.moe.feed_forward import Experts, LoopMoE, RouterGate
+from titan_loop.models.block import PreNormBlock
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.llama import LLAMA_SIZES, LlamaOptions, llama_config
+from titan_loop.models.loop_config import residual_gain
+
+SIZES = {
+    **{name: LLAMA_SIZES[name] for name in ("debugmodel", "quickstart")},
+    # 28 layers of the looped models of arXiv 2610.06833, Part I; feed-forwards of its dense ones.
+    "xllm": ModelSize(1536, 28, 24, 4352, 250_624, recurrent_steps=4, n_kv_heads=6),
+}
+
+_ALIGNED = 8  # grouped products read 16 bytes at a time, 8 values in bf16
+
+
+@dataclass(kw_only=True, slots=True)
+class MoEOptions(LlamaOptions):
+    """Which mixture of experts to train; every field can be set on the command line."""
+
+    family: FamilyName = field(default="moe", init=False)
+
+    experts: int = 8
+    """Experts of a sparse layer, E."""
+
+    top_k: int = 2
+    """Experts that a token visits in a sparse layer, k."""
+
+    expert_hidden_dim: int | None = None
+    """Feed-forward width of an expert; None takes hidden_dim."""
+
+    shared_experts: int = 0
+    """Experts of a sparse layer that every token visits, beside the k."""
+
+    router: Literal["sigmoid", "softmax"] = "sigmoid"
+    """Function from a router's logits to scores."""
+
+    normalise_scores: bool = True
+    """Whether the scores of a token's k experts are divided by their sum."""
+
+    score_scale: float = 1.0
+    """Factor on the scores of the chosen experts."""
+
+    routers: int = 1
+    """Routers of a looped layer: one for all steps, or one for each of the first so many steps, of
+    which the last serves further ones."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Layers with a dense feed-forward of width hidden_dim, from 1."""
+
+    bias_rate: float = 1e-3
+    """Change of an expert's bias in a training step, against unequal loads; 0 turns it off."""
+
+
+def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`.
+
+    Raises:
+        UserError: As `llama_config`; or experts and layers that do not fit together.
+    """
+    _check(options, shape)
+    config = llama_config(
+        MoEDecoder.Config,
+        options,
+        shape,
+        max_seq_len,
+        dense_hidden_dim=shape.hidden_dim,
+        bias_rate=options.bias_rate,
+    )
+    gain = residual_gain(options, shape)
+    for index, layer in enumerate(config.layers):
+        if index + 1 not in options.dense_layers:
+            routers = options.routers if index in config.looped else 1
+            config.layers[index] = _sparse(layer, _mixture(options, shape, gain, routers))
+    return config
+
+
+def _check(options: MoEOptions, shape: ModelSize) -> None:
+    experts, top_k = options.experts, options.top_k
+    width = options.expert_hidden_dim or shape.hidden_dim
+    if experts < 2:
+        raise UserError(f"model.experts={experts} must be at least 2; a dense model is nanbeige")
+    if not 1 <= top_k <= experts:
+        raise UserError(f"model.top_k={top_k} must be from 1 to model.experts={experts}")
+    for name, value in {"dim": shape.dim, "expert_hidden_dim": width}.items():
+        if value < 1 or value % _ALIGNED:
+            raise UserError(f"model.{name}={value} must be a multiple of {_ALIGNED} with experts")
+    if options.router not in get_args(Literal["sigmoid", "softmax"]):
+        known = ("sigmoid", "softmax")
+        raise UserError(f"model.router={options.router} is unknown{nearest(options.router, known)}")
+    for name, least in {"shared_experts": 0, "routers": 1}.items():
+        if getattr(options, name) < least:
+            raise UserError(f"model.{name}={getattr(options, name)} must be at least {least}")
+    for name in ("score_scale", "bias_rate"):
+        value = getattr(options, name)
+        if not 0 <= value < math.inf or (name == "score_scale" and not value):
+            raise UserError(f"model.{name}={value} must be a number above 0")
+    layers = range(1, shape.n_layers + 1)
+    unknown = [layer for layer in options.dense_layers if layer not in layers]
+    if unknown or len({*options.dense_layers}) == len(layers):
+        raise UserError(
+            f"model.dense_layers={list(options.dense_layers)} must name some of the layers 1 to "
+            f"{len(layers)} and leave one with experts; a dense model is nanbeige"
+        )
+
+
+def _mixture(
+    options: MoEOptions, shape: ModelSize, gain: float, routers: int
+) -> LoopMoE.Config:
+    dim, experts, std = shape.dim, options.experts, options.initializer_range
+    width = options.expert_hidden_dim or shape.hidden_dim
+    matrix, output = partial(normal_matrix, std=std), partial(normal_matrix, std=std * gain)
+
+    def linear(inputs: int, outputs: int, init: partial = matrix) -> Linear.Config:
+        return Linear.Config(
+            in_features=inputs, out_features=outputs, param_init={"weight": init}
+        )
+
+    shared = width * options.shared_experts
+    return LoopMoE.Config(
+        num_experts=experts,
+        routers=routers,
+        load_balance_coeff=None,  # upstream's bias; `LoopMoE` has its own
+        router=TokenChoiceTopKRouter.Config(
+            num_experts=experts,
+            gate=RouterGate.Config(
+                in_features=dim, out_features=experts, param_init={"weight": matrix}
+            ),
+            top_k=options.top_k,
+            score_func=options.router,
+            route_norm=options.normalise_scores,
+            route_scale=options.score_scale,
+        ),
+        routed_experts=RoutedExperts.Config(
+            inner_experts=Experts.Config(
+                dim=dim,
+                hidden_dim=width,
+                num_experts=experts,
+                param_init={"w1_EFD": matrix, "w2_EDF": output, "w3_EFD": matrix},
+            ),
+            token_dispatcher=AllToAllTokenDispatcher.Config(
+                num_experts=experts, top_k=options.top_k
+            ),
+        ),
+        shared_experts=(
+            FeedForward.Config(
+                w1=linear(dim, shared), w2=linear(shared, dim, output), w3=linear(dim, shared)
+            )
+            if shared
+            else None
+        ),
+    )
+
+
+def _sparse(layer: PreNormBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Config:
+    return MoEBlock.Config(
+        attention_norm=layer.attention_norm,
+        attention=layer.attention,
+        ffn_norm=layer.ffn_norm,
+        moe=mixture,
+        dropout=layer.dropout,
+    )
+
+
+MOE = Family(
+    name="moe",
+    options=MoEOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    uses=frozenset({"analyse", "generate", "held_out"}),
+    runtime_options=RUNTIME_OPTIONS | {"bias_rate"},
+)
