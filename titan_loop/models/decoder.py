@@ -344,11 +344,9 @@ class LoopDecoder(Decoder):
         slot: CacheSlot | None,
         step: int | Tensor | None,
     ) -> Tensor:
-        """Apply a layer once; a family whose layers return more than the state overrides this.
+        """Apply layer `index` once at a step, None outside the loop.
 
-        Args:
-            index: Number of the layer in `layers`.
-            step: As in `step`; None outside the loop.
+        A family whose layers return more than the state overrides this.
         """
         return self.layers[str(index)](hidden_BLD, context, slot)
 
@@ -421,10 +419,9 @@ class LoopDecoder(Decoder):
         return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
 
     def after_update(self, parallel_dims: ParallelDims, updated: Tensor) -> None:
-        """Move state that no gradient moves, once after every training step; collective.
+        """Move state that no gradient moves, after a training step; collective.
 
-        Args:
-            updated: Whether the step updated the weights, a bool on the device.
+        `updated` says whether the step moved the weights, a bool on the device.
         """
 
     def record(self) -> Mapping[str, Any]:

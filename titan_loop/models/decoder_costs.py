@@ -53,7 +53,7 @@ class DecoderCosts(Decoder.Config):
     def visits_by_place(
         self, recurrent_steps: float, backward_steps: float | None = None
     ) -> tuple[LayerVisits, LayerVisits, LayerVisits]:
-        """Return the visits of one layer of the prelude, the loop and the coda; as `layer_visits`."""
+        """Return the visits of one layer of the prelude, the loop and the coda."""
         reached = min(recurrent_steps, math.inf if backward_steps is None else backward_steps)
         # A coda reads every state that has an exit logit.
         coda = recurrent_steps if self.exit_gate is not None else 1

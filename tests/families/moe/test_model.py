@@ -90,9 +90,7 @@ def test_recomputation_routes_as_the_forward_pass_and_counts_once(policy, monkey
     monkeypatch.setattr(TokenChoiceTopKRouter, "forward", spy)
     config = decoder_config(MoEOptions(**SPLIT, routers=2), max_seq_len=L)
     checkpointing = CHECKPOINTING[policy]
-    model, _ = parallel_model(
-        config, ALONE, ac_config=checkpointing and checkpointing()
-    )
+    model, _ = parallel_model(config, ALONE, ac_config=checkpointing and checkpointing())
     output = model(tokens(), recurrent_steps=3, collect="last")
     forward = len(routed)
     assert forward == 4  # one sparse layer in the loop, three times, and the coda's
@@ -114,9 +112,7 @@ def test_gradients_are_the_same_under_checkpointing(policy):
     def gradients(name: str) -> list[Tensor]:
         config = decoder_config(MoEOptions(), max_seq_len=L)
         checkpointing = CHECKPOINTING[name]
-        model, _ = parallel_model(
-            config, ALONE, ac_config=checkpointing and checkpointing()
-        )
+        model, _ = parallel_model(config, ALONE, ac_config=checkpointing and checkpointing())
         loss_fn = MoELoss.Config(balance_weight=0.1, router_z_weight=0.1).build(
             compile_config=CompileConfig()
         )
@@ -152,7 +148,7 @@ def test_the_loss_is_a_sum_over_windows():
 
 @pytest.mark.slow
 def test_generation_is_the_whole_pass_and_exits_early(monkeypatch):
-    def products(experts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:  # noqa: N803
+    def products(experts, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
         bounds = [0, *offs.tolist()]
         parts = zip(bounds[:-1], bounds[1:], B_t, strict=True)
         return torch.cat([A[start:stop] @ weight for start, stop, weight in parts])
@@ -194,4 +190,5 @@ def test_recorded_options_are_read_back():
         decoder_config(each, max_seq_len=8).architecture()
         for each in (read_options(recorded), options)
     )
-    assert again == here and here["dense_layers"] == [1, 2]
+    assert again == here
+    assert here["dense_layers"] == [1, 2]

@@ -51,7 +51,8 @@ def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path
     assert "experts/load/layer_2_step_3" not in last  # R was 2
     for name, loads in first.items():
         if "load/" in name:
-            assert isinstance(loads, list) and sum(loads) == pytest.approx(4.0)
+            assert isinstance(loads, list)
+            assert sum(loads) == pytest.approx(4.0)
     assert {"experts/balance", "experts/router_z", "experts/max_load", "experts/unused"} <= {*last}
 
     # One update of the bias a training step, over all visits: the sum of their directions.

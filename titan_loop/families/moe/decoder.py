@@ -99,7 +99,11 @@ class MoEDecoder(LlamaDecoder):
             """Declare a layer's placements; experts are spread over ranks, or kept whole."""
             LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
             if layer.moe is not None:
-                cut = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
+                cut: dict[str, Any] = {
+                    "w1_EFD": spmd.S(1),
+                    "w2_EDF": spmd.S(2),
+                    "w3_EFD": spmd.S(1),
+                }
                 set_moe_sharding_config(
                     layer.moe,
                     enable_ep=self.expert_parallel,

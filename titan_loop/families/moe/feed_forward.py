@@ -54,7 +54,7 @@ class Experts(GroupedExperts):
     class Config(GroupedExperts.Config):
         """Widths and number of experts."""
 
-    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:  # noqa: N803
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Return E_e(x) for tokens sorted by expert, (R, D)."""
         w1_EFD, w2_EDF, w3_EFD = map(local_part, (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
@@ -145,7 +145,8 @@ class LoopMoE(MoE):
             return tuple(torch.stack(by_router)[router_B, row_B] for by_router in found)
         index = min(step, len(self.expert_bias_SE)) - 1 if isinstance(step, int) else 0
         router = self.later_routers[index - 1] if index else self.router
-        assert isinstance(router, TokenChoiceTopKRouter) and isinstance(router.gate, RouterGate)
+        assert isinstance(router, TokenChoiceTopKRouter)
+        assert isinstance(router.gate, RouterGate)
         return *router(x_BLD, self.expert_bias_SE[index]), router.gate.take_logits()
 
     @torch.no_grad()

@@ -128,17 +128,13 @@ def _check(options: MoEOptions, shape: ModelSize) -> None:
         )
 
 
-def _mixture(
-    options: MoEOptions, shape: ModelSize, gain: float, routers: int
-) -> LoopMoE.Config:
+def _mixture(options: MoEOptions, shape: ModelSize, gain: float, routers: int) -> LoopMoE.Config:
     dim, experts, std = shape.dim, options.experts, options.initializer_range
     width = options.expert_hidden_dim or shape.hidden_dim
     matrix, output = partial(normal_matrix, std=std), partial(normal_matrix, std=std * gain)
 
     def linear(inputs: int, outputs: int, init: partial = matrix) -> Linear.Config:
-        return Linear.Config(
-            in_features=inputs, out_features=outputs, param_init={"weight": init}
-        )
+        return Linear.Config(in_features=inputs, out_features=outputs, param_init={"weight": init})
 
     shared = width * options.shared_experts
     return LoopMoE.Config(
