@@ -39,8 +39,8 @@ class PreNormBlock(TransformerBlock):
         def matrix_elements(self) -> int:
             """Number of weights that take part in matrix products."""
             assert self.feed_forward is not None
-            wide = self.feed_forward.w1.out_features
-            return self.attention_elements + 3 * self.attention.dim * wide
+            up = self.feed_forward.w1
+            return self.attention_elements + 3 * up.in_features * up.out_features
 
         @property
         def attention_elements(self) -> int:
