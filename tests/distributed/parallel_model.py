@@ -43,6 +43,7 @@ def parallel_model(
         tensor_parallel_degree=parallelism.tensor_parallel_degree,
         context_parallel_degree=parallelism.context_parallel_degree,
         data_parallel_replicate_degree=parallelism.data_parallel_replicate_degree,
+        expert_parallel_degree=parallelism.expert_parallel_degree,
         spmd_backend=parallelism.spmd_backend,
     )
     config.set_sharding(enable_sp=parallelism.enable_sequence_parallel)

@@ -97,7 +97,8 @@ def seen_by(
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), MESHES)
 def test_every_rank_computes_what_all_others_hold(mesh_shape, placements, shape):
     seen = [seen_by(rank, mesh_shape, placements, shape) for rank in range(8)]
-    (table, regions), _ = seen[0]
-    assert all(found == (table, regions) for found, _ in seen)
+    (table, regions, held), _ = seen[0]
+    assert all(found == (table, regions, held) for found, _ in seen)
+    assert held == [range(1)] * len(regions)
     for row in table:
         assert [seen[rank][1] for rank in row] == [tuple(region) for region in regions]

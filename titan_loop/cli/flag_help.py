@@ -44,6 +44,7 @@ FIRST = {
     "many devices": {
         "parallelism.tensor-parallel-degree": "ranks that share each layer",
         "parallelism.context-parallel-degree": "ranks that share each window",
+        "parallelism.expert-parallel-degree": "ranks that share each layer's experts",
         "compile.enable": "compile the layers",
     },
 }
@@ -52,8 +53,7 @@ FIRST = {
 WITHOUT_EFFECT = {
     "--parallelism.pipeline-parallel": "a loop over layers cannot be cut into a pipeline",
     "--parallelism.module-fqns-per-model-part": "a loop over layers cannot be cut into a pipeline",
-    "--parallelism.expert-parallel": "there are no experts",
-    "--debug.moe-": "there are no experts",
+    "--debug.moe-": "experts are balanced by --model.bias-rate and --loss.balance-weight",
     "--checkpoint.initial-load": "start from a model with --from or --checkpoint.carry.parent",
     "--checkpoint.last-save": "titan-loop convert export writes Hugging Face folders",
     "--training.global-batch-size": "set --batch.global-batch-tokens",

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.full_dtensor import resolve_fsdp_mesh
@@ -30,7 +32,7 @@ from torchtitan.tools.logging import logger
 from titan_loop import compat
 from titan_loop.errors import UserError, nearest
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.units import Unit, UnitSize, innermost_first
+from titan_loop.models.units import Unit, UnitSize, innermost_first, sharded_axis
 
 FSDPPolicy = Literal["per_visit", "per_step", "auto"]
 HELD_SHARE = 0.1
@@ -81,7 +83,11 @@ class FSDPConfig:
         if parallelism.fsdp_reshard_after_forward == "always":
             reason = "because of parallelism.fsdp_reshard_after_forward=always"
             return replace(self, policy="per_visit"), reason
-        held = sum(size.parameters() for size in sizes if size.unit.is_revisited)
+        held = sum(
+            size.parameters() / (parallelism.expert_parallel_degree if size.unit.spread else 1)
+            for size in sizes
+            if size.unit.is_revisited
+        )
         held *= compute_bytes / parallelism.tensor_parallel_degree
         policy: FSDPPolicy = "per_step" if held <= HELD_SHARE * device_bytes else "per_visit"
         reason = f"held layers take {held / 2**30:.2f} GiB of {device_bytes / 2**30:.2f}"
@@ -100,8 +106,8 @@ def shard_units(
     if parallelism.spmd_backend == "spmd_types":
         mesh, mesh_dims = resolve_fsdp_mesh(parallel_dims)
     else:
-        replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-        mesh = parallel_dims.get_mesh([*replicate, "fsdp"])
+        mesh = _data_parallel_mesh(parallel_dims, "fsdp")
+    spread_mesh = _data_parallel_mesh(parallel_dims, "efsdp") if parallel_dims.ep_enabled else mesh
     offload = OffloadPolicy()
     if training.enable_cpu_offload:  # there is nothing to pin memory for without a GPU
         offload = CPUOffloadPolicy(pin_memory=compat.device_type() == "cuda")
@@ -113,11 +119,18 @@ def shard_units(
     )
     when, hold_layers = parallelism.fsdp_reshard_after_forward, fsdp.policy == "per_step"
 
-    def shard(modules: nn.Module | list[nn.Module], reshard: bool | None, **changes: Any) -> None:
+    def shard(
+        modules: nn.Module | list[nn.Module],
+        reshard: bool | None,
+        spread: bool = False,
+        **changes: Any,
+    ) -> None:
+        degree = parallel_dims.dp_shard * parallel_dims.cp
         fully_shard(
             modules,
-            mesh=mesh,
+            mesh=spread_mesh if spread else mesh,
             dp_mesh_dims=mesh_dims,
+            shard_placement_fn=lambda parameter: Shard(sharded_axis(parameter.shape, degree)),
             mp_policy=replace(mixed_precision, **changes),
             offload_policy=offload,
             reshard_after_forward=reshard,
@@ -129,7 +142,8 @@ def shard_units(
         if not unit.kept:
             held = hold_layers and unit.is_revisited
             reshards = when != "never" and not held
-        shard([*unit.modules], reshards, **({"param_dtype": torch.float32} if unit.fp32 else {}))
+        fp32 = {"param_dtype": torch.float32} if unit.fp32 else {}
+        shard([*unit.modules], reshards, unit.spread, **fp32)
         if unit.between and len(unit.modules) > 1:
             compat.gather_at_every_visit(unit.modules)
         if not unit.gathered_in_backward:
@@ -150,6 +164,11 @@ def shard_units(
     model.lm_head.register_forward_hook(_reshard_without_backward)
     kind = "HSDP" if parallel_dims.dp_replicate_enabled else "FSDP"
     logger.info("Applied %s (%s) over %s", kind, fsdp.policy, mesh)
+
+
+def _data_parallel_mesh(parallel_dims: ParallelDims, axis: str) -> DeviceMesh:
+    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    return parallel_dims.get_mesh([*replicate, axis])
 
 
 def reshard_units(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ NS is the quintic Newton-Schulz iteration that brings all singular values near 1
 It needs whole matrices, whether FSDP or tensor parallelism cuts them. Both exchanges together send
 as many elements as a rank holds of all matrices, twice: less than gathering any layer's weights.
 Owners are packed so that their products cost about the same. Replicas of HSDP each do all of this
-with the same numbers.
+with the same numbers. A parameter of three dimensions, such as a layer's experts, is a stack of
+matrices, each with an owner and an update of its own; a rank may hold some of them, or parts.
 
 In bfloat16 the iteration alone differs by up to 1 % between two layouts of ranks, since rounded
 gradients flip bits; in float32 all layouts agree as well as they do with AdamW.
@@ -25,6 +26,7 @@ Source: Jordan et al. 2024, "Muon", kellerjordan.github.io/posts/muon; Liu et al
 2502.16982, §2.2 (scale); in one process and bfloat16 bit for bit `torch.optim.Muon` of torch 2.13.
 """
 
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -42,25 +44,57 @@ RankTable = tuple[tuple[int, ...], ...]
 """Ranks in rows; the ranks of a row hold the parts of a matrix, every row all of it."""
 
 
+class Matrix(NamedTuple):
+    """A parameter of two dimensions, or one matrix of a stack.
+
+    Attributes:
+        number: Its place in the stack; 0 without one.
+        held: Places of the matrices that this rank holds.
+    """
+
+    parameter: Tensor
+    number: int
+    held: range
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of the matrix in a tensor like the parameter; a view."""
+        local = local_part(tensor)
+        if local.ndim == 2:
+            return local
+        if self.number not in self.held:
+            return local.new_empty(0, 0)
+        return local[self.number - self.held.start]
+
+
 class Muon(torch.optim.Muon):
-    """`torch.optim.Muon` for plain matrices and for DTensors of any placements.
+    """`torch.optim.Muon` for matrices and stacks of them, plain or DTensors of any placements.
 
     Args:
         dtype: Dtype of the iteration and the exchanges.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, dtype: torch.dtype) -> None:
-        super().__init__(params)
+        settings = inspect.signature(torch.optim.Muon).parameters
+        defaults = {name: each.default for name, each in settings.items() if name != "params"}
+        # Not torch.optim.Muon's, which refuses stacks.
+        torch.optim.Optimizer.__init__(self, params, defaults)
         self.dtype = dtype
         layouts: dict[Any, Layout] = {}
-        sharing: dict[RankTable, list[tuple[Tensor, list[_Region]]]] = defaultdict(list)
+        sharing: dict[RankTable, list[tuple[Matrix, list[_Region]]]] = defaultdict(list)
         for group in self.param_groups:
-            for matrix in group["params"]:
-                alike = getattr(matrix, "_spec", matrix.shape)  # shape, mesh and placements
+            for parameter in group["params"]:
+                # Shape, mesh and placements.
+                alike = getattr(parameter, "_spec", parameter.shape)
                 if alike not in layouts:
-                    layouts[alike] = layout(matrix)
-                table, regions = layouts[alike]
-                sharing[table].append((matrix, regions))
+                    layouts[alike] = layout(parameter)
+                table, regions, held = layouts[alike]
+                for number in range(1 if parameter.ndim == 2 else len(parameter)):
+                    here = [
+                        region if number in numbers else _NOTHING
+                        for region, numbers in zip(regions, held, strict=True)
+                    ]
+                    matrix = Matrix(parameter, number, held[_place(table)])
+                    sharing[table].append((matrix, here))
         self._owners = [MatrixOwners(held, table) for table, held in sharing.items()]
 
     @torch.no_grad()
@@ -69,18 +103,20 @@ class Muon(torch.optim.Muon):
         assert closure is None
         groups = {matrix: group for group in self.param_groups for matrix in group["params"]}
 
-        def write_direction(matrix: Tensor, part: Tensor) -> None:
-            assert matrix.grad is not None
-            state, momentum = self.state[matrix], groups[matrix]["momentum"]
+        def write_direction(matrix: Matrix, part: Tensor) -> None:
+            parameter = matrix.parameter
+            assert parameter.grad is not None
+            state, momentum = self.state[parameter], groups[parameter]["momentum"]
             if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-            gradient, average = local_part(matrix.grad), local_part(state["momentum_buffer"])
+                state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+            gradient = matrix.part(parameter.grad)
+            average = matrix.part(state["momentum_buffer"])
             average.lerp_(gradient, 1 - momentum)
-            nesterov = groups[matrix]["nesterov"]
+            nesterov = groups[parameter]["nesterov"]
             part.copy_(gradient.lerp(average, momentum) if nesterov else average)
 
-        def direction(matrix: Tensor, whole: Tensor) -> Tensor:
-            group = groups[matrix]
+        def direction(matrix: Matrix, whole: Tensor) -> Tensor:
+            group = groups[matrix.parameter]
             return orthogonalise(
                 whole,
                 steps=group["ns_steps"],
@@ -90,9 +126,10 @@ class Muon(torch.optim.Muon):
 
         for owners in self._owners:
             for matrix, part in owners.transform(write_direction, direction, self.dtype):
-                group, local = groups[matrix], local_part(matrix)
+                parameter = matrix.parameter
+                group, local = groups[parameter], matrix.part(parameter)
                 local.mul_(1 - group["lr"] * group["weight_decay"])
-                scale = _update_scale(matrix.shape, group["adjust_lr_fn"])
+                scale = _update_scale(parameter.shape[-2:], group["adjust_lr_fn"])
                 local.add_(part, alpha=-group["lr"] * scale)
 
 
@@ -132,64 +169,83 @@ class _Region(NamedTuple):
         return whole[self.top : self.top + self.rows, self.left : self.left + self.columns]
 
 
+_NOTHING = _Region(0, 0, 0, 0)
+
+
 class Layout(NamedTuple):
-    """Ranks that hold a matrix together, and the part of each rank of a row."""
+    """Ranks that hold a matrix or a stack together, and the parts of each rank of a row.
+
+    Attributes:
+        regions: Part of every matrix that a rank holds.
+        held: Places in the stack of the matrices that a rank holds; of a matrix, 0 alone.
+    """
 
     table: RankTable
     regions: list[_Region]
+    held: list[range]
 
 
 def layout(matrix: Tensor) -> Layout:
-    """Return the ranks and parts of a matrix, from mesh and placements alone."""
+    """Return the ranks and parts of a matrix or a stack, from mesh and placements alone."""
+    stack = matrix.shape[:-2].numel()
     if not isinstance(matrix, DTensor):
-        return Layout(((0,),), [_Region(0, 0, *matrix.shape)])
+        return Layout(((0,),), [_Region(0, 0, *matrix.shape[-2:])], [range(stack)])
     mesh, placements = matrix.device_mesh, matrix.placements
     cut = [axis for axis, place in enumerate(placements) if not place.is_replicate()]
     whole = [axis for axis in range(mesh.ndim) if axis not in cut]
     ranks = math.prod(mesh.size(axis) for axis in cut)
     rows = mesh.mesh.permute(*whole, *cut).reshape(-1, ranks).tolist()
-    regions = []
+    regions, held = [], []
     for rank in rows[0]:
         coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
-        (height, width), (top, left) = _compute_local_shape_and_global_offset(
+        size, offset = _compute_local_shape_and_global_offset(
             matrix.shape, mesh.shape, coordinate, placements
         )
-        regions.append(_Region(top, left, height, width))
-    return Layout(tuple(tuple(row) for row in rows), regions)
+        regions.append(_Region(*offset[-2:], *size[-2:]))
+        first, count = (0, 1) if matrix.ndim == 2 else (offset[0], size[0])
+        held.append(range(first, first + count))
+    return Layout(tuple(tuple(row) for row in rows), regions, held)
+
+
+def _place(table: RankTable) -> int:
+    """Return this rank's place in its row."""
+    if len(table[0]) == 1:
+        return 0
+    rank = dist.get_rank()
+    return next(row.index(rank) for row in table if rank in row)
 
 
 class MatrixOwners:
     """The owner of every matrix, and the exchanges of parts with it.
 
     Args:
-        held: Parameters, and their parts on the ranks of a row of `table`; the same order on
+        held: Matrices, and their parts on the ranks of a row of `table`; the same order on
             every rank.
         table: From `layout`.
     """
 
-    def __init__(self, held: Sequence[tuple[Tensor, list[_Region]]], table: RankTable) -> None:
+    def __init__(self, held: Sequence[tuple[Matrix, list[_Region]]], table: RankTable) -> None:
         self._matrices = [matrix for matrix, _ in held]
+        self._shapes = [tuple(matrix.parameter.shape[-2:]) for matrix in self._matrices]
         size = len(table[0])
         self._group: Any = None  # of all ranks
         assert all(row == tuple(sorted(row)) for row in table), "groups number ranks in order"
-        self._rank = 0
-        if size > 1:
-            if len(table) > 1:
-                self._group = _group_of(held[0][0], table)
-            self._rank = dist.get_rank(self._group)
+        self._rank = _place(table)
+        if size > 1 and len(table) > 1:
+            self._group = _group_of(held[0][0].parameter, table)
         self._regions = [[regions[rank] for _, regions in held] for rank in range(size)]
-        for matrix, regions in held:
+        for (matrix, regions), shape in zip(held, self._shapes, strict=True):
             elements = sum(region.size for region in regions)
-            assert elements == matrix.numel(), f"ranks hold {elements} of {matrix.numel()} elements"
-            assert regions[self._rank].size == local_part(matrix).numel()
-        self._owned = _owned([matrix.shape for matrix in self._matrices], size)
+            assert elements == math.prod(shape), f"ranks hold {elements} of {shape}"
+            assert regions[self._rank].size == matrix.part(matrix.parameter).numel()
+        self._owned = _owned(self._shapes, size)
 
     def transform(
         self,
-        write: Callable[[Tensor, Tensor], None],
-        function: Callable[[Tensor, Tensor], Tensor],
+        write: Callable[[Matrix, Tensor], None],
+        function: Callable[[Matrix, Tensor], Tensor],
         dtype: torch.dtype,
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Matrix, Tensor]]:
         """Apply a function of whole matrices to matrices in parts; collective.
 
         Args:
@@ -200,7 +256,10 @@ class MatrixOwners:
         Returns:
             Each such matrix with this rank's part of the result.
         """
-        chosen = [[i for i in owned if self._matrices[i].grad is not None] for owned in self._owned]
+        chosen = [
+            [i for i in owned if self._matrices[i].parameter.grad is not None]
+            for owned in self._owned
+        ]
         sent = [(self._rank, i) for owned in chosen for i in owned]
         parts, views = self._buffer(sent, dtype)
         for (_, index), view in zip(sent, views, strict=True):
@@ -212,7 +271,7 @@ class MatrixOwners:
         arrived_sizes = [self._total(rank, mine) for rank in range(len(chosen))]
         self._exchange(arrived, parts, arrived_sizes, sent_sizes)
         for index in mine:
-            whole = arrived.new_empty(self._matrices[index].shape)
+            whole = arrived.new_empty(self._shapes[index])
             pieces = [
                 (self._regions[rank][index].of(whole), view)
                 for (rank, i), view in zip(arriving, arrivals, strict=True)
@@ -232,7 +291,7 @@ class MatrixOwners:
         """Return a flat buffer for parts, each a rank and a matrix, and a view of each."""
         regions = [self._regions[rank][index] for rank, index in pieces]
         sizes = [region.size for region in regions]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=self._matrices[0].device)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self._matrices[0].parameter.device)
         views = [
             part.view(region.rows, region.columns)
             for part, region in zip(flat.split(sizes), regions, strict=True)

@@ -68,12 +68,11 @@ def check_parallelism(
 
 
 def _check_support(parallelism: ParallelismConfig) -> None:
-    for name in ("pipeline", "expert"):
-        degree = getattr(parallelism, f"{name}_parallel_degree")
-        if degree != 1:
-            raise UserError(
-                f"parallelism.{name}_parallel_degree={degree} is not supported; leave it at 1"
-            )
+    degree = parallelism.pipeline_parallel_degree
+    if degree != 1:
+        raise UserError(
+            f"parallelism.pipeline_parallel_degree={degree} is not supported; leave it at 1"
+        )
     if parallelism.spmd_backend == "full_dtensor":
         raise UserError(
             "parallelism.spmd_backend=full_dtensor is not supported (it doubles the loss under "
@@ -107,6 +106,17 @@ def _check_product(parallelism: ParallelismConfig, world_size: int) -> None:
             f"factor the world size {world_size}; change a degree or the number of ranks (a shard "
             "degree of -1 takes what is left)"
         )
+    experts, ranks = parallelism.expert_parallel_degree, world_size // replicate
+    if experts < 1 or ranks % experts:
+        raise UserError(
+            f"parallelism.expert_parallel_degree={experts} must divide the {ranks} ranks of a "
+            "replica; change the degree or the number of ranks"
+        )
+    if experts > 1 and parallelism.spmd_backend != "partial_dtensor":
+        raise UserError(
+            f"parallelism.expert_parallel_degree={experts} needs parallelism.spmd_backend="
+            f"partial_dtensor, not {parallelism.spmd_backend}"
+        )
 
 
 def parallelize_loop_decoder(
@@ -136,7 +146,8 @@ def parallelize_loop_decoder(
     sizes = unit_sizes_of(model, model.units())  # asserts that every parameter belongs to one
     if parallel_dims.cp_enabled:
         gather_keys_and_values(model, parallel_dims.get_mesh("cp").get_group())
-    if parallel_dims.tp_enabled or parallelism.spmd_backend == "spmd_types":
+    placed = parallel_dims.tp_enabled or parallel_dims.ep_enabled
+    if placed or parallelism.spmd_backend == "spmd_types":
         _check_placements(model)
         model.parallelize(parallel_dims)
         share_vocabulary(model.lm_head, parallel_dims)
@@ -185,7 +196,7 @@ def _check_placements(model: LoopDecoder) -> None:
     ]
     if undeclared:
         raise UserError(
-            f"parallelism.tensor_parallel_degree: {type(model).__name__} declares no placement of "
+            f"parallelism: {type(model).__name__} declares no placement of "
             f"{', '.join(undeclared)}; declare it in its Config.set_sharding"
         )
 

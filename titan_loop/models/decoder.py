@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchtitan.distributed import ParallelDims
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.nn_modules import Identity
@@ -344,10 +344,7 @@ class LoopDecoder(Decoder):
         slot: CacheSlot | None,
         step: int | Tensor | None,
     ) -> Tensor:
-        """Apply layer `index` once at a step, None outside the loop.
-
-        A family whose layers return more than the state overrides this.
-        """
+        """Apply a layer at a step, None outside the loop; its other results may be kept."""
         return self.layers[str(index)](hidden_BLD, context, slot)
 
     def readout(self, read_BLD: Tensor) -> Tensor:
@@ -418,10 +415,11 @@ class LoopDecoder(Decoder):
         """Return how an optimiser treats a parameter, whole or sharded; names as in checkpoints."""
         return default_group(name, parameter, self.get_submodule(name.rpartition(".")[0]))
 
-    def after_update(self, parallel_dims: ParallelDims, updated: Tensor) -> None:
+    def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Move state that no gradient moves, after a training step; collective.
 
-        `updated` says whether the step moved the weights, a bool on the device.
+        `mesh` is of ranks with other tokens than this one's, None if there are none; `updated` says
+        whether the step moved the weights, a bool on the device.
         """
 
     def record(self) -> Mapping[str, Any]:

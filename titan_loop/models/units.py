@@ -34,6 +34,7 @@ class Unit(NamedTuple):
         gathered_in_backward: False where the backward pass needs no weight.
         fp32: Whether it computes in fp32. Such a unit is small, and tensor-parallel ranks each hold
             all of it.
+        spread: Whether expert parallelism spreads it, so that FSDP shards it over the other ranks.
         kept: Whether it stays gathered after a visit unless `fsdp_reshard_after_forward` is always:
             it is small, or its backward pass follows at once.
     """
@@ -45,6 +46,7 @@ class Unit(NamedTuple):
     gathered_in_backward: bool = True
     fp32: bool = False
     kept: bool = False
+    spread: bool = False
 
     @property
     def is_looped(self) -> bool:
@@ -70,7 +72,11 @@ class UnitSize:
 
     def shard(self, degree: int, trainable: Trainable = "all") -> int:
         """Return how many elements each rank holds: FSDP shards rows and pads to one a rank."""
-        return sum(-(-shape[0] // degree) * math.prod(shape[1:]) for shape in self._of(trainable))
+        return sum(
+            -(-shape[axis] // degree) * math.prod(shape) // shape[axis]
+            for shape in self._of(trainable)
+            for axis in [sharded_axis(shape, degree)]
+        )
 
     def _of(self, trainable: Trainable) -> list[tuple[int, ...]]:
         return [
@@ -78,6 +84,11 @@ class UnitSize:
             for name, shape in self.shapes.items()
             if trainable == "all" or name.startswith("exit_gate.")
         ]
+
+
+def sharded_axis(shape: Sequence[int], degree: int) -> int:
+    """Return the axis that FSDP cuts: the first, but the rows of a stack of too few matrices."""
+    return 1 if len(shape) == 3 and shape[0] < degree else 0
 
 
 def innermost_first(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -36,7 +36,8 @@ class ModelState(Callback):
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
         """Tell the model that a step ended, with or without an update."""
-        trainer.model.after_update(trainer.parallel_dims, verdict.skip == 0)
+        mesh = trainer.parallel_dims.get_optional_mesh("loss")
+        trainer.model.after_update(mesh, verdict.skip == 0)
 
     def record(self, trainer: TrainingState) -> Mapping[str, Any]:
         """Return the model's entries."""

@@ -139,5 +139,8 @@ def _to_device(value: Tensor, device: torch.device) -> Tensor:
 def clip(trainer: TrainingState) -> Tensor:
     """Scale the gradients to a norm of at most `training.max_norm`; return their norm before."""
     return dist_utils.clip_grad_norm_(
-        list(trainer.model.parameters()), trainer.config.training.max_norm, foreach=True
+        list(trainer.model.parameters()),
+        trainer.config.training.max_norm,
+        foreach=True,
+        ep_enabled=trainer.parallel_dims.ep_enabled,
     )

@@ -40,6 +40,7 @@ def tokens(windows: int = 2) -> Tensor:
 def parameters(**options: object) -> tuple[int, int]:
     """Return the parameters of a model, and those that a token meets, each once."""
     config = decoder_config(MoEOptions(**options), max_seq_len=8)  # type: ignore[arg-type]
+    assert isinstance(config, MoEDecoder.Config)
     with torch.device("meta"):
         model = config.build()
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -91,6 +92,7 @@ def test_recomputation_routes_as_the_forward_pass_and_counts_once(policy, monkey
     config = decoder_config(MoEOptions(**SPLIT, routers=2), max_seq_len=L)
     checkpointing = CHECKPOINTING[policy]
     model, _ = parallel_model(config, ALONE, ac_config=checkpointing and checkpointing())
+    assert isinstance(model, MoEDecoder)
     output = model(tokens(), recurrent_steps=3, collect="last")
     forward = len(routed)
     assert forward == 4  # one sparse layer in the loop, three times, and the coda's

@@ -9,7 +9,7 @@ its visits, micro-batches and ranks.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import spmd_types as spmd
@@ -17,7 +17,7 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.distributed import ParallelDims
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
@@ -29,6 +29,7 @@ from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
+from titan_loop.models.parameter_groups import ParameterGroup
 from titan_loop.models.units import Unit
 
 EXPERTS = "experts"
@@ -110,6 +111,8 @@ class MoEDecoder(LlamaDecoder):
                     enable_sp=enable_sp,
                     expert_param_layout=cut,
                 )
+                states = layer.moe.sharding_config.state_shardings
+                states["expert_bias_SE"] = states["expert_bias_E"]
 
         @property
         def hidden_dim(self) -> int:
@@ -131,8 +134,13 @@ class MoEDecoder(LlamaDecoder):
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:
             """Refuse to split windows and layers, whose routing is counted whole."""
-            degrees = {"tensor": tensor_parallel, "context": context_parallel}
-            for name, degree in (degrees | {"expert": expert_parallel}).items():
+            experts = next(iter(self.sparse.values())).num_experts
+            if experts % expert_parallel:
+                raise UserError(
+                    f"parallelism.expert_parallel_degree={expert_parallel} must divide "
+                    f"model.experts={experts}"
+                )
+            for name, degree in {"tensor": tensor_parallel, "context": context_parallel}.items():
                 if degree != 1:
                     raise UserError(
                         f"parallelism.{name}_parallel_degree={degree} does not work with "
@@ -234,12 +242,11 @@ class MoEDecoder(LlamaDecoder):
         return hidden_BLD
 
     @torch.no_grad()
-    def after_update(self, parallel_dims: ParallelDims, updated: Tensor) -> None:
+    def after_update(self, mesh: DeviceMesh | None, updated: Tensor) -> None:
         """Count the step's loads over all ranks, and balance the experts by them."""
         counted, self._counted = self._counted, {}
         keys = sorted(counted, key=lambda key: (key[0], key[1] or 0))  # the same on all ranks
         loads_VE = torch.stack([counted[key] for key in keys])
-        mesh = parallel_dims.get_optional_mesh("loss")
         if mesh is not None:
             dist.all_reduce(loads_VE, group=mesh.get_group())
         self.loads = dict(zip(keys, loads_VE.unbind(), strict=True))
@@ -274,6 +281,13 @@ class MoEDecoder(LlamaDecoder):
             "experts/unused": sum(share == 0 for share in shares),
         }
 
+    def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
+        """Return how an optimiser treats a parameter: each expert's matrices are hidden ones."""
+        group = super().parameter_group(name, parameter)
+        if ".inner_experts." in name:
+            return replace(group, is_hidden_matrix=True)
+        return replace(group, is_hidden_matrix=False) if ".gate.weight" in name else group
+
     def units(self) -> list[Unit]:
         """List the units: the experts of a layer are one of their own, after the rest of it."""
         sparse = [self.layers[str(index)] for index in self.config.sparse]
@@ -283,5 +297,5 @@ class MoEDecoder(LlamaDecoder):
             for layer in unit.modules:
                 if layer in sparse:
                     experts = layer.get_submodule("moe.routed_experts")
-                    units.append(unit._replace(name=EXPERTS, modules=(experts,)))
+                    units.append(unit._replace(name=EXPERTS, modules=(experts,), spread=True))
         return units

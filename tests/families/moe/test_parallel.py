@@ -1,0 +1,131 @@
+"""Experts spread over ranks: losses, gradients and biases of one process, under every policy."""
+
+from typing import Any
+
+import pytest
+import titan_loop.compat as compat
+import torch
+from torch import Tensor
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed import utils as dist_utils
+
+from tests.distributed.parallel_model import (
+    global_loss,
+    parallel_model,
+    part_of_rank,
+    whole_gradients,
+)
+from tests.distributed.test_parity import CHECKPOINTING, RELATIVE_TOLERANCE, batches
+from titan_loop.distributed.loop_fsdp import FSDPConfig
+from titan_loop.distributed.muon import Muon
+from titan_loop.families.moe.decoder import MoEDecoder
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.families.moe.objective import MoELoss
+from titan_loop.models.family import decoder_config
+
+pytestmark = pytest.mark.multiprocess
+
+STEPS = 5
+PASSES = (3, 1)  # recurrent steps of a training step's micro-batches
+OPTIONS: dict[str, Any] = {
+    "experts": 4,
+    "expert_hidden_dim": 32,
+    "shared_experts": 1,
+    "n_layers": 3,
+    "prelude_layers": 1,
+    "dense_layers": (2,),
+    "routers": 2,
+}
+LAYOUTS = {  # ranks, expert parallelism, replicas
+    "ep4": (4, 4, 1),
+    "ep2-fsdp2": (4, 2, 1),
+    "fsdp2": (2, 1, 1),
+    "ep2-replicas": (4, 2, 2),
+    "more-ranks": (4, 1, 1),
+}
+
+
+def trained(
+    expert_parallel: int, replicas: int, policy: str, fsdp: str = "per_visit", muon: bool = False
+) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Return five steps' losses, the last one's gradients, and the experts' biases."""
+    config = decoder_config(MoEOptions(**OPTIONS), max_seq_len=16)
+    assert isinstance(config, MoEDecoder.Config)
+    config.expert_parallel = expert_parallel > 1
+    checkpointing = CHECKPOINTING[policy]
+    model, dims = parallel_model(
+        config,
+        ParallelismConfig(
+            expert_parallel_degree=expert_parallel,
+            data_parallel_replicate_degree=replicas,
+            spmd_backend=compat.SPMD_BACKEND,
+        ),
+        ac_config=checkpointing and checkpointing(),
+        fsdp=FSDPConfig(policy=fsdp),  # type: ignore[arg-type]
+    )
+    loss_fn = MoELoss.Config(balance_weight=0.1, router_z_weight=0.01).build(
+        compile_config=CompileConfig()
+    )
+    loss_fn.set_lm_head(model.lm_head)
+    stacks = [p for name, p in model.named_parameters() if "inner_experts" in name]
+    others = [p for name, p in model.named_parameters() if "inner_experts" not in name]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(others, lr=0.05, foreach=False)]
+    if muon:
+        optimizers.append(Muon([{"params": stacks, "lr": 0.01}], dtype=torch.float32))
+    else:
+        optimizers.append(torch.optim.SGD(stacks, lr=0.05, foreach=False))
+    losses, gradients = [], {}
+    for _ in range(STEPS):
+        model.zero_grad()
+        for steps, batch in zip(PASSES, batches(len(PASSES)), strict=True):
+            tokens, positions, masks, labels = part_of_rank(model, dims, batch)
+            output = model(tokens, positions, masks, recurrent_steps=steps, collect="last")
+            loss, _ = loss_fn(output, labels, torch.tensor(116.0))
+            loss.backward()
+            losses.append(global_loss(loss, dims))
+        gradients = whole_gradients(model)
+        dist_utils.clip_grad_norm_(
+            list(model.parameters()), 1.0, foreach=True, ep_enabled=dims.ep_enabled
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+        mesh = dims.get_mesh("loss") if dims.dp_cp_enabled else None
+        model.after_update(mesh, torch.tensor(True))
+    biases = [value for name, value in model.named_buffers() if name.endswith("bias_SE")]
+    return losses, gradients, biases
+
+
+_alone: dict[Any, Any] = {}
+
+
+def check(gloo_pool: Any, layout: str, *how: Any) -> None:
+    world, expert_parallel, replicas = LAYOUTS[layout]
+    if how not in _alone:
+        _alone[how] = trained(1, 1, *how)
+    expected_losses, expected, expected_biases = _alone[how]
+    for losses, gradients, biases in gloo_pool(world).run(trained, expert_parallel, replicas, *how):
+        assert losses == pytest.approx(expected_losses, rel=RELATIVE_TOLERANCE)
+        for name, gradient in gradients.items():
+            largest = float(expected[name].abs().max())
+            error = float((gradient - expected[name]).abs().max())
+            assert error <= RELATIVE_TOLERANCE * largest, f"{name}: {error / largest:.1e}"
+        assert gradients.keys() == expected.keys()
+        assert len(biases) == len(expected_biases)
+        for bias, want in zip(biases, expected_biases, strict=True):
+            assert torch.equal(bias, want)  # a function of the counts alone
+
+
+@pytest.mark.parametrize("layout", ["ep4", "ep2-fsdp2"])
+@pytest.mark.parametrize("policy", CHECKPOINTING)
+def test_training_equals_one_process_under_every_policy(gloo_pool, layout, policy):
+    check(gloo_pool, layout, policy)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ep2-replicas", "more-ranks"])
+def test_training_equals_one_process_on_other_layouts(gloo_pool, layout):
+    check(gloo_pool, layout, "full", "per_step")
+
+
+@pytest.mark.parametrize("layout", ["ep4", "ep2-fsdp2", "fsdp2"])
+def test_muon_updates_every_expert_on_its_own(gloo_pool, layout):
+    check(gloo_pool, layout, "none", "per_step", True)
