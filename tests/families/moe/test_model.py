@@ -13,11 +13,13 @@ from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 from tests.distributed.parallel_model import parallel_model
 from tests.distributed.test_parity import CHECKPOINTING
 from tests.inference.generation import check_generation
+from titan_loop.distributed.parallelize import check_parallelism
 from titan_loop.errors import UserError
 from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
-from titan_loop.models.family import build_decoder, decoder_config, read_options
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.models.family import ModelOptions, build_decoder, decoder_config, read_options
 
 L = 16
 ALONE = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND)
@@ -194,3 +196,38 @@ def test_recorded_options_are_read_back():
     )
     assert again == here
     assert here["dense_layers"] == [1, 2]
+
+
+def spread(family_options: ModelOptions, world: int, **parallelism: object) -> None:
+    config = decoder_config(family_options, max_seq_len=8)
+    layout = ParallelismConfig(spmd_backend=compat.SPMD_BACKEND, **parallelism)  # type: ignore[arg-type]
+    check_parallelism(layout, world_size=world, n_heads=4, n_kv_heads=2, seq_len=8)
+    config.check_spreading(
+        tensor_parallel=layout.tensor_parallel_degree,
+        context_parallel=layout.context_parallel_degree,
+        expert_parallel=layout.expert_parallel_degree,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "parallelism", "message"),
+    [
+        (MoEOptions(), 4, {"expert_parallel_degree": 3}, "=3 must divide the 4 ranks"),
+        (MoEOptions(), 4, {"expert_parallel_degree": 0}, "=0 must divide the 4 ranks"),
+        (
+            MoEOptions(),
+            4,
+            {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2},
+            "=4 must divide the 2 ranks of a replica",
+        ),
+        (MoEOptions(experts=6), 4, {"expert_parallel_degree": 4}, "must divide model.experts=6"),
+        (MoEOptions(), 2, {"tensor_parallel_degree": 2}, "tensor_parallel_degree=2 does not work"),
+        (MoEOptions(), 2, {"context_parallel_degree": 2}, "context_parallel_degree=2 does not"),
+        (NanbeigeOptions(), 2, {"expert_parallel_degree": 2}, "family=nanbeige has no experts"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_in_a_line(options, world, parallelism, message):
+    with pytest.raises(UserError) as found:
+        spread(options, world, **parallelism)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
