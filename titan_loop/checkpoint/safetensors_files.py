@@ -134,10 +134,12 @@ def write_folder(
     read: Callable[[str], Tensor],
     *,
     max_shard_bytes: int,
+    index: bool = False,
 ) -> None:
     """Write tensors to one file, or to shards with an index; one tensor in memory at a time.
 
     Args:
+        index: Whether a single file has an index, too.
         dtype: float32 or bfloat16; rounds to nearest even where that is narrower.
         max_shard_bytes: Most tensor bytes in a file, unless a single tensor has more.
 
@@ -145,7 +147,7 @@ def write_folder(
         ValueError: A tensor has another shape than announced.
     """
     shards = plan_shards(shapes, dtype, max_shard_bytes)
-    if len(shards) == 1:
+    if len(shards) == 1 and not index:
         _write_file(folder / SINGLE, shapes, shards[0], dtype, read)
         return
     weight_map: dict[str, str] = {}

@@ -41,15 +41,15 @@ _NAMED = 3
 
 
 def _shape_of(config: dict[str, Any]) -> LlamaShape:
-    """Return the shape that a `config.json` describes, by its `model_type`."""
+    """Return the shape that a `config.json` describes."""
     formats: list[Format] = [find("formats", name) for name in names("formats")]
-    known = {each.folder.model_type: each.folder for each in formats if each.folder is not None}
+    known = [each.folder for each in formats if each.folder is not None]
+    for folder in known:
+        if folder.describes(config):
+            return folder.from_config(config)
     found = config.get("model_type")
-    if not isinstance(found, str) or found not in known:
-        raise UserError(
-            f"config.json: model_type={found!r:.40} cannot be imported{nearest(str(found), known)}"
-        )
-    return known[found].from_config(config)
+    close = nearest(str(found), [folder.model_type for folder in known])
+    raise UserError(f"config.json: model_type={found!r:.40} cannot be imported{close}")
 
 
 class ModelFolder:
@@ -73,7 +73,8 @@ class ModelFolder:
         self.shape = _shape_of(config)
         self._files = SafetensorsFolder(path)
         self._check_tensors()
-        tokenizer = path / TOKENIZER_NAME
+        files = path / self.shape.tokenizer_folder
+        tokenizer = files / TOKENIZER_NAME
         self.tokenizer = tokenizer if tokenizer.exists() else None
         self.text: TextFormat | None = None
         if self.tokenizer is not None:
@@ -81,16 +82,18 @@ class ModelFolder:
             check_vocabulary(
                 loaded, self.shape.vocab_size, str(tokenizer), most_spare_rows=PADDING_ROWS
             )
-            self.text = _text_format(path, config, loaded)
+            self.text = _text_format(files, config, loaded)
 
     @property
     def names(self) -> list[str]:
         """The format's tensors, in the order in which reading them is cheap."""
-        return self._files.names
+        of_file = {self.shape.file_name(name): name for name in self.shape.tensor_shapes()}
+        return [of_file[name] for name in self._files.names]
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return one tensor in the wanted type."""
-        return self._files.read(name).to(dtype)
+        stored = self._files.read(self.shape.file_name(name))
+        return self.shape.loaded(name, stored.to(dtype))
 
     def lineage(self) -> dict[str, Any]:
         """Return the record of the weights' origin for a manifest."""
@@ -98,7 +101,8 @@ class ModelFolder:
         return {"imported_from": str(self.path.resolve()), "config_sha256": digest}
 
     def _check_tensors(self) -> None:
-        expected, found = self.shape.tensor_shapes(), self._files.shapes
+        found, shapes = self._files.shapes, self.shape.tensor_shapes()
+        expected = {self.shape.file_name(name): shape for name, shape in shapes.items()}
         if self.shape.tie_weights and HEAD not in found:
             expected.pop(HEAD)  # transformers writes a tied matrix once
         missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()

@@ -87,6 +87,8 @@ class LlamaShape:
     """Fields of `config.json` that must have one value where they are present."""
     steps_field: ClassVar[str | None] = None
     """Field of `config.json` that holds R; None where R is 1."""
+    tokenizer_folder: ClassVar[str] = ""
+    """Folder inside the folder that holds the tokenizer."""
     of_model: ClassVar[Mapping[str, str]] = {
         "model.embed_tokens.": "tok_embeddings.",
         "model.norm.": "norm.",
@@ -148,6 +150,11 @@ class LlamaShape:
                 )
         shape = {name: architecture[name] for name in names & architecture.keys()}
         return cls(**shape, recurrent_steps=recurrent_steps, max_positions=max_positions)
+
+    @classmethod
+    def describes(cls, config: Mapping[str, Any]) -> bool:
+        """Return whether a `config.json` is one of this format."""
+        return config.get("model_type") == cls.model_type
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -286,6 +293,14 @@ class LlamaShape:
         if self.tie_weights:
             del shapes[HEAD]
         return sum(prod(shape) for shape in shapes.values())
+
+    def file_name(self, tensor: str) -> str:
+        """Return the name in a folder's files of a tensor of the format."""
+        return tensor
+
+    def loaded(self, tensor: str, stored: Tensor) -> Tensor:
+        """Return a tensor of a folder's files as a checkpoint has it."""
+        return stored
 
     def stored_layer(self, index: int) -> int:
         """Return the number in the checkpoint of the format's layer `index`."""

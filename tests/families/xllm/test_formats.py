@@ -1,0 +1,123 @@
+"""Released checkpoints, in their own layout, and the models that they become."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from tests.families.nanbeige.test_formats import convert
+from tests.families.xllm.reference import fields, logits, random_weights
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
+from titan_loop.families.xllm.formats import XllmShape
+from titan_loop.families.xllm.start_state import fixed_noise
+from titan_loop.models.family import build_decoder
+from titan_loop.runs.saved_run import SavedRun
+
+TOKENS = torch.arange(12) * 5 % 64
+CLOSE = 2e-5  # the model in float64, its rotations and its noise in fp32
+
+SPLIT = {
+    "huginn_hierarchical_state": "split_hl",
+    "huginn_hierarchical_h_cycles": 2,
+    "huginn_hierarchical_l_cycles": 3,
+}
+WHOLE = {"arch": "transformer", "loop_input_injection": "diagonal"}
+MODELS = {
+    "diagonal": fields(),
+    "zero": fields(huginn_state_init="zero"),
+    "parcae": fields(huginn_prelude_norm="rms"),
+    "orthogonal": fields(huginn_prelude_orthogonal=True),
+    "linear": fields(
+        huginn_input_injection="linear", huginn_recurrent_exit_norm="parameterless_rms"
+    ),
+    "middle": fields(huginn_state_init="input", huginn_input_injection="none"),
+    "shared": fields(**{**SPLIT, "huginn_hierarchical_state": "shared_hl"}),
+    "split": fields(**SPLIT, huginn_split_module_repeats=2),
+    "ouro": fields(arch="transformer", loop_times=2),
+    "ouro injected": fields(**WHOLE, loop_times=2),
+    "unrolled": fields(
+        arch="transformer",
+        loop_times=1,
+        num_layers=8,
+        dense_prelude_input_injection="diagonal",
+        dense_prelude_input_layers="2,4",
+        dense_prelude_source_layer=1,
+    ),
+}
+NANBEIGE = {"middle", "ouro"}
+
+
+def imported(folder, run):
+    """Return the model of an imported folder, in float64."""
+    convert("import", folder, "--output", run)
+    saved = SavedRun.open(run)
+    model = build_decoder(saved.model_options, max_seq_len=32).eval()
+    reader = CheckpointReader(saved.checkpoint().path)
+    model.load_state_dict({name: reader.read(name) for name in model.state_dict()})
+    return saved, model.double()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_model_answers_as_the_equations(name, write_released, tmp_path):
+    config = MODELS[name]
+    weights = random_weights(config)
+    saved, model = imported(write_released(config, weights), tmp_path / "run")
+    assert saved.model_options.family == ("nanbeige" if name in NANBEIGE else "xllm")
+    rounded = {key: tensor.to(torch.bfloat16).double() for key, tensor in weights.items()}
+    start = fixed_noise(torch.arange(len(TOKENS))[None], config["model_dim"])[0].double()
+    want = logits(rounded, config, TOKENS, start)
+    with torch.no_grad():
+        got = model.readout(model(TOKENS[None]).hidden_RBLD[-1])[0]
+    torch.testing.assert_close(got, want, atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - NANBEIGE))
+def test_export_writes_their_layout_again(name, write_released, tmp_path):
+    config = MODELS[name]
+    weights = random_weights(config)
+    run = tmp_path / "run"
+    imported(write_released(config, weights), run)
+    out = tmp_path / "out"
+    convert("export", run, "--to", "xllm", "--output", out, "--no-tokenizer", "--dtype", "bfloat16")
+    written = json.loads((out / "config.json").read_text())["model"]
+    want = XllmShape.from_config({"model": config})
+    assert XllmShape.from_config({"model": written}) == want
+    _, model = imported(out, tmp_path / "again")
+    _, first = imported(tmp_path / "released", tmp_path / "third")
+    for key, tensor in first.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
+    manifest = json.loads((out / "artifact_manifest.json").read_text())
+    listed = {record["path"]: record for record in manifest["files"]}
+    found = {str(f.relative_to(out)) for f in out.rglob("*") if f.is_file()}
+    assert found == listed.keys() | {"artifact_manifest.json"}
+    for path, record in listed.items():
+        content = (out / path).read_bytes()
+        assert record["sha256"] == hashlib.sha256(content).hexdigest()
+        assert record["size_bytes"] == len(content)
+    digest = manifest.pop("manifest_sha256")
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"arch": "gekko"}, "model.arch='gekko' is not what titan_loop computes"),
+        ({"num_experts": 25}, "model.num_experts=25 is not what titan_loop computes"),
+        ({"qknorm": True}, "model.qknorm=True is not what titan_loop computes"),
+        ({"huginn_hierarchical_state": "three"}, "model.huginn_hierarchical_state='three' is not"),
+        ({"huginn_recurrent_layers": 3}, "model.huginn_recurrent_layers=3 is not"),
+        ({"rope_head_dim": 4}, "model.rope_head_dim=4 is not"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(changed, message):
+    with pytest.raises(UserError, match=message):
+        XllmShape.from_config({"model": fields(**changed)})
+
+
+def test_injections_at_uneven_places_are_refused():
+    config = MODELS["unrolled"] | {"dense_prelude_input_layers": "2,5,6"}
+    with pytest.raises(UserError, match="dense_prelude_input_layers='2,5,6' is not"):
+        XllmShape.from_config({"model": config})

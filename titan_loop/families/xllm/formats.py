@@ -1,0 +1,431 @@
+"""Folders in the layout of xLLM-Loop's released checkpoints, in and out.
+
+    config.json {"model", "tokenizer"}, model-*.safetensors with an index, tokenizer/,
+    artifact_manifest.json: size and SHA-256 of every file
+
+Their files keep the gain of a norm as an offset from 1, and rotate neighbouring elements of a head;
+checkpoints here keep the gain, and rotate halves. A model without an injection is one of family
+`nanbeige`, with every export of that family. Mixtures of experts and distilled students are
+refused.
+
+Source: the code of xLLM-Loop, `xllm/models` and `xllm/paper_part1/artifacts.py`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from titan_loop.checkpoint.safetensors_files import INDEX, write_folder
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.xllm.decoder import States
+from titan_loop.families.xllm.injection import Injection
+from titan_loop.families.xllm.model import SIZES, XllmOptions
+from titan_loop.families.xllm.start_state import Start
+from titan_loop.formats.format import Export, Format
+from titan_loop.formats.gguf_file import neighbours
+from titan_loop.formats.importing import CONFIG
+from titan_loop.formats.llama_shape import LlamaShape, integer, positive, unsupported
+from titan_loop.models.family import ModelOptions
+from titan_loop.models.llama import LLAMA_SIZES
+from titan_loop.storage.json_files import write_json
+from titan_loop.storage.staged_folder import staged_folder
+
+WINDOW = 8192
+"""Tokens of a window in all of their recipes; the config does not say it."""
+
+_FIXED = {
+    "attn_act_func": "softmax",
+    "qknorm": False,
+    "apply_attn_gate": False,
+    "apply_rmsnorm": True,
+    "layernorm_num_groups": 1,
+    "norm_affine": True,
+    "scale_emb": False,
+    "swiglu": True,
+    "output_size": -1,
+    "num_experts": 0,
+    "num_values": 0,
+    "residual_func": "base",
+}
+"""Fields of the model section that must have one value where they are present."""
+
+_OF_LAYER = {
+    "self_attn.q_proj.": "attention.wq.",
+    "self_attn.k_proj.": "attention.wk.",
+    "self_attn.v_proj.": "attention.wv.",
+    "self_attn.o_proj.": "attention.wo.",
+    "mlp.gate_proj.": "nffn.fc1.",
+    "mlp.down_proj.": "nffn.fc2.",
+    "mlp.up_proj.": "nffn.fc3.",
+    "input_layernorm.": "attention.norm.",
+    "post_attention_layernorm.": "nffn.norm.",
+}
+_OF_MODEL = {
+    "model.embed_tokens.weight": "embed.weight",
+    "model.norm.weight": "output.final_norm.weight",
+    "lm_head.weight": "output.output.weight",
+    "model.prelude_norm.weight": "huginn_prelude_norm_module.weight",
+}
+_OF_INJECTION = {
+    "weight": "input_adapter.weight",
+    "log_decay": "A_log",
+    "step_bias": "dt_bias",
+}
+_OF_LINEAR = {"weight": "adapter.weight", "bias": "adapter.bias"}
+_STATES: dict[str, States] = {"none": "one", "shared_hl": "shared", "split_hl": "split"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class XllmShape(LlamaShape):
+    """The shape of a released model; fields as the options of the family."""
+
+    title: ClassVar[str] = "xLLM"
+    family: ClassVar[str] = "xllm"
+    model_type: ClassVar[str] = "xllm"
+    tokenizer_folder: ClassVar[str] = "tokenizer"
+    of_model: ClassVar[Mapping[str, str]] = {
+        **LlamaShape.of_model,
+        "model.injection.": "injection.",
+        "model.prelude_norm.": "prelude_norm.",
+    }
+
+    prelude_layers: int
+    coda_layers: int
+    injection: Injection
+    start_state: Start
+    states: States = "one"
+    low_cycles: int = 3
+    core_passes: int = 1
+    untied_steps: int = 1
+    prelude_norm: bool = False
+    state_norm: bool = False
+
+    @classmethod
+    def describes(cls, config: Mapping[str, Any]) -> bool:
+        """As of the base class; the config has a section that says how the model is built."""
+        model = config.get("model")
+        return isinstance(model, dict) and "arch" in model
+
+    @classmethod
+    def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """As of the base class, from the model section."""
+        model = config["model"]
+        for name, wanted in _FIXED.items():
+            if model.get(name, wanted) != wanted:
+                raise unsupported(f"model.{name}", model[name], wanted)
+        heads, dim = integer(model, "num_heads"), integer(model, "model_dim")
+        for name in ("head_dim", "rope_head_dim"):
+            if model.get(name) not in (None, dim // heads):
+                raise unsupported(f"model.{name}", model[name], dim // heads)
+        read = {"transformer": _read_transformer, "huginn": _read_huginn}.get(model["arch"])
+        if read is None:
+            raise unsupported("model.arch", model["arch"], "transformer or huginn")
+        return {
+            "dim": dim,
+            "n_layers": integer(model, "num_layers"),
+            "n_heads": heads,
+            "n_kv_heads": integer(model, "num_kv_heads", heads),
+            "hidden_dim": integer(model, "ffn_hidden_dim"),
+            "vocab_size": integer(model, "vocab_size"),
+            "tie_weights": False,
+            "rope_theta": positive("model.rope_base", model.get("rope_base")),
+            "norm_eps": positive("model.rmsnorm_eps", model.get("rmsnorm_eps", 1e-6)),
+            "max_positions": WINDOW,
+            **read(model),
+        }
+
+    def options(self) -> ModelOptions:
+        """As of the base class."""
+        outside: dict[str, Any] = {
+            "prelude_layers": self.prelude_layers,
+            "coda_layers": self.coda_layers,
+        }
+        if self.injection == "none" and self.states == "one" and not self.state_norm:
+            shared = self.shared_options(LLAMA_SIZES, NanbeigeOptions().size)
+            return NanbeigeOptions(**shared, **outside, norm_eps=self.norm_eps)
+        return XllmOptions(
+            **self.shared_options(SIZES, XllmOptions().size),
+            **outside,
+            norm_eps=self.norm_eps,
+            injection=self.injection,
+            start_state=self.start_state,
+            states=self.states,
+            low_cycles=self.low_cycles,
+            core_passes=self.core_passes,
+            untied_steps=self.untied_steps,
+            prelude_norm=self.prelude_norm,
+            state_norm=self.state_norm,
+        )
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As of the base class, with the injection and the prelude's norm."""
+        shapes, dim = super().tensor_shapes(), self.dim
+        if self.injection == "linear":
+            shapes |= {"model.injection.weight": (dim, 2 * dim), "model.injection.bias": (dim,)}
+        elif self.injection != "none":
+            shapes |= {
+                "model.injection.weight": (dim, dim),
+                "model.injection.log_decay": (dim,),
+                "model.injection.step_bias": (dim,),
+            }
+        if self.prelude_norm:
+            shapes["model.prelude_norm.weight"] = (dim,)
+        return shapes
+
+    def file_name(self, tensor: str) -> str:
+        """As of the base class."""
+        if tensor in _OF_MODEL:
+            return _OF_MODEL[tensor]
+        if tensor.startswith("model.injection."):
+            names = _OF_LINEAR if self.injection == "linear" else _OF_INJECTION
+            return f"{self._module}.{names[tensor.removeprefix('model.injection.')]}"
+        stem, kind = tensor.rsplit(".", 1)
+        _, _, index, inner = f"{stem}.".split(".", 3)
+        return f"layers.{index}.{_OF_LAYER[inner]}{kind}"
+
+    @property
+    def _module(self) -> str:
+        """The module that their three classes call the injection."""
+        if self.untied_steps > 1:
+            return "dense_prelude_input_injection_module"
+        of_loop = not (self.prelude_layers or self.coda_layers)
+        return "loop_input_injection_module" if of_loop else "input_injection"
+
+    def loaded(self, tensor: str, stored: Tensor) -> Tensor:
+        """As of the base class."""
+        if tensor.endswith("norm.weight"):
+            return stored + 1
+        heads = self._rotated_heads(tensor)
+        if heads is None:
+            return stored
+        return stored.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
+        """Return a tensor as their files have it."""
+        weight = super().read(reader, tensor)
+        if tensor.endswith("norm.weight"):
+            return weight - 1
+        heads = self._rotated_heads(tensor)
+        return weight if heads is None else neighbours(weight, heads)
+
+    def _rotated_heads(self, tensor: str) -> int | None:
+        """Return the number of heads of a query or key matrix; None for other tensors."""
+        of = {"self_attn.q_proj.weight": self.n_heads, "self_attn.k_proj.weight": self.n_kv_heads}
+        return next((heads for name, heads in of.items() if tensor.endswith(name)), None)
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """Return the model section, complete for their `ModelConf`."""
+        return {
+            **{name: value for name, value in _FIXED.items() if name != "residual_func"},
+            "model_dim": self.dim,
+            "num_layers": self.n_layers,
+            "num_heads": self.n_heads,
+            "num_kv_heads": self.n_kv_heads,
+            "head_dim": self.dim // self.n_heads,
+            "rope_head_dim": self.dim // self.n_heads,
+            "ffn_hidden_dim": self.hidden_dim,
+            "vocab_size": self.vocab_size,
+            "apply_bias_term": True,
+            "rmsnorm_eps": self.norm_eps,
+            "rope_base": self.rope_theta,
+            **self._loop_fields(),
+        }
+
+    def _loop_fields(self) -> dict[str, Any]:
+        core = self.n_layers - self.prelude_layers - self.coda_layers
+        if self.untied_steps > 1:
+            starts = range(self.prelude_layers, self.n_layers - self.coda_layers)
+            return {
+                "arch": "transformer",
+                "dense_prelude_input_injection": self.injection,
+                "dense_prelude_input_layers": ",".join(
+                    map(str, starts[:: core // self.untied_steps])
+                ),
+                "dense_prelude_source_layer": self.prelude_layers - 1,
+            }
+        if not (self.prelude_layers or self.coda_layers):
+            return {
+                "arch": "transformer",
+                "loop_times": self.recurrent_steps,
+                "loop_input_injection": self.injection,
+            }
+        names = {ours: theirs for theirs, ours in _STATES.items()}
+        orthogonal, linear = self.injection == "orthogonal", self.injection == "linear"
+        needs_control = orthogonal or linear or self.prelude_norm or self.state_norm
+        cycles = 1 if self.states == "one" else self.low_cycles + 1
+        return {
+            "arch": "huginn",
+            "loop_times": self.recurrent_steps * cycles,
+            "huginn_prelude_layers": self.prelude_layers,
+            "huginn_recurrent_layers": core,
+            "huginn_coda_layers": self.coda_layers,
+            "huginn_state_init": self.start_state,
+            "huginn_input_injection": "diagonal" if orthogonal else self.injection,
+            "huginn_hierarchical_state": names[self.states],
+            "huginn_hierarchical_h_cycles": self.recurrent_steps,
+            "huginn_hierarchical_l_cycles": self.low_cycles,
+            "huginn_split_module_repeats": self.core_passes,
+            "huginn_depth_control": needs_control,
+            "huginn_prelude_orthogonal": orthogonal,
+            "huginn_prelude_norm": "rms" if self.prelude_norm else "none",
+            "huginn_recurrent_exit_norm": "parameterless_rms" if self.state_norm else "none",
+        }
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """As of the base class; their classes have fewer combinations than the family."""
+        shape = super().from_architecture(
+            architecture, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        whole_stack = not (shape.prelude_layers or shape.coda_layers)
+        plain = shape.injection == "diagonal" and shape.start_state == "input"
+        own = (shape.states, shape.prelude_norm, shape.state_norm) == ("one", False, False)
+        if (whole_stack or shape.untied_steps > 1) and not (plain and own):
+            raise UserError(
+                "the xLLM format has no place for a loop over the whole stack, or for untied "
+                "steps, other than with model.injection=diagonal, model.start_state=input, one "
+                "state and no norms in the loop"
+            )
+        if shape.untied_steps > 1 and (recurrent_steps > 1 or not shape.prelude_layers):
+            raise UserError(
+                "the xLLM format has untied steps only behind a prelude, and no loop over them: "
+                "use --recurrent-steps 1 and model.prelude_layers of at least 1"
+            )
+        return shape
+
+
+def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loop of a `LoopedTransformer`: of a span of layers, or untied with injections."""
+    layers, loops = integer(model, "num_layers"), integer(model, "loop_times", 1)
+    first, stop = model.get("loop_start_layer", 0), model.get("loop_end_layers")
+    fields = {
+        "recurrent_steps": loops,
+        "prelude_layers": first if loops > 1 else 0,
+        "coda_layers": layers - stop if loops > 1 and stop is not None else 0,
+        "injection": model.get("loop_input_injection", "none"),
+        "start_state": "input",
+    }
+    if fields["injection"] != "none" and (fields["prelude_layers"] or fields["coda_layers"]):
+        raise unsupported("model.loop_start_layer", first, "the whole stack with an injection")
+    if model.get("dense_prelude_input_injection", "none") == "none":
+        return fields
+    text, source = model["dense_prelude_input_layers"], model["dense_prelude_source_layer"]
+    places = [int(place) for place in text.split(",")]
+    part = places[1] - places[0] if len(places) > 1 else layers - places[0]
+    even = [*range(places[0], places[0] + part * len(places), part)]
+    if places != even or source != places[0] - 1 or even[-1] + part > layers:
+        raise unsupported("model.dense_prelude_input_layers", text, "equal parts behind the source")
+    return fields | {
+        "prelude_layers": places[0],
+        "coda_layers": layers - even[-1] - part,
+        "untied_steps": len(places),
+        "injection": model["dense_prelude_input_injection"],
+    }
+
+
+def _read_huginn(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the loop of a `Huginn` or a `DepthControlledHuginn`."""
+    layers, prelude = integer(model, "num_layers"), integer(model, "huginn_prelude_layers")
+    coda = integer(model, "huginn_coda_layers")
+    core = model.get("huginn_recurrent_layers")
+    if core is not None and prelude + core + coda != layers:
+        raise unsupported("model.huginn_recurrent_layers", core, layers - prelude - coda)
+    states = _STATES.get(found := model.get("huginn_hierarchical_state", "none"))
+    if states is None:
+        raise unsupported("model.huginn_hierarchical_state", found, " or ".join(_STATES))
+    injection = model.get("huginn_input_injection", "none")
+    if model.get("huginn_prelude_orthogonal", False):
+        injection = "orthogonal"
+    steps = "loop_times" if states == "one" else "huginn_hierarchical_h_cycles"
+    cycles = {
+        "low_cycles": integer(model, "huginn_hierarchical_l_cycles", 3),
+        "core_passes": integer(model, "huginn_split_module_repeats", 1),
+    }
+    return {
+        "recurrent_steps": integer(model, steps),
+        "prelude_layers": prelude,
+        "coda_layers": coda,
+        "injection": injection,
+        "start_state": model.get("huginn_state_init", "normal"),
+        "states": states,
+        "prelude_norm": model.get("huginn_prelude_norm", "none") == "rms",
+        "state_norm": model.get("huginn_recurrent_exit_norm", "none") != "none",
+        **({} if states == "one" else cycles),
+    }
+
+
+def _write(export: Export, output: Path) -> None:
+    shape = export.shape
+    assert isinstance(shape, XllmShape)
+    named = {shape.file_name(tensor): tensor for tensor in shape.tensor_shapes()}
+    shapes = {file: shape.tensor_shapes()[named[file]] for file in sorted(named)}
+    with staged_folder(output) as folder:
+        write_folder(
+            folder,
+            shapes,
+            torch.bfloat16,
+            lambda file: export.read(named[file]),
+            max_shard_bytes=export.max_shard_bytes,
+            index=True,
+        )
+        (folder / shape.tokenizer_folder).mkdir()
+        if export.tokenizer is not None:
+            export.tokenizer.write(folder / shape.tokenizer_folder, max_positions=WINDOW)
+        config = shape.to_config(dtype=export.dtype, bos_id=None, eos_id=None)
+        tokenizer = {"type": "huggingface", "path": shape.tokenizer_folder}
+        write_json(folder / CONFIG, {"model": config, "tokenizer": tokenizer})
+        write_json(folder / "artifact_manifest.json", _manifest(folder, output.name, export))
+
+
+def _manifest(folder: Path, name: str, export: Export) -> dict[str, Any]:
+    """Return the list of files that their loader verifies before it reads a tensor."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    shards = [file for file in files if file.suffix == ".safetensors"]
+    manifest = {
+        "schema_version": 1,
+        "release": "paper-part1",
+        "format": "xllm-native-bf16-safetensors",
+        "config_projection": "model_tokenizer_only",
+        "model": {
+            "name": name,
+            "dtype": "bfloat16",
+            "index": INDEX,
+            "tensor_count": len(export.shape.tensor_shapes()),
+            "shards": len(shards),
+        },
+        "source": {"checkpoint_id": f"step-{export.reader.manifest['step']}"},
+        "files": [
+            {
+                "path": file.relative_to(folder).as_posix(),
+                "sha256": _sha256(file),
+                "size_bytes": file.stat().st_size,
+            }
+            for file in files
+        ],
+    }
+    text = json.dumps(manifest, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    return manifest | {"manifest_sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+XLLM_FOLDER = Format(
+    summary="folder in the layout of xLLM-Loop's released checkpoints, which its own code reads",
+    shape=XllmShape.from_architecture,
+    write=_write,
+    dtypes=("bfloat16",),
+    folder=XllmShape,
+)

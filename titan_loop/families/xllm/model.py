@@ -1,0 +1,158 @@
+"""xLLM-Loop: named sizes and options; `decoder.py` has the equations.
+
+Sizes `s`, `m` and `l` are those of Part II (1, 2 and 1 layers), `730m` is that of Part I (8, 12 and
+8). Initial weights are the authors': matrices normal with standard deviation 0.02, embedding and
+head with 1/√D, truncated at three of them.
+
+Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
+2610.06833, and their code. Deviation: AdamW does not decay the gains of norms, which they keep as
+an offset from 1.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import get_args
+
+from torch import nn
+from torchtitan.models.common.nn_modules import RMSNorm
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.xllm.decoder import States, XllmDecoder
+from titan_loop.families.xllm.injection import Injection, injection_config
+from titan_loop.families.xllm.start_state import Start, StartState
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.final_norm import FinalNorm
+from titan_loop.models.initialisation import normal_matrix
+from titan_loop.models.llama import LlamaOptions, llama_config
+from titan_loop.models.loop_options import ResidualScale
+
+SIZES = {
+    "debugmodel": ModelSize(64, 4, 4, 192, vocab_size=128, recurrent_steps=3, n_kv_heads=2),
+    "small": ModelSize(128, 4, 4, 384, vocab_size=1024, recurrent_steps=5, n_kv_heads=2),
+    "s": ModelSize(1536, 4, 24, 4352, vocab_size=64_256, recurrent_steps=5, n_kv_heads=6),
+    "m": ModelSize(3072, 4, 48, 8704, vocab_size=64_256, recurrent_steps=5, n_kv_heads=12),
+    "l": ModelSize(6144, 4, 96, 17_408, vocab_size=64_256, recurrent_steps=5, n_kv_heads=24),
+    "730m": ModelSize(1536, 28, 24, 4352, vocab_size=250_624, recurrent_steps=8, n_kv_heads=6),
+}
+
+_CHOICES = {"injection": Injection, "start_state": Start, "states": States}
+
+
+@dataclass(kw_only=True, slots=True)
+class XllmOptions(LlamaOptions):
+    """Which prelude, core and coda to train; every field can be set on the command line."""
+
+    family: FamilyName = field(default="xllm", init=False)
+
+    prelude_layers: int = 1
+    """The first of the layers, which run once, before the loop."""
+
+    coda_layers: int = 1
+    """The last of the layers, which run after the loop: once, but with an exit gate for each of the
+    R states that are read."""
+
+    norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
+
+    residual_scale: ResidualScale = "none"
+    """What n counts in the initial scale of a layer's branches, 1/sqrt(2·n); none is 1."""
+
+    injection: Injection = "diagonal"  # type: ignore[assignment]  other kinds than the generic loop
+    """How every update reads the prelude's output again: none, diagonal, linear or orthogonal."""
+
+    injection_step: float = 1.0
+    """Δ of the diagonal and the orthogonal injection before training."""
+
+    start_state: Start = "normal"
+    """State before the first update: normal noise, zero, or input, the prelude's output."""
+
+    states: States = "one"
+    """Recurrent states: one; or two, high and low, whose updates run all looped layers (shared) or
+    a half of them each (split). A recurrent step is then a high cycle."""
+
+    low_cycles: int = 3
+    """Updates of the low state in every high cycle."""
+
+    core_passes: int = 1
+    """Passes through the layers in one update."""
+
+    untied_steps: int = 1
+    """Copies without shared weights that the looped layers are, each behind an injection."""
+
+    prelude_norm: bool = False
+    """Whether the injected output of the prelude is normed."""
+
+    state_norm: bool = False
+    """Whether every update ends with a norm without a gain."""
+
+
+def _check(options: XllmOptions, shape: ModelSize) -> None:
+    for name, kinds in _CHOICES.items():
+        value = getattr(options, name)
+        if value not in get_args(kinds):
+            raise UserError(f"model.{name}={value} is unknown{nearest(value, get_args(kinds))}")
+    for name in ("low_cycles", "core_passes", "untied_steps"):
+        if getattr(options, name) < 1:
+            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
+    if not 0 < options.injection_step < 100:
+        raise UserError(
+            f"model.injection_step={options.injection_step} must be above 0 and below 100"
+        )
+    if options.injection == "none" and (options.start_state != "input" or options.prelude_norm):
+        raise UserError(
+            f"model.injection=none with model.start_state={options.start_state} and "
+            f"model.prelude_norm={options.prelude_norm}: the core would not read its input; set "
+            "start_state to input and prelude_norm to False, or choose an injection"
+        )
+    core = shape.n_layers - options.prelude_layers - options.coda_layers
+    if options.states == "split" and core % 2:
+        raise UserError(
+            f"model.states=split needs an even number of looped layers, there are {core}: change "
+            "model.n_layers, model.prelude_layers or model.coda_layers"
+        )
+    if options.untied_steps > 1 and (options.states != "one" or core % options.untied_steps):
+        raise UserError(
+            f"model.untied_steps={options.untied_steps} must divide the {core} looped layers, and "
+            "needs model.states=one"
+        )
+
+
+def decoder_config(options: XllmOptions, shape: ModelSize, max_seq_len: int) -> XllmDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    _check(options, shape)
+    norm = {"normalized_shape": shape.dim, "eps": options.norm_eps}
+    config = llama_config(
+        XllmDecoder.Config,
+        replace(options, injection="none"),
+        shape,
+        max_seq_len,
+        injection=injection_config(
+            options.injection,
+            shape.dim,
+            step=options.injection_step,
+            std=options.initializer_range,
+        ),
+        start_state=StartState.Config(kind=options.start_state),
+        states=options.states,
+        low_cycles=options.low_cycles,
+        core_passes=options.core_passes,
+        untied_steps=options.untied_steps,
+        prelude_norm=FinalNorm.Config(**norm, param_init={"weight": nn.init.ones_})
+        if options.prelude_norm
+        else None,
+        state_norm=RMSNorm.Config(**norm, elementwise_affine=False) if options.state_norm else None,
+    )
+    table = {"weight": partial(normal_matrix, std=shape.dim**-0.5)}
+    config.tok_embeddings = replace(config.tok_embeddings, param_init=table)
+    config.lm_head = replace(config.lm_head, param_init=table)
+    return config
+
+
+XLLM = Family(
+    name="xllm",
+    options=XllmOptions,
+    sizes=SIZES,
+    decoder_config=decoder_config,
+    runtime_options=RUNTIME_OPTIONS | {"injection_step"},
+    uses=frozenset({"analyse", "export", "generate", "held_out"}),
+)
