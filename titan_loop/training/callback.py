@@ -1,8 +1,8 @@
 """Callbacks: behaviour at fixed points of a run that the trainer knows nothing about.
 
     load_state_dict ─► on_train_start
-    ─► a step: on_phase, before_forward, after_forward, on_gradients, judge, on_update ─► on_verdict
-    ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
+    ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
+    ─► on_verdict ─► record ─► on_step_end ─► may_save ─► state_dict ─► … ─► on_train_end ─► close
 
 `built_in.py` lists the callbacks that a run's config switches on; recipes and `run_training` add
 their own after them. Evaluation and plots live above `training` in the import order: callbacks
@@ -107,6 +107,10 @@ class Callback:
 
     def on_train_start(self, trainer: TrainingState) -> None:
         """Run after a checkpoint was loaded, before the first step."""
+
+    def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
+        """Return the plan of the step that begins, the same on all ranks."""
+        return plan
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
         """Run as a part of a training step begins; "reading data" is the first."""

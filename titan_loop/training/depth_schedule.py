@@ -18,8 +18,10 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titan_loop.errors import Refusal
 from titan_loop.training.schedule import Schedule
@@ -130,15 +132,48 @@ def most_recurrent_steps(config: RecurrenceConfig) -> int:
 def depths_over(config: RecurrenceConfig, total_tokens: int) -> Counter[tuple[float, float | None]]:
     """Return (R, k of the backward pass or None) → number of samples over a run of `total_tokens`.
 
-    A random R counts with the mean of its distribution, unclipped. The schedule is sampled at 4,096
-    equal distances: exact for a constant, within 1/4,096 of the range for one jump.
+    A random R counts with the mean of its distribution, unclipped, and k with the mean of
+    min(R, k). The schedule is sampled at 4,096 equal distances: exact for a constant, within
+    1/4,096 of the range for one jump.
     """
     depths: Counter[tuple[float, float | None]] = Counter()
+    reached = cache(partial(_mean_reached, config.lognormal_sigma))
     for sample in range(_SAMPLES):
         tokens = int((sample + 0.5) / _SAMPLES * total_tokens)
         steps = config.steps(tokens) if config.poisson else typical_recurrent_steps(config, tokens)
-        depths[steps, config.backward_steps_at(tokens)] += 1
+        backward = config.backward_steps_at(tokens)
+        if config.poisson and backward is not None:
+            backward = reached(steps, backward)
+        depths[steps, backward] += 1
     return depths
+
+
+def poisson_lognormal(mu: float, sigma: float, most: int) -> NDArray[np.float64]:
+    """Return the probabilities of R = 1 … `most` for R = min(most, 1 + Poisson(exp τ)), (most,).
+
+    Args:
+        mu: Mean of τ.
+        sigma: Standard deviation of τ; 0 is a Poisson number.
+    """
+    nodes, weights = np.polynomial.hermite_e.hermegauss(64)
+    log_rate_N = mu + sigma * nodes
+    counts_K = np.arange(most - 1)
+    log_factorial_K = np.array([math.lgamma(count + 1) for count in counts_K])
+    log_p_KN = np.outer(counts_K, log_rate_N) - np.exp(log_rate_N) - log_factorial_K[:, None]
+    below = np.exp(log_p_KN) @ (weights / weights.sum())
+    found = np.append(below, max(0.0, 1.0 - below.sum()))
+    return found / found.sum()
+
+
+def _mean_reached(sigma: float, mean: float, backward: int) -> float:
+    """Return the mean of min(R, k) of a random R, unclipped above."""
+    rate = mean - 1 if sigma else mean
+    if rate <= 0:
+        return min(mean, backward)
+    probabilities = poisson_lognormal(math.log(rate) - sigma**2 / 2, sigma, backward + 1)
+    first = 1 if sigma else 0  # a Poisson number starts at 0, and runs one step then
+    steps = np.maximum(np.arange(backward + 1) + first, 1)
+    return float(probabilities @ np.minimum(steps, backward))
 
 
 def recurrent_steps_at(

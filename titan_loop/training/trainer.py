@@ -184,7 +184,10 @@ class LoopTrainer(Trainer):
         """Run one step on a whole global batch of the loader; `data_iterator` is not used."""
         self.stop_listener.progress()
         # The plan comes before the data: it says how many windows the step reads.
-        trained = self.update(self._plan(self.step))
+        plan = self._plan(self.step)
+        for callback in self.callbacks:
+            plan = callback.plan(self, plan)
+        trained = self.update(plan)
         self._unread.add(trained)
         # Reading this step's verdict would wait for the device, so the host reads the last step's.
         # Only a step that is logged or saved waits: its numbers, or that it is good, are needed.

@@ -1,0 +1,79 @@
+"""Depths of training steps as xLLM-Loop draws them: capped Poisson-lognormal numbers.
+
+    R = min(cap, 1 + Poisson(exp τ)),   τ ~ N(μ, σ²),   μ such that the capped mean is the asked one
+
+A draw inverts the distribution at a uniform number that is keyed by the step alone: all ranks agree
+without communication, and a resumed run repeats it. Antithetic draws pair two steps, u and 1 − u.
+
+Source: Huang et al. 2026 (xLLM-Loop), arXiv 2610.06833 II, and their code. Deviation: they draw for
+every micro-batch.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import brentq
+
+from titan_loop.errors import UserError
+from titan_loop.training.callback import Callback, TrainingState
+from titan_loop.training.depth_schedule import poisson_lognormal
+from titan_loop.training.step_plan import StepPlan
+
+SEED = 514_229
+"""Of the authors' runs."""
+
+
+def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
+    """Return the probabilities of 1 … `most` recurrent steps, (most,).
+
+    Args:
+        mean: Of the capped number.
+        sigma: σ, above 0.
+
+    Raises:
+        UserError: The mean is not between 1 and `most`, or σ is out of range.
+    """
+    if not 1 < mean < most:
+        raise UserError(f"mean={mean} recurrent steps must be above 1 and below most={most}")
+    if not 0 < sigma < 3:
+        raise UserError(f"sigma={sigma} must be above 0 and below 3")
+    depths = np.arange(1, most + 1)
+
+    def excess(mu: float) -> float:
+        return float(poisson_lognormal(mu, sigma, most) @ depths) - mean
+
+    return poisson_lognormal(float(brentq(excess, -20, 20, xtol=1e-15)), sigma, most)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnDepth(Callback):
+    """Draws R of every training step.
+
+    Attributes:
+        probabilities: Of 1, 2, … recurrent steps.
+        antithetic: Whether two steps share a uniform number, u and 1 − u.
+        seed: Keys the draws.
+    """
+
+    probabilities: Sequence[float]
+    antithetic: bool = False
+    seed: int = SEED
+
+    def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
+        """Return the plan with the drawn R."""
+        return replace(plan, recurrent_steps=self.draw(plan.step - 1))
+
+    def draw(self, index: int) -> int:
+        """Return the `index`-th depth, from 0."""
+        key = index // 2 if self.antithetic else index
+        generator = torch.Generator().manual_seed(key + self.seed)
+        uniform = float(torch.rand((), generator=generator))
+        if self.antithetic and index % 2:
+            uniform = 1.0 - uniform
+        upto = np.minimum(np.cumsum(self.probabilities), 1.0)
+        upto[-1] = 1.0
+        return min(bisect_left(upto, uniform) + 1, len(upto))
