@@ -16,6 +16,7 @@ micro-batch; a step's draw is keyed by its number.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,8 +174,14 @@ class LearnedDepth(Callback):
     def __init__(
         self, probabilities: Sequence[float], *, seed: int = SEED, **settings: float
     ) -> None:
-        self.prior = DepthPrior(PriorSettings(**settings), probabilities)  # type: ignore[arg-type]
+        self._new = partial(DepthPrior, PriorSettings(**settings), probabilities)  # type: ignore[arg-type]
+        self.prior = self._new()
         self._seed = seed
+
+    def on_train_start(self, trainer: TrainingState) -> None:
+        """Forget an earlier start of this process, if this one begins anew."""
+        if trainer.step == 0:
+            self.prior = self._new()
 
     def plan(self, trainer: TrainingState, plan: StepPlan) -> StepPlan:
         """Return the plan with the drawn R."""

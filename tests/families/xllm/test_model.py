@@ -1,0 +1,147 @@
+"""xLLM-Loop's architecture: costs, published sizes, starts, generation, refusals."""
+
+import math
+
+import pytest
+import torch
+
+from tests.inference.generation import check_generation
+from titan_loop.errors import UserError
+from titan_loop.families.xllm.depth import capped_depths
+from titan_loop.families.xllm.model import XllmOptions
+from titan_loop.inference.exit_policy import Confidence
+from titan_loop.models.decoder import LoopDecoder
+from titan_loop.models.family import build_decoder, decoder_config
+from titan_loop.training.depth_schedule import RecurrenceConfig, depths_over
+from titan_loop.training.schedule import Schedule
+from train_configs.xllm import PART_ONE, PART_TWO
+
+BATCH_TOKENS = 4_194_304
+STOPS = {
+    "dense_d28": 7137,
+    "dense_d112": 17533,
+    "dense_ouro": 7137,
+    "dense_middle": 7137,
+    "dense_ouro_raw_injection": 7148,
+    "dense_middle_prelude_injection": 7148,
+    "dense_huginn": 7148,
+    "dense_shared_hl": 7148,
+    "dense_split_hl": 7148,
+    "dense_split_hl_x2": 7148,
+}
+"""Updates at 20 tokens a parameter, as their guide to Part I prints them."""
+
+
+def make(**options) -> LoopDecoder:
+    """Return a model in float64 whose every weight matters."""
+    torch.manual_seed(3)
+    model = build_decoder(XllmOptions(**options), max_seq_len=64).double().eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)
+    return model
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_the_published_stops_follow_from_the_parameters(name):
+    model = build_decoder(PART_ONE[name], max_seq_len=8, device="meta")
+    parameters = sum(p.numel() for p in model.parameters())
+    assert math.ceil(20 * parameters / BATCH_TOKENS) == STOPS[name]
+
+
+def published_units(dim: int, heads: int, kv_heads: int, wide: int, seq_len: int) -> float:
+    """Return multiply-adds of one block as their code counts them, element-wise work included."""
+    return 4 * dim + 2 * dim * (heads + kv_heads) * 64 + heads * 64 * seq_len + 3 * dim * wide
+
+
+@pytest.mark.parametrize("name", ["s_fixed_r5", "s_fixed_pln5", "s_orthoinj", "s_huginn_linear"])
+def test_expected_flops_are_the_published_ones_less_their_element_wise_work(name):
+    options, (dim, wide, seq_len) = PART_TWO[name].options, (1536, 4352, 8192)
+    backward = 5 if name == "s_fixed_r5" else 10
+    recurrence = RecurrenceConfig(steps=Schedule.constant(5), backward_steps=5)
+    depths = {5: 1.0}
+    if backward == 10:
+        recurrence = RecurrenceConfig(
+            steps=Schedule.constant(5), poisson=True, lognormal_sigma=0.5, backward_steps=10
+        )
+        depths = dict(enumerate(capped_depths(5, 0.5, 64), start=1))
+    block = published_units(dim, 24, 6, wide, seq_len)
+    injection = {"linear": 2 * dim**2}.get(options.injection, dim**2)
+    update = 2 * block + injection
+    trained = 2 * block + dim * 64_256
+    trained += sum(p * min(r, backward) * update for r, p in depths.items())
+    forward = sum(p * max(0, r - backward) * update for r, p in depths.items())
+    want = 6 * trained + 2 * forward
+    norms = 4 * dim * (2 + 2 * sum(p * min(r, backward) for r, p in depths.items()))
+    norms = 6 * norms + 2 * 4 * dim * 2 * sum(p * max(0, r - backward) for r, p in depths.items())
+    ((steps, reached),) = depths_over(recurrence, 1_000_000)
+    config = decoder_config(options, max_seq_len=8)
+    # They count attention once for each key, torchtitan twice: scores and values.
+    found = config.training_flops(seq_len, steps, backward_steps=reached)
+    found = found.matrices + found.attention / 2 + found.readouts
+    assert found == pytest.approx(want - norms, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"injection": "orthogonal", "start_state": "zero"},
+        {"injection": "linear", "state_norm": True},
+        {"states": "shared", "low_cycles": 2},
+        {"states": "split", "core_passes": 2, "low_cycles": 1},
+        {"untied_steps": 2, "prelude_norm": True},
+    ],
+)
+def test_generation_is_the_full_forward_pass_at_every_exit(options):
+    check_generation(make(exit_gate=False, **options), leaves=Confidence(0.08))
+
+
+def test_noise_repeats_in_evaluation_alone():
+    model, tokens = make(), torch.arange(12)[None]
+    once, again = (model(tokens).hidden_RBLD[-1] for _ in range(2))
+    assert torch.equal(once, again)
+    rows = model(tokens.expand(3, -1)).hidden_RBLD[-1]
+    torch.testing.assert_close(rows, once.expand(3, -1, -1))
+    model.train()
+    context = model.make_context(tokens)
+    first, second = (model.start(tokens, context).hidden_BLD for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+def test_both_kinds_of_noise_have_the_published_scale():
+    model = build_decoder(XllmOptions(dim=512, n_heads=8), max_seq_len=256)
+    tokens = torch.zeros(4, 256, dtype=torch.long)
+    for mode in (True, False):
+        state = model.train(mode).start(tokens, model.make_context(tokens)).hidden_BLD
+        assert float(state.std()) * 512**0.5 == pytest.approx(1, rel=0.02)
+        assert abs(float(state.mean())) * 512**0.5 < 0.02
+
+
+def test_initial_weights():
+    model = build_decoder(XllmOptions(dim=256, n_heads=8, injection_step=0.8), max_seq_len=8)
+    assert torch.equal(model.injection.weight, torch.eye(256))
+    step = torch.nn.functional.softplus(model.injection.step_bias)
+    torch.testing.assert_close(step, torch.full((256,), 0.8))
+    layer = model.layers["1"]
+    for matrix in (layer.attention.wo, layer.feed_forward.w2, layer.attention.qkv_linear.wq):
+        assert float(matrix.weight.detach().std()) == pytest.approx(0.02 * 0.986, rel=0.03)
+    for table in (model.tok_embeddings, model.lm_head):
+        assert float(table.weight.detach().std()) * 16 == pytest.approx(0.986, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"injection": "orthogonl"}, "model.injection=orthogonl is unknown"),
+        ({"start_state": "noise"}, "model.start_state=noise is unknown"),
+        ({"injection": "none"}, "model.injection=none with model.start_state=normal"),
+        ({"low_cycles": 0}, "model.low_cycles=0 must be at least 1"),
+        ({"injection_step": 0.0}, "model.injection_step=0.0 must be above 0"),
+        ({"states": "split", "n_layers": 5}, "model.states=split needs an even number of looped"),
+        ({"untied_steps": 3}, "model.untied_steps=3 must divide the 2 looped layers"),
+        ({"untied_steps": 2, "states": "shared"}, "model.untied_steps=2 must divide"),
+    ],
+)
+def test_mistakes_are_one_line(options, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        build_decoder(XllmOptions(**options), max_seq_len=8)

@@ -1,0 +1,100 @@
+"""Runs with drawn and learned depths: killed, resumed on other ranks, with the same depths."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.multiprocess import RankError
+from tests.support.tiny import act_as_launched
+from titan_loop.data.load.task_loader import TaskLoader
+from titan_loop.data.tasks.mano import Mano
+from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
+from titan_loop.families.xllm.model import XllmOptions
+from titan_loop.families.xllm.prior import LearnedDepth
+from titan_loop.runs.run_directory import RunDirectory
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.run import run_training
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+
+WINDOW, WINDOWS, STEPS = 32, 8, 8
+# fp32 sums in another order, through eight updates of AdamW
+RELATIVE_TOLERANCE = 1e-4
+
+
+def config_of(folder: Path, *depths: Callback) -> LoopTrainer.Config:
+    """Return a run of drawn depths up to 6, truncated at 2."""
+    batch = WINDOWS * WINDOW
+    config = LoopTrainer.Config(
+        dump_folder=str(folder),
+        total_tokens=STEPS * batch,
+        model=XllmOptions(start_state="zero", injection="orthogonal"),
+        dataloader=TaskLoader.Config(task=Mano(5, 3)),
+        learning_rate=Schedule.constant(1e-3),
+        recurrence=RecurrenceConfig(
+            steps=Schedule.constant(2.5),
+            poisson=True,
+            lognormal_sigma=0.5,
+            max_steps=6,
+            backward_steps=2,
+        ),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(batch)),
+        callbacks=depths,
+    )
+    config.training.seq_len = WINDOW
+    config.training.local_batch_size = 2
+    config.checkpoint.interval = 2
+    config.metrics.log_freq = 1
+    return config
+
+
+def train(folder: Path, world: int, killed_at: int | None = None) -> None:
+    """Train on `world` ranks, of which the last is killed after a step."""
+
+    class Killer(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:
+            if trainer.step == killed_at and dist.get_rank() == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    act_as_launched(world)
+    learned = LearnedDepth(capped_depths(2.5, 0.5, 6).tolist(), burn_in=1, rate=0.3, mean=2.5)
+    run_training(config_of(folder, learned), evaluations=lambda config: [Killer()])
+
+
+def records(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the records of a run by step."""
+    return {record["step"]: record for record in RunDirectory(folder).read_metrics()}
+
+
+@pytest.mark.multiprocess
+def test_killed_runs_resume_on_other_ranks_with_the_same_depths(gloo_pool, tmp_path: Path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    gloo_pool(1).run(train, whole, 1)
+    for world, killed_at in ((2, 3), (4, 6)):
+        with pytest.raises(RankError):
+            gloo_pool(world).run(train, killed, world, killed_at)
+    gloo_pool(1).run(train, killed, 1)
+    expected, found = records(whole), records(killed)
+    assert [*found] == list(range(1, STEPS + 1))
+    means = {record["depth_prior/mean"] for record in expected.values()}
+    assert len(means) > STEPS - 3  # it learns from every step but the first
+    assert len({record["recurrent_steps"] for record in expected.values()}) > 1
+    for step, record in found.items():
+        assert record["data_hash"] == expected[step]["data_hash"]
+        assert record["recurrent_steps"] == expected[step]["recurrent_steps"]
+        for key in ("loss", "grad_norm", "depth_prior/mean", "depth_prior/entropy"):
+            assert record[key] == pytest.approx(expected[step][key], rel=RELATIVE_TOLERANCE)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_has_the_depths_that_are_drawn(tmp_path: Path):
+    drawn = DrawnDepth(probabilities=capped_depths(2.5, 0.5, 6).tolist(), antithetic=True)
+    run_training(config_of(tmp_path / "run", drawn))
+    depths = [record["recurrent_steps"] for record in records(tmp_path / "run").values()]
+    assert depths == [drawn.draw(step) for step in range(STEPS)]

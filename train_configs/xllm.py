@@ -1,0 +1,281 @@
+"""xLLM-Loop's dense models as published, and in miniature.
+
+    xllm_s       Part II, 0.30B: fixed, drawn and learned depths, and each injection
+    xllm_730m    Part I, 730M: plain, Ouro-like, middle loop, Huginn, high and low states
+    xllm_small   the same questions at D = 128, on the quick start's text
+
+`xllm_s` and `xllm_730m` read `corpora/xllm/text`, which you prepare with a tokenizer of at most
+64,256 and 250,624 tokens. Published: sizes, batch of 512 windows of 8,192 tokens, AdamW, rates,
+schedules, tokens. Not published, hence ours: the mixture (part of its 42 sources is not public),
+and how the work is spread. Part I stops early on one schedule of 119,210 steps: end a stage with
+`--training.steps 80000` for its 336B tokens.
+
+The small arms have the text and tokens of one another; at their mean depth of five recurrences they
+also have equal expected FLOPs, but for `d4`, which visits every layer once. LOG.md has the results.
+
+Source: Huang et al. 2026 (xLLM-Loop, "Towards Looped Models Done Right" I and II), arXiv
+2610.06833, and `xllm/paper_part1/recipes.py`, `xllm/paper_part2/recipes.py` of their code.
+Deviation: a depth is drawn for every training step, not for every micro-batch of it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.data.load.loader import WindowLoader
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
+from titan_loop.families.xllm.model import XllmOptions
+from titan_loop.families.xllm.prior import LearnedDepth
+from titan_loop.models.family import ModelOptions
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.batch_schedule import BatchConfig
+from titan_loop.training.callback import Callback
+from titan_loop.training.depth_schedule import RecurrenceConfig
+from titan_loop.training.evaluation_config import HeldOutConfig
+from titan_loop.training.optimizer import AdamWConfig
+from titan_loop.training.schedule import Knot, Schedule
+from titan_loop.training.trainer import LoopTrainer
+from train_configs.quickstart import CORPUS as TEXT
+
+CORPUS = "corpora/xllm/text"
+WINDOW, BATCH = 8_192, 512 * 8_192
+MEAN, SIGMA, MOST, BACKWARD = 5, 0.5, 64, 10
+PARCAE_STEP = 0.5 * math.log(5)
+
+SHARED: dict[str, Any] = {"rope_theta": 1e6}
+OF_PART_ONE: dict[str, Any] = {
+    "size": "730m",
+    "prelude_layers": 8,
+    "coda_layers": 8,
+    "n_layers": 28,
+    **SHARED,
+}
+_PLAIN: dict[str, Any] = {
+    "dim": 1536,
+    "n_heads": 24,
+    "n_kv_heads": 6,
+    "hidden_dim": 4352,
+    "vocab_size": 250_624,
+    "norm_eps": 1e-6,
+    "residual_scale": "none",
+    **SHARED,
+}
+_CYCLES: dict[str, Any] = {"recurrent_steps": 2, "low_cycles": 3}
+PART_ONE: dict[str, ModelOptions] = {
+    "dense_d28": NanbeigeOptions(**_PLAIN, n_layers=28, recurrent_steps=1),
+    "dense_d112": NanbeigeOptions(**_PLAIN, n_layers=112, recurrent_steps=1),
+    "dense_ouro": NanbeigeOptions(**_PLAIN, n_layers=28, recurrent_steps=4),
+    "dense_middle": NanbeigeOptions(
+        **_PLAIN, n_layers=28, recurrent_steps=8, prelude_layers=8, coda_layers=8
+    ),
+    "dense_ouro_raw_injection": XllmOptions(
+        **{**OF_PART_ONE, "prelude_layers": 0, "coda_layers": 0},
+        recurrent_steps=4,
+        start_state="input",
+    ),
+    "dense_middle_prelude_injection": XllmOptions(**OF_PART_ONE, start_state="input"),
+    "dense_huginn": XllmOptions(**OF_PART_ONE),
+    "dense_shared_hl": XllmOptions(**OF_PART_ONE, **_CYCLES, states="shared"),
+    "dense_split_hl": XllmOptions(**OF_PART_ONE, **_CYCLES, states="split"),
+    "dense_split_hl_x2": XllmOptions(**OF_PART_ONE, **_CYCLES, states="split", core_passes=2),
+}
+"""Their names of the dense models of Part I; its mixtures of experts are not here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of Part II's tables.
+
+    Attributes:
+        rate: Largest learning rate.
+        depth: How R is chosen: fixed, drawn or learned.
+        prior: Settings of a learned distribution.
+    """
+
+    options: ModelOptions
+    rate: float
+    depth: str = "drawn"
+    prior: dict[str, float] = field(default_factory=dict)
+
+
+def _s(**options: Any) -> XllmOptions:
+    return XllmOptions(**{"size": "s", **SHARED, **options})
+
+
+PART_TWO: dict[str, Row] = {
+    "s_fixed_r5": Row(options=_s(), rate=1.5e-3, depth="fixed"),
+    "s_fixed_pln5": Row(options=_s(), rate=1.5e-3),
+    "s_learned_entropy0": Row(options=_s(), rate=2e-3, depth="learned"),
+    "s_learned_entropy0p01": Row(
+        options=_s(), rate=2e-3, depth="learned", prior={"entropy_weight": 0.01}
+    ),
+    "s_huginn_linear": Row(options=_s(injection="linear", state_norm=True), rate=1e-3),
+    "s_parcae": Row(options=_s(injection_step=PARCAE_STEP, prelude_norm=True), rate=1.5e-3),
+    "s_orthoinj": Row(options=_s(injection="orthogonal", injection_step=PARCAE_STEP), rate=2e-3),
+    "s_d4": Row(
+        options=NanbeigeOptions(**{**_PLAIN, "vocab_size": 64_256}, n_layers=4, recurrent_steps=1),
+        rate=2e-3,
+        depth="fixed",
+    ),
+}
+"""Their names of the 0.30B models of Part II, on 5,120 updates each."""
+
+SMALL_TOKENS, SMALL_WINDOW, SMALL_BATCH = 1_500_000, 256, 1_024
+SMALL_RATE = 4e-3
+PRIOR_RATE = 3e-3
+"""Of a learned distribution, which has 1,465 updates here and 5,120 in the paper, at 1e-3."""
+
+
+def _small(**options: Any) -> XllmOptions:
+    return XllmOptions(**{"size": "small", **options})
+
+
+SMALL: dict[str, Row] = {
+    "fixed_r5": Row(options=_small(), rate=SMALL_RATE, depth="fixed"),
+    "drawn": Row(options=_small(), rate=SMALL_RATE),
+    "learned": Row(options=_small(), rate=SMALL_RATE, depth="learned"),
+    "learned_entropy": Row(
+        options=_small(), rate=SMALL_RATE, depth="learned", prior={"entropy_weight": 0.01}
+    ),
+    "learned_free": Row(
+        options=_small(), rate=SMALL_RATE, depth="learned", prior={"mean_weight": 0.0}
+    ),
+    "linear": Row(options=_small(injection="linear", state_norm=True), rate=SMALL_RATE),
+    "parcae": Row(options=_small(injection_step=PARCAE_STEP, prelude_norm=True), rate=SMALL_RATE),
+    "orthogonal": Row(
+        options=_small(injection="orthogonal", injection_step=PARCAE_STEP), rate=SMALL_RATE
+    ),
+    "middle": Row(options=_small(injection="none", start_state="input"), rate=SMALL_RATE),
+    "d4": Row(
+        options=_small(injection="none", start_state="input", recurrent_steps=1),
+        rate=SMALL_RATE,
+        depth="fixed",
+    ),
+}
+"""Arms of `xllm_small`."""
+
+TABLES = {
+    "xllm_small": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at five recurrences (d4: one)",
+            rows={
+                arm: {"stage": arm, "reading": f"static:{1 if arm == 'd4' else MEAN}"}
+                for arm in SMALL
+            },
+            columns={
+                source: {"task": f"{HELD_OUT}/{source}", "metric": "bits_per_byte"}
+                for source in ("code", "prose", "math", "all")
+            },
+            factor=1.0,
+            digits=3,
+            less="fixed_r5",
+        )
+    ]
+}
+
+
+def xllm_s() -> Recipe:
+    """Part II at 0.30B: depths and injections of xLLM-Loop, 21.5B tokens each."""
+    tokens = 5_120 * BATCH
+    stages = []
+    for name, row in PART_TWO.items():
+        config = _published(row.options, tokens)
+        warmup, decay = tokens // 20, tokens // 10
+        config.learning_rate = Schedule(
+            (
+                Knot(0, row.rate * 1e-4, "linear"),
+                Knot(warmup, row.rate),
+                Knot(tokens - decay, row.rate, "cosine"),
+                Knot(tokens, row.rate / 10),
+            )
+        )
+        _set_depth(config, row)
+        stages.append(Stage(name=name, config=config))
+    return Recipe(name="xllm_s", stages=stages)
+
+
+def xllm_730m() -> Recipe:
+    """Part I's dense models at 730M: where the loop stands, what it reads, one state or two."""
+    tokens = 119_210 * BATCH
+    stages = []
+    for name, options in PART_ONE.items():
+        config = _published(options, tokens)
+        assert options.recurrent_steps is not None or isinstance(options, XllmOptions)
+        config.recurrence.steps = Schedule.constant(options.recurrent_steps or 8)
+        config.learning_rate = Schedule.warmup_cosine(
+            6e-4, start=6e-8, warmup_tokens=200 * BATCH, total_tokens=tokens, final=6e-6
+        )
+        stages.append(Stage(name=name, config=config))
+    return Recipe(name="xllm_730m", stages=stages)
+
+
+def xllm_small() -> Recipe:
+    """Depths and injections of xLLM-Loop in miniature, on one core."""
+    stages = []
+    for name, row in SMALL.items():
+        config = LoopTrainer.Config(
+            total_tokens=SMALL_TOKENS,
+            model=row.options,
+            dataloader=WindowLoader.Config(
+                mixture=[f"{TEXT}/code=0.4", f"{TEXT}/prose=0.4", f"{TEXT}/math=0.2"]
+            ),
+            learning_rate=Schedule.warmup_cosine(
+                row.rate,
+                warmup_tokens=SMALL_TOKENS // 20,
+                total_tokens=SMALL_TOKENS,
+                final=row.rate / 10,
+            ),
+            batch=BatchConfig(global_batch_tokens=Schedule.constant(SMALL_BATCH)),
+            adamw=AdamWConfig(beta2=0.98),
+            held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
+        )
+        _set_depth(config, row, rate=PRIOR_RATE)
+        config.training.seq_len = SMALL_WINDOW
+        config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
+        config.checkpoint.interval = 2_000
+        config.metrics.log_freq = 50
+        stages.append(Stage(name=name, config=config))
+    return Recipe(name="xllm_small", stages=stages)
+
+
+def _set_depth(config: LoopTrainer.Config, row: Row, **prior: float) -> None:
+    """Set how R of a training step is chosen, and how far back its gradient goes."""
+    if row.depth == "fixed":
+        steps = row.options.recurrent_steps or MEAN
+        config.recurrence = RecurrenceConfig(steps=Schedule.constant(steps))
+        return
+    config.recurrence = RecurrenceConfig(
+        steps=Schedule.constant(MEAN),
+        poisson=True,
+        lognormal_sigma=SIGMA,
+        max_steps=MOST,
+        backward_steps=BACKWARD,
+    )
+    config.callbacks = _depths(row, prior)
+
+
+def _depths(row: Row, prior: dict[str, float]) -> Sequence[Callback]:
+    start = capped_depths(MEAN, SIGMA, MOST).tolist()
+    if row.depth == "drawn":
+        return (DrawnDepth(probabilities=start),)
+    return (LearnedDepth(start, **{**prior, **row.prior}),)
+
+
+def _published(options: ModelOptions, tokens: int) -> LoopTrainer.Config:
+    config = LoopTrainer.Config(
+        total_tokens=tokens,
+        model=options,
+        dataloader=WindowLoader.Config(mixture=[CORPUS]),
+        batch=BatchConfig(global_batch_tokens=Schedule.constant(BATCH)),
+        adamw=AdamWConfig(weight_decay=0.1, beta2=0.98, eps=1e-8),
+    )
+    config.training.seq_len = WINDOW
+    config.training.local_batch_size = 1
+    config.training.max_norm = 1.0
+    config.checkpoint.interval = 1_000
+    return config
