@@ -38,7 +38,7 @@ def parallel_model(
         **others: Arguments of `parallelize_loop_decoder`.
     """
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    dims = _meshes(
+    dims = meshes(
         dist.get_world_size() if dist.is_initialized() else 1,
         tensor_parallel_degree=parallelism.tensor_parallel_degree,
         context_parallel_degree=parallelism.context_parallel_degree,
@@ -72,7 +72,7 @@ def parallel_model(
 
 
 @functools.cache
-def _meshes(world: int, **degrees: Any) -> ParallelDims:
+def meshes(world: int, **degrees: Any) -> ParallelDims:
     """One set of meshes a process: torch 2.15's spmd_types remembers the first of equal ones."""
     return ParallelDims.from_config(ParallelismConfig(**degrees), world)
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed.parallel_model import meshes
 from tests.distributed.sharded_model import (
     LAYERS,
     PER_STEP,
@@ -90,6 +91,7 @@ def metered(case: dict[str, Any]) -> float:
             run(model, case)
     finally:
         dist.destroy_process_group()
+        meshes.cache_clear()  # their groups are gone
     return meter.peak_bytes - before
 
 
