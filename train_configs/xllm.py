@@ -19,8 +19,7 @@ Deviation: a depth is drawn for every training step, not for every micro-batch o
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titan_loop.analysis.results import ResultTable
@@ -29,11 +28,10 @@ from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
-from titan_loop.families.xllm.prior import LearnedDepth
+from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
 from titan_loop.models.family import ModelOptions
 from titan_loop.recipes.recipe import Recipe, Stage
 from titan_loop.training.batch_schedule import BatchConfig
-from titan_loop.training.callback import Callback
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.evaluation_config import HeldOutConfig
 from titan_loop.training.optimizer import AdamWConfig
@@ -99,7 +97,7 @@ class Row:
     options: ModelOptions
     rate: float
     depth: str = "drawn"
-    prior: dict[str, float] = field(default_factory=dict)
+    prior: PriorSettings = field(default_factory=PriorSettings)
 
 
 def _s(**options: Any) -> XllmOptions:
@@ -111,7 +109,7 @@ PART_TWO: dict[str, Row] = {
     "s_fixed_pln5": Row(options=_s(), rate=1.5e-3),
     "s_learned_entropy0": Row(options=_s(), rate=2e-3, depth="learned"),
     "s_learned_entropy0p01": Row(
-        options=_s(), rate=2e-3, depth="learned", prior={"entropy_weight": 0.01}
+        options=_s(), rate=2e-3, depth="learned", prior=PriorSettings(entropy_weight=0.01)
     ),
     "s_huginn_linear": Row(options=_s(injection="linear", state_norm=True), rate=1e-3),
     "s_parcae": Row(options=_s(injection_step=PARCAE_STEP, prelude_norm=True), rate=1.5e-3),
@@ -139,10 +137,10 @@ SMALL: dict[str, Row] = {
     "drawn": Row(options=_small(), rate=SMALL_RATE),
     "learned": Row(options=_small(), rate=SMALL_RATE, depth="learned"),
     "learned_entropy": Row(
-        options=_small(), rate=SMALL_RATE, depth="learned", prior={"entropy_weight": 0.01}
+        options=_small(), rate=SMALL_RATE, depth="learned", prior=PriorSettings(entropy_weight=0.01)
     ),
     "learned_free": Row(
-        options=_small(), rate=SMALL_RATE, depth="learned", prior={"mean_weight": 0.0}
+        options=_small(), rate=SMALL_RATE, depth="learned", prior=PriorSettings(mean_weight=0.0)
     ),
     "linear": Row(options=_small(injection="linear", state_norm=True), rate=SMALL_RATE),
     "parcae": Row(options=_small(injection_step=PARCAE_STEP, prelude_norm=True), rate=SMALL_RATE),
@@ -234,7 +232,7 @@ def xllm_small() -> Recipe:
             adamw=AdamWConfig(beta2=0.98),
             held_out=HeldOutConfig(depths=[1, 2, MEAN, 2 * MEAN], windows=128),
         )
-        _set_depth(config, row, rate=PRIOR_RATE)
+        _set_depth(config, row, prior_rate=PRIOR_RATE)
         config.training.seq_len = SMALL_WINDOW
         config.training.local_batch_size = SMALL_BATCH // SMALL_WINDOW
         config.checkpoint.interval = 2_000
@@ -243,7 +241,7 @@ def xllm_small() -> Recipe:
     return Recipe(name="xllm_small", stages=stages)
 
 
-def _set_depth(config: LoopTrainer.Config, row: Row, **prior: float) -> None:
+def _set_depth(config: LoopTrainer.Config, row: Row, *, prior_rate: float = 1e-3) -> None:
     """Set how R of a training step is chosen, and how far back its gradient goes."""
     if row.depth == "fixed":
         steps = row.options.recurrent_steps or MEAN
@@ -256,14 +254,11 @@ def _set_depth(config: LoopTrainer.Config, row: Row, **prior: float) -> None:
         max_steps=MOST,
         backward_steps=BACKWARD,
     )
-    config.callbacks = _depths(row, prior)
-
-
-def _depths(row: Row, prior: dict[str, float]) -> Sequence[Callback]:
     start = capped_depths(MEAN, SIGMA, MOST).tolist()
     if row.depth == "drawn":
-        return (DrawnDepth(probabilities=start),)
-    return (LearnedDepth(start, **{**prior, **row.prior}),)
+        config.callbacks = (DrawnDepth(probabilities=start),)
+    else:
+        config.callbacks = (LearnedDepth(start, settings=replace(row.prior, rate=prior_rate)),)
 
 
 def _published(options: ModelOptions, tokens: int) -> LoopTrainer.Config:

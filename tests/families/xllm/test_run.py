@@ -14,7 +14,7 @@ from titan_loop.data.load.task_loader import TaskLoader
 from titan_loop.data.tasks.mano import Mano
 from titan_loop.families.xllm.depth import DrawnDepth, capped_depths
 from titan_loop.families.xllm.model import XllmOptions
-from titan_loop.families.xllm.prior import LearnedDepth
+from titan_loop.families.xllm.prior import LearnedDepth, PriorSettings
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.callback import Callback
@@ -63,7 +63,8 @@ def train(folder: Path, world: int, killed_at: int | None = None) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     act_as_launched(world)
-    learned = LearnedDepth(capped_depths(2.5, 0.5, 6).tolist(), burn_in=1, rate=0.3, mean=2.5)
+    settings = PriorSettings(burn_in=1, rate=0.3, mean=2.5)
+    learned = LearnedDepth(capped_depths(2.5, 0.5, 6).tolist(), settings=settings)
     run_training(config_of(folder, learned), evaluations=lambda config: [Killer()])
 
 

@@ -12,6 +12,7 @@ every micro-batch.
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
     def excess(mu: float) -> float:
         return float(poisson_lognormal(mu, sigma, most) @ depths) - mean
 
-    return poisson_lognormal(float(brentq(excess, -20, 20, xtol=1e-15)), sigma, most)
+    mu = cast(float, brentq(excess, -20, 20, xtol=1e-15))
+    return poisson_lognormal(mu, sigma, most)
 
 
 @dataclass(frozen=True, kw_only=True)

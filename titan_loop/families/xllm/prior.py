@@ -168,13 +168,18 @@ class LearnedDepth(Callback):
 
     Args:
         probabilities: As of `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
+        settings: Of the distribution; None takes the published ones.
         seed: Keys the draws.
     """
 
     def __init__(
-        self, probabilities: Sequence[float], *, seed: int = SEED, **settings: float
+        self,
+        probabilities: Sequence[float],
+        *,
+        settings: PriorSettings | None = None,
+        seed: int = SEED,
     ) -> None:
-        self._new = partial(DepthPrior, PriorSettings(**settings), probabilities)  # type: ignore[arg-type]
+        self._new = partial(DepthPrior, settings or PriorSettings(), probabilities)
         self.prior = self._new()
         self._seed = seed
 
