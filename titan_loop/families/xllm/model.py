@@ -1,6 +1,6 @@
 """xLLM-Loop: named sizes and options; `decoder.py` has the equations.
 
-Sizes `s`, `m` and `l` are those of Part II (1, 2 and 1 layers), `730m` is that of Part I (8, 12 and
+Sizes `s`, `m` and `l` stand in Part II (1, 2 and 1 layers), `730m` in Part I (8, 12 and
 8). Initial weights are the authors': matrices normal with standard deviation 0.02, embedding and
 head with 1/√D, truncated at three of them.
 
