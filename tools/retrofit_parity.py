@@ -1,4 +1,4 @@
-"""Whether other programs compute with a retrofitted model as titan_loop does.
+"""Compares a retrofitted model in other programs with titan_loop.
 
     python -m tools.retrofit_parity logits FOLDER RUN OUTPUT.json DOCUMENTS.jsonl...
     python -m tools.retrofit_parity tokens GGUF RUN OUTPUT.json ENGINES_PYTHON

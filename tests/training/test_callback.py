@@ -44,6 +44,7 @@ def test_hooks_come_in_the_order_of_a_step(source: Path, tmp_path: Path):
     micro_batch = ["before_forward", "after_forward"]
     assert calls == [
         "on_train_start",
+        "plan",
         "reading data",
         "forward and backward",
         *micro_batch,

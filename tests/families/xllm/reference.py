@@ -183,10 +183,10 @@ def _layers(weights: Weights, config: Mapping[str, Any], x: Tensor, layers: rang
         )
         q, k = _rotated(q, config), _rotated(k, config).repeat_interleave(heads // kv_heads, 1)
         v = v.repeat_interleave(heads // kv_heads, 1)
-        scores = torch.einsum("inh,jnh->nij", q, k) / width**0.5
+        scores = torch.einsum("ind,jnd->nij", q, k) / width**0.5
         hidden = torch.ones(length, length).triu(1).bool()
         shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        x = x + torch.einsum("nij,jnh->inh", shares, v).flatten(1) @ of["attention.wo"].T
+        x = x + torch.einsum("nij,jnd->ind", shares, v).flatten(1) @ of["attention.wo"].T
         h = _norm(x, of["nffn.norm"], config)
         x = x + (F.silu(h @ of["nffn.fc1"].T) * (h @ of["nffn.fc3"].T)) @ of["nffn.fc2"].T
     return x

@@ -1,4 +1,4 @@
-"""How a recurrent update reads the prelude's output e again.
+"""Injections: an update of the core reads the output e of the prelude again.
 
     diagonal     x = h' + u,                                h' = exp(−Δ a) ⊙ h,   u = Δ ⊙ W e
     orthogonal   x = h' − ⟨h', u⟩ / (⟨u, u⟩ + ε) u + u
