@@ -274,13 +274,15 @@ def test_held_out_text_and_its_frontier(text_run: Path):
     bits = {name: result.metrics["bits_per_byte"] for name, result in readings.items()}
     assert bits["q:0"] == bits["static:1"]
     assert bits["q:1"] == bits["hidden:0"] == bits["kl:0,0"] == bits["static:4"]
+    assert bits["contrast:1,0.5,0.1"] != bits["static:4"]
     assert bits["hidden:inf"] == bits["kl:inf,inf"] == bits["static:2"]
     run = RunDirectory(text_run)
     written = write_frontier(report, run)
     assert written is not None
     assert written.png.read_bytes().startswith(b"\x89PNG")
     lines = written.csv.read_text().splitlines()
-    assert lines[0] == "task,metric,policy,reading,mean_steps,value"
+    assert lines[0] == "task,metric,policy,reading,mean_steps,value,low,high,seconds"
+    assert all(float(line.split(",")[-1]) > 0 for line in lines[1:])  # each was timed
     assert len(lines) == 1 + len(readings)
 
     from titan_loop.evaluation.evaluate_run import evaluate_run

@@ -62,6 +62,8 @@ def test_it_equals_greedy_decoding_at_every_depth():
             for results in (read, streamed):
                 metrics = {**results[name][f"static:{depth}"].metrics}
                 assert metrics.pop("acc,none") == accuracy
+                error = (accuracy * (1 - accuracy) / len(exam.windows[name].labels)) ** 0.5
+                assert metrics.pop("acc_stderr,none") == pytest.approx(error)
                 assert [*metrics] == ["labels_acc,none"] * (not name.endswith("1_letters"))
                 assert all(accuracy <= share <= 1 for share in metrics.values())
                 assert results[name][f"static:{depth}"].mean_steps == depth

@@ -50,7 +50,8 @@ def test_eight_depths_in_one_pass_equal_eight_passes():
     [
         ("q:0", 1, "q:1"),
         ("hidden:inf", 2, "hidden:0"),
-        ("relative:inf", 2, "relative:0"),
+        ("fixed_point:inf", 2, "fixed_point:0"),
+        ("margin:inf", 2, "margin:0"),
         ("confidence:0", 1, "confidence:1"),
         ("kl:inf,inf", 2, "kl:0,0"),
     ],

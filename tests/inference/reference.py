@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_loop.families.ouro.model import OuroOptions
-from titan_loop.inference.exit_policy import QExit, exit_steps
+from titan_loop.inference.exit_decider import exit_steps
+from titan_loop.inference.exit_policy import QExit
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import build_decoder
 

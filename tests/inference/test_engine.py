@@ -16,10 +16,11 @@ from titan_loop.inference.engine import Engine
 from titan_loop.inference.exit_policy import (
     Confidence,
     ExitPolicy,
+    FixedPoint,
     HiddenDifference,
     KLAndEntropy,
+    Margin,
     QExit,
-    RelativeDifference,
     StaticStep,
     parse_exit_policy,
 )
@@ -85,6 +86,18 @@ def relative_difference(epsilon: float):
     return leaves
 
 
+def margin(epsilon: float):
+    def leaves(states, reference):
+        if len(states) < 2:
+            return False
+        before, now = (reference.logits(h).tolist() for h in states[-2:])
+        top = max(range(len(now)), key=now.__getitem__)
+        leads = [x[top] - max(x[:top] + x[top + 1 :]) for x in (now, before)]
+        return abs(leads[0] - leads[1]) < epsilon * leads[0]
+
+    return leaves
+
+
 def confidence(probability: float):
     def leaves(states, reference):
         return float(reference.logits(states[-1]).softmax(-1).max()) > probability
@@ -107,7 +120,8 @@ POLICIES = {
     "static": (StaticStep(), lambda states, reference: False),
     "q": (QExit(0.7), q_exit(0.7)),
     "hidden": (HiddenDifference(4.5), hidden_difference(4.5)),
-    "relative": (RelativeDifference(0.55), relative_difference(0.55)),
+    "fixed_point": (FixedPoint(0.55), relative_difference(0.55)),
+    "margin": (Margin(0.5), margin(0.5)),
     "confidence": (Confidence(0.055), confidence(0.055)),
     "kl": (KLAndEntropy(0.2, 4.5), kl_and_entropy(0.2, 4.5)),
 }

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 
 from tests.inference.reference import make_model, q_exit_steps
 from titan_loop.errors import UserError
+from titan_loop.inference.exit_decider import ExitDecider, exit_steps
 from titan_loop.inference.exit_policy import (
     Confidence,
-    ExitDecider,
+    Contrast,
+    FixedPoint,
     HiddenDifference,
     KLAndEntropy,
+    Margin,
     QExit,
-    RelativeDifference,
     StaticStep,
-    exit_steps,
     parse_exit_policy,
 )
 
@@ -120,10 +121,14 @@ def test_a_bf16_state_is_compared_in_fp32():
         ("static:1", StaticStep(1)),
         ("static:2", StaticStep(2)),
         ("hidden:0.5", HiddenDifference(0.5)),
-        ("relative:0.5", RelativeDifference(0.5)),
+        ("fixed_point:0.5", FixedPoint(0.5)),
+        ("relative:0.5", FixedPoint(0.5)),
+        ("margin:0.1", Margin(0.1)),
+        ("contrast:1,0.5,0.1", Contrast(1, 0.5, 0.1)),
         ("confidence:0.9", Confidence(0.9)),
         ("q:0.9", QExit(0.9)),
         ("kl:0.01,3", KLAndEntropy(0.01, 3.0)),
+        ("contrast:2/0.5/0.1", Contrast(2, 0.5, 0.1)),
     ],
 )
 def test_policies_are_written_as_text(text, policy):
@@ -145,7 +150,15 @@ def test_policies_are_written_as_text(text, policy):
         ("static:0", "exit=static:0 must name a step of at least 1"),
         ("static:1.5", "static takes 1 number"),
         ("hidden:-1", "must be a distance of at least 0"),
-        ("relative:-1", "exit=relative:-1.0 must be a distance of at least 0"),
+        ("relative:-1", "exit=fixed_point:-1.0 must be a distance of at least 0"),
+        ("margin:-1", "exit=margin:-1.0 must be a distance of at least 0"),
+        ("margin:nan", "must be a distance of at least 0"),
+        ("contrast:1", "contrast takes 3 number"),
+        ("contrast:0,0.5,0.1", "contrast:0,0.5,0.1 must name an early step, a whole number"),
+        ("contrast:1.5,0.5,0.1", "must name an early step, a whole number of at least 1"),
+        ("contrast:1,-1,0.1", "must have a strength of at least 0"),
+        ("contrast:1,inf,0.1", "must have a strength of at least 0"),
+        ("contrast:1,0.5,1.5", "must have a share from 0 to 1"),
         ("confidence:1.1", "must be between 0 and 1"),
         ("full:3", "full takes 0 number"),
     ],

@@ -9,7 +9,8 @@ from tests.models.reference import reference_forward
 from titan_loop.distributed.activation_checkpointing import RecurrentStepAC
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import ExitPolicy, HiddenDifference, QExit, exit_steps
+from titan_loop.inference.exit_decider import exit_steps
+from titan_loop.inference.exit_policy import ExitPolicy, HiddenDifference, QExit
 from titan_loop.inference.rows import Request
 from titan_loop.models.family import build_decoder
 

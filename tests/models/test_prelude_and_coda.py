@@ -14,7 +14,8 @@ from titan_loop.errors import UserError
 from titan_loop.families.ouro.hugging_face.ouro_shape import OuroShape
 from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.inference.engine import Engine
-from titan_loop.inference.exit_policy import HiddenDifference, StaticStep, exit_steps
+from titan_loop.inference.exit_decider import exit_steps
+from titan_loop.inference.exit_policy import HiddenDifference, StaticStep
 from titan_loop.inference.rows import Request
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.models.family import build_decoder, completed_architecture, decoder_config

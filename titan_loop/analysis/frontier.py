@@ -1,15 +1,23 @@
-"""Quality against the average number of recurrent steps: every exit policy beside static depth.
+"""Quality against average recurrent steps and time: every exit policy beside static depth.
 
 A `TaskReport` with the frontier's readings ─► points ─► table, CSV, PNG
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan_loop.analysis.drawing import draw_panels
-from titan_loop.evaluation.task_report import TaskReport, headline, lower_is_better
+from titan_loop.errors import UserError
+from titan_loop.evaluation.task_report import (
+    SECONDS,
+    ReadingResult,
+    TaskReport,
+    headline,
+    interval,
+    lower_is_better,
+)
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.tables import text_table
 
@@ -20,15 +28,22 @@ _STYLES = {
     "static": ("static depth", "#222222", "o-"),
     "q": ("Q-exit (gate)", "#1f4e79", "s-"),
     "hidden": ("hidden-state difference", "#d1495b", "^--"),
-    "relative": ("relative difference", "#d1495b", "v:"),
+    "fixed_point": ("fixed point (relative difference)", "#d1495b", "v:"),
+    "margin": ("margin of the likeliest", "#e6a23c", "<--"),
     "confidence": ("confidence", "#8a5fbf", "P-."),
     "kl": ("KL and entropy", "#2a9d5c", "D:"),
+    "contrast": ("contrast with an early step", "#3a86c8", "*:"),
 }
 """Title, colour and line of each policy; plug-ins' policies come after them."""
 
 
 class FrontierPoint(NamedTuple):
-    """One reading of one task."""
+    """One reading of one task.
+
+    Attributes:
+        low: Lower end of the value's 95 % interval; None where the task has no intervals.
+        seconds: Seconds per generated token; None where they were not measured.
+    """
 
     task: str
     metric: str
@@ -36,6 +51,9 @@ class FrontierPoint(NamedTuple):
     reading: str
     mean_steps: float
     value: float
+    low: float | None = None
+    high: float | None = None
+    seconds: float | None = None
 
 
 def frontier_points(report: TaskReport) -> list[FrontierPoint]:
@@ -44,37 +62,96 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
     for task, readings in report.tasks.items():
         if len({name.partition(":")[0] for name in readings}) < 2:
             continue
-        for name, result in readings.items():
-            if result.mean_steps is not None and result.metrics:
-                metric, policy = headline(result.metrics), name.partition(":")[0]
-                value = result.metrics[metric]
-                points.append(FrontierPoint(task, metric, policy, name, result.mean_steps, value))
+        points += [
+            _point(task, name, result)
+            for name, result in readings.items()
+            if result.mean_steps is not None and result.metrics
+        ]
     order = [*_STYLES, *sorted({point.policy for point in points} - _STYLES.keys())]
     return sorted(points, key=lambda p: (p.task, order.index(p.policy), p.mean_steps))
 
 
+def _point(task: str, reading: str, result: ReadingResult) -> FrontierPoint:
+    metric, policy = headline(result.metrics), reading.partition(":")[0]
+    low, high = interval(result.metrics, metric) or (None, None)
+    assert result.mean_steps is not None
+    return FrontierPoint(
+        task,
+        metric,
+        policy,
+        reading,
+        result.mean_steps,
+        result.metrics[metric],
+        low,
+        high,
+        result.metrics.get(SECONDS),
+    )
+
+
 def frontier_table(points: Sequence[FrontierPoint]) -> str:
     """Return the points as aligned text."""
-    rows = [["task", "reading", "mean steps", "value", "metric"]]
-    rows += [[p.task, p.reading, f"{p.mean_steps:.2f}", f"{p.value:.4f}", p.metric] for p in points]
-    return text_table(rows, left=(0, 1, 4))
+    rows = [["task", "reading", "mean steps", "ms a token", "value", "95 %", "metric"]]
+    for p in points:
+        spread = "" if p.low is None else f"{p.low:.4f} to {p.high:.4f}"
+        milliseconds = "" if p.seconds is None else f"{1e3 * p.seconds:.2f}"
+        values = [f"{p.mean_steps:.2f}", milliseconds, f"{p.value:.4f}", spread]
+        rows.append([p.task, p.reading, *values, p.metric])
+    return text_table(rows, left=(0, 1, 6))
 
 
-def plot_frontier(points: Sequence[FrontierPoint], path: Path, *, title: str) -> Path:
-    """Draw one panel per task: the metric against mean steps, a line for each policy."""
+def plot_frontier(
+    points: Sequence[FrontierPoint],
+    path: Path,
+    *,
+    title: str,
+    dense: Mapping[str, FrontierPoint] | None = None,
+) -> Path:
+    """Draw each task's metric with its intervals, a line for each policy.
 
-    def draw(axes: "Axes", task: str) -> None:
-        mine = [point for point in points if point.task == task]
+    Args:
+        dense: Task → point of a dense model, drawn as a horizontal line.
+
+    Each task has a panel against mean steps and, where they were measured, one against seconds.
+    """
+    panels: dict[str, tuple[str, bool]] = {}
+    for task in dict.fromkeys(point.task for point in points):
+        panels[task] = task, False
+        if any(point.seconds is not None for point in points if point.task == task):
+            panels[f"{task}, time"] = task, True
+
+    def draw(axes: "Axes", panel: str) -> None:
+        task, timed = panels[panel]
+        mine = [p for p in points if p.task == task and not (timed and p.seconds is None)]
         for policy in dict.fromkeys(point.policy for point in mine):
-            label, color, line = _STYLES.get(policy, (policy, "#8c8c8c", "x--"))
-            at = [(point.mean_steps, point.value) for point in mine if point.policy == policy]
-            axes.plot(*zip(*at, strict=True), line, color=color, markersize=4, label=label)
+            _draw_policy(axes, [point for point in mine if point.policy == policy], timed=timed)
+        if dense is not None and task in dense:
+            axes.axhline(dense[task].value, color="0.5", linestyle="--", label="dense model")
         better = "lower" if lower_is_better(mine[0].metric) else "higher"
         axes.set_ylabel(f"{mine[0].metric} ({better} is better)")
-        axes.set_xlabel("mean recurrent steps per token")
+        axes.set_xlabel("ms per generated token" if timed else "mean recurrent steps per token")
 
-    tasks = list(dict.fromkeys(point.task for point in points))
-    return draw_panels(tasks, draw, path, title=title, legend=True)
+    columns = 2 if len(panels) > len({task for task, _ in panels.values()}) else 3
+    return draw_panels([*panels], draw, path, title=title, columns=columns, legend=True)
+
+
+def _draw_policy(axes: "Axes", mine: Sequence[FrontierPoint], *, timed: bool) -> None:
+    label, color, line = _STYLES.get(mine[0].policy, (mine[0].policy, "#8c8c8c", "x--"))
+    if timed:
+        mine = sorted(mine, key=lambda point: point.seconds or 0.0)
+    values = [point.value for point in mine]
+    below = [0.0 if p.low is None else max(p.value - p.low, 0.0) for p in mine]
+    above = [0.0 if p.high is None else max(p.high - p.value, 0.0) for p in mine]
+    axes.errorbar(
+        [1e3 * (point.seconds or 0.0) if timed else point.mean_steps for point in mine],
+        values,
+        yerr=[below, above],
+        fmt=line,
+        color=color,
+        ecolor=color,
+        elinewidth=0.5,
+        markersize=4,
+        label=label,
+    )
 
 
 class WrittenFrontier(NamedTuple):
@@ -85,8 +162,48 @@ class WrittenFrontier(NamedTuple):
     png: Path
 
 
-def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFrontier | None:
-    """Write `evals/frontier-step-N.csv` and `plots/frontier.png`; None without any points."""
+def dense_reports(dense: Path) -> list[TaskReport]:
+    """Return the evaluations of a dense run; raises `UserError` if there are none."""
+    reports = TaskReport.all_of(RunDirectory(dense))
+    if not reports:
+        raise UserError(
+            f"dense={dense} was not evaluated on tasks; first: titan-loop eval {dense} --tasks …"
+        )
+    return reports
+
+
+def dense_points(report: TaskReport, dense: Path) -> dict[str, FrontierPoint]:
+    """Return the points of a dense run at its own R, by task, from its newest evaluation.
+
+    Raises:
+        UserError: It was not evaluated on a task of the report, or with other settings.
+    """
+    reports = dense_reports(dense)
+    found: dict[str, FrontierPoint] = {}
+    for task in report.tasks:
+        asked = report.settings.get(task)
+        same = [other for other in reports if other.settings.get(task) == asked]
+        if same:
+            readings = same[-1].tasks[task]
+            name = f"static:{same[-1].trained_recurrent_steps}"
+            if name in readings:
+                found[task] = _point(task, name, readings[name])
+    if not found:
+        raise UserError(
+            f"dense={dense} was evaluated on none of {', '.join(report.tasks)} with the same "
+            "settings; evaluate it with the same flags"
+        )
+    return found
+
+
+def write_frontier(
+    report: TaskReport, run_directory: RunDirectory, dense: Path | None = None
+) -> WrittenFrontier | None:
+    """Write `evals/frontier-step-N.csv` and `plots/frontier.png`; None without any points.
+
+    Args:
+        dense: Run of a dense model to draw beside them, evaluated with the same settings.
+    """
     points = frontier_points(report)
     if not points:
         return None
@@ -97,5 +214,6 @@ def write_frontier(report: TaskReport, run_directory: RunDirectory) -> WrittenFr
         writer.writerow(FrontierPoint._fields)
         writer.writerows(points)
     title = f"Quality against compute at step {report.step:,}"
-    png = plot_frontier(points, run_directory.plots / "frontier.png", title=title)
-    return WrittenFrontier(points, path, png)
+    beside = None if dense is None else dense_points(report, dense)
+    png = run_directory.plots / "frontier.png"
+    return WrittenFrontier(points, path, plot_frontier(points, png, title=title, dense=beside))

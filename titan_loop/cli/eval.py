@@ -32,9 +32,10 @@ class Scoring:
         num_fewshot: Number of examples, instead of each task's own.
         limit: Documents per task, for a first look.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
-        exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
-            confidence:P, q:THRESHOLD or kl:KL,NATS.
+        exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
+            confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache of generated tokens.
+        prefill_steps: Number of recurrent steps of prompts that tokens are generated from.
         batch_size: Rows at a time.
         max_length: Context in tokens; by default the trained window.
         dtype: Type of the weights.
@@ -55,6 +56,7 @@ class Scoring:
     recurrent_steps: int | None = None
     exit: str = "full"
     kv_cache: str = "full"
+    prefill_steps: int | None = None
     batch_size: int = 8
     max_length: int | None = None
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -110,6 +112,7 @@ def evaluate(
     *,
     stage: str | None = None,
     frontier: bool = False,
+    dense: Path | None = None,
     ema: bool = False,
     beats_unigram: float | None = None,
     beats_bigram: float | None = None,
@@ -125,6 +128,8 @@ def evaluate(
         scoring: Depths, tasks and settings.
         stage: Stage of that recipe.
         frontier: Score every depth, and every exit policy at many settings.
+        dense: Run of a dense model of as many FLOPs, evaluated with the same flags, whose quality
+            is drawn beside the frontier.
         ema: Score the average of the weights that --ema.decay kept in training; its reports stand
             beside the reports of the weights and appear in no plot.
         beats_unigram: Fail unless held-out bits per byte are this share below the unigram model's.
@@ -135,6 +140,8 @@ def evaluate(
     for baseline, share in gains.items():
         if not 0 < share < 1:
             raise UserError(f"eval: --beats-{baseline} {share} must lie between 0 and 1")
+    if dense is not None and not frontier:
+        raise UserError(f"eval: --dense {dense} needs --frontier, which draws it")
     if scoring.tasks or frontier:
         for baseline in gains:
             raise UserError(
@@ -142,7 +149,7 @@ def evaluate(
             )
         if frontier and ema:
             raise UserError("eval: --frontier draws the weights of training; leave out --ema")
-        _tasks(run, stage, scoring.options(frontier=frontier, ema=ema))
+        _tasks(run, stage, scoring.options(frontier=frontier, ema=ema), dense)
         return
     scoring.refuse_flags_of_tasks()
 
@@ -170,8 +177,8 @@ def evaluate(
         require_gain(report, share, baseline=baseline)
 
 
-def _tasks(run: Path, stage: str | None, options: "TaskOptions") -> None:
-    from titan_loop.analysis.frontier import frontier_table, write_frontier
+def _tasks(run: Path, stage: str | None, options: "TaskOptions", dense: Path | None = None) -> None:
+    from titan_loop.analysis.frontier import dense_reports, frontier_table, write_frontier
     from titan_loop.analysis.report_tables import task_table
     from titan_loop.evaluation.evaluate_tasks import evaluate_tasks
     from titan_loop.evaluation.share_work import join_ranks
@@ -180,12 +187,14 @@ def _tasks(run: Path, stage: str | None, options: "TaskOptions") -> None:
 
     _quiet_logs()
     run = chosen_run(run, stage)
+    if dense is not None:
+        dense_reports(dense)  # its mistakes, before work starts
     rank, _ = join_ranks()
     report = evaluate_tasks(run, options)
     if rank == 0:
         run_directory = SavedRun.open(run).directory
         if options.frontier:
-            written = write_frontier(report, run_directory)
+            written = write_frontier(report, run_directory, dense)
             if written:
                 print(frontier_table(written.points))
                 print(f"The frontier is in {written.csv} and {written.png}")

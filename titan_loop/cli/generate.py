@@ -35,9 +35,10 @@ class Generation:
         seed: Seed of everything that is sampled.
         stop: String that ends the text; may be repeated.
         recurrent_steps: Number of recurrent steps R; by default the trained one.
-        exit: Exit policy: full, static:S, hidden:EPSILON, relative:EPSILON,
-            confidence:P, q:THRESHOLD or kl:KL,NATS.
+        exit: Exit policy: full, static:S, hidden:EPSILON, fixed_point:EPSILON, margin:EPSILON,
+            confidence:P, q:THRESHOLD, kl:KL,NATS or contrast:STEP,STRENGTH,SHARE.
         kv_cache: Key-value cache: full, last, first or averaged.
+        prefill_steps: Number of recurrent steps of prompts; by default as of generated tokens.
         draft_step: Draft at this recurrent step, verify at R.
         draft_tokens: Number of tokens drafted at a time.
         show_steps: Write each token's exit step.
@@ -57,6 +58,7 @@ class Generation:
     recurrent_steps: int | None = None
     exit: str = "full"
     kv_cache: str = "full"
+    prefill_steps: int | None = None
     draft_step: int | None = None
     draft_tokens: int = 3
     show_steps: bool = False
@@ -66,7 +68,7 @@ class Generation:
 
     def check(self) -> None:
         """Raise `UserError` for settings that cannot work or have no effect, before loading."""
-        for name in ("max_new_tokens", "recurrent_steps"):
+        for name in ("max_new_tokens", "recurrent_steps", "prefill_steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
@@ -140,6 +142,7 @@ def generate(checkpoint: Path, generation: Generation, *, stage: str | None = No
         recurrent_steps=steps,
         kv_cache=generation.kv_cache,
         exit_policy=policy,
+        prefill_steps=generation.prefill_steps,
         speculation=speculation,
     )
     tokenizer = load_matching_tokenizer(loaded, generation.tokenizer)

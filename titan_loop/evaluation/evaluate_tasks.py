@@ -18,6 +18,7 @@ from titan_loop.data.labels import IGNORED
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.data.tasks.recorded_task import recorded_task
 from titan_loop.errors import UserError, require_at_least
+from titan_loop.evaluation.decoding_speed import seconds_per_token
 from titan_loop.evaluation.exam import Exam, model_sizes, right_at_readings
 from titan_loop.evaluation.offline_tasks import HELD_OUT
 from titan_loop.evaluation.readings import (
@@ -29,7 +30,7 @@ from titan_loop.evaluation.readings import (
 )
 from titan_loop.evaluation.share_work import join_ranks, rank_device
 from titan_loop.evaluation.suites import CODE_TASKS, NotAskedError, SuiteTask
-from titan_loop.evaluation.task_report import Results, TaskReport
+from titan_loop.evaluation.task_report import SECONDS, Results, TaskReport
 from titan_loop.evaluation.window_scores import (
     at_readings,
     open_run,
@@ -40,6 +41,7 @@ from titan_loop.evaluation.window_scores import (
 from titan_loop.inference.cache import cache_strategy
 from titan_loop.inference.exit_policy import require_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer
+from titan_loop.models.family import get_family
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.text.tokenizer import load_tokenizer
 
@@ -73,6 +75,7 @@ class TaskOptions:
     depths: Sequence[int] = ()
     frontier: bool = False
     kv_cache: str = "full"
+    prefill_steps: int | None = None
     windows: int = 64
     sources: Sequence[str] = ()
     seq_len: int | None = None
@@ -92,7 +95,7 @@ class TaskOptions:
             depth_readings(self.depths)
         policy_reading(self.exit, self.recurrent_steps or 10**6)
         require_at_least(1, limit=self.limit, windows=self.windows, batch_size=self.batch_size)
-        require_at_least(1, recurrent_steps=self.recurrent_steps)
+        require_at_least(1, recurrent_steps=self.recurrent_steps, prefill_steps=self.prefill_steps)
         require_at_least(2, seq_len=self.seq_len, max_length=self.max_length)
         cache_strategy(self.kv_cache)
         if self.tokenizer is not None:
@@ -160,6 +163,7 @@ class _Evaluation:
         )
         self._harness: HarnessTasks | None = None
         self._lm: LoopLM | None = None
+        self._seconds: dict[str, float] = {}
         self._readings = self._make_readings()
 
     def run(self) -> TaskReport:
@@ -167,6 +171,8 @@ class _Evaluation:
         for task in self._options.tasks:
             try:
                 for name, results in self._ask(task).items():
+                    for reading in results.keys() & self._seconds.keys():
+                        results[reading].metrics[SECONDS] = self._seconds[reading]
                     self._report.tasks[name] = results
                     self._report.settings[name] = self._settings(task)
                 logger.info("%s: done", task.name)
@@ -186,6 +192,8 @@ class _Evaluation:
         options = self._options
         shots = "own" if task.num_fewshot is None else task.num_fewshot
         length = "" if options.seq_len is None else f"seq_len={options.seq_len} "
+        if options.prefill_steps is not None:
+            length += f"prefill_steps={options.prefill_steps} "
         return (
             f"{length}windows={options.windows} limit={options.limit} num_fewshot={shots} "
             f"context={self._loaded.model.config.max_seq_len} dtype={options.dtype}"
@@ -244,6 +252,7 @@ class _Evaluation:
                 loaded=self._loaded,
                 readings=self._readings,
                 kv_cache=options.kv_cache,
+                prefill_steps=options.prefill_steps,
                 batch_size=options.batch_size,
                 tokenizer=options.tokenizer,
                 cache=self._run.evaluations / CACHE_FOLDER if options.cache else None,
@@ -289,7 +298,12 @@ class _Evaluation:
         chosen_BL = sample.labels != IGNORED
         columns = sample.columns_for(self._model.config.columns)
         states = states_at(self._model, sample.input, chosen_BL, steps, sample.positions, columns)
-        return frontier_readings(self._model, states, steps)
+        readings = frontier_readings(self._model, states, steps)
+        if "generate" in get_family(self._model.config.family).uses:
+            half = max(1, sample.input.shape[1] // 2)
+            prompts = sample.input[:_SAMPLE_WINDOWS, :half].tolist()
+            self._seconds = seconds_per_token(self._model, readings, prompts)
+        return readings
 
 
 def _described(error: Exception) -> str:

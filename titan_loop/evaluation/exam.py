@@ -38,6 +38,7 @@ from titan_loop.models.decoder import LoopDecoder
 logger = logging.getLogger(__name__)
 
 ACCURACY = "acc,none"
+ACCURACY_ERROR = "acc_stderr,none"
 LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
@@ -137,8 +138,15 @@ class Exam:
             labels_W = (windows.labels != IGNORED).sum(dim=1).numpy()
             accuracy_P = (right_PW == labels_W).mean(axis=1)
             mean_steps_P = steps_PW.sum(axis=1) / labels_W.sum()
+            questions = len(labels_W)
             results[name] = {
-                reading: ReadingResult(metrics={ACCURACY: float(share)}, mean_steps=float(steps))
+                reading: ReadingResult(
+                    metrics={
+                        ACCURACY: float(share),
+                        ACCURACY_ERROR: math.sqrt(share * (1 - share) / questions),
+                    },
+                    mean_steps=float(steps),
+                )
                 for reading, share, steps in zip(sums_of, accuracy_P, mean_steps_P, strict=True)
             }
             if labels_W.max() > 1:

@@ -30,7 +30,7 @@ from titan_loop.evaluation.request_cache import RequestCache, digest
 from titan_loop.evaluation.share_work import rank_device, share_work
 from titan_loop.evaluation.token_scorer import ContinuationScores, TokenRequest, TokenScorer
 from titan_loop.inference.cache import cache_strategy
-from titan_loop.inference.engine import Engine
+from titan_loop.inference.engine import Engine, require_prefill_steps
 from titan_loop.inference.exit_policy import parse_exit_policy
 from titan_loop.inference.loading import Loaded, load_checkpoint, load_matching_tokenizer, text_ends
 from titan_loop.inference.rows import text_requests
@@ -67,6 +67,8 @@ class LoopLM(TemplateLM):
         recurrent_steps: R; None takes the trained R.
         exit_threshold: Q-exit threshold in [0, 1]; shorthand for `exit=q:T`.
         exit: An exit policy as in `titan-loop generate`; None for full depth.
+        prefill_steps: Number of recurrent steps of prompts that tokens are generated from, at most
+            as many as every reading has; None for as many.
         batch_size: Number of rows at a time, at least 1.
         max_batch_size: Same as `batch_size`, or None; the harness passes it.
         device: Name of the device; None, or the harness' default "cuda:0", takes this rank's.
@@ -93,6 +95,7 @@ class LoopLM(TemplateLM):
         exit_threshold: float | None = None,
         exit: str | None = None,
         kv_cache: str = "full",
+        prefill_steps: int | None = None,
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -134,6 +137,9 @@ class LoopLM(TemplateLM):
             steps = loaded.recurrent_steps if recurrent_steps is None else recurrent_steps
             readings = [policy_reading(text, steps)]
         self.readings = list(readings)
+        self.prefill_steps = _whole("prefill_steps", prefill_steps, least=1)
+        for one in self.readings:
+            require_prefill_steps(self.prefill_steps, one.deepest_step)
         self.reading = 0
         self.count = StepCount()
         self.kv_cache = kv_cache
@@ -150,6 +156,7 @@ class LoopLM(TemplateLM):
             "manifest": self.loaded.manifest["sha256"],
             "readings": [[reading.name, reading.recurrent_steps] for reading in self.readings],
             "kv_cache": self.kv_cache,
+            **({} if self.prefill_steps is None else {"prefill_steps": self.prefill_steps}),
             "dtype": str(self.loaded.model.tok_embeddings.weight.dtype),
             "context": self.max_length,
             **({"ema": True} if self.loaded.ema else {}),
@@ -248,6 +255,7 @@ class LoopLM(TemplateLM):
             recurrent_steps=reading.recurrent_steps,
             kv_cache=self.kv_cache,
             exit_policy=reading.policy,
+            prefill_steps=self.prefill_steps,
         )
         groups: dict[str, list[int]] = {}
         for index, one in enumerate(asked):

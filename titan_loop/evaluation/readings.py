@@ -19,14 +19,17 @@ import torch
 from torch import Tensor
 
 from titan_loop.errors import UserError, require_at_least
+from titan_loop.inference.exit_decider import exit_steps
 from titan_loop.inference.exit_policy import (
     ExitPolicy,
     StaticStep,
-    divergence_nats,
     exit_policies_of,
-    exit_steps,
-    hidden_distance,
     parse_exit_policy,
+)
+from titan_loop.inference.measures import (
+    divergence_nats,
+    hidden_distance,
+    margin_change,
     relative_distance,
 )
 from titan_loop.models.decoder import LoopDecoder
@@ -37,6 +40,7 @@ _LOGITS_AT_A_TIME = 1 << 26
 _Q_THRESHOLDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0)
 _QUANTILES = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98)
 _ENTROPY_BOUND_NATS = 3.0
+_CONTRASTS = (0.1, 0.25, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -146,15 +150,19 @@ def frontier_readings(
     if recurrent_steps > 1:
         pairs = list(zip(states[1:], states[:-1], strict=True))
         distances = torch.cat([hidden_distance(*pair).flatten() for pair in pairs])
-        names += ["hidden:0", *(f"hidden:{x:.4g}" for x in _quantiles(distances)), "hidden:inf"]
+        names += [f"hidden:{x:.4g}" for x in (0, *_quantiles(distances), math.inf)]
         shares = torch.cat([relative_distance(*pair).flatten() for pair in pairs])
-        names += ["relative:0", *(f"relative:{x:.4g}" for x in _quantiles(shares)), "relative:inf"]
+        names += [f"fixed_point:{x:.4g}" for x in (0, *_quantiles(shares), math.inf)]
         names += [f"confidence:{threshold:g}" for threshold in _Q_THRESHOLDS]
         log_probs = [_log_prob(model.readout(state)) for state in states]
         pairs = list(zip(log_probs[1:], log_probs[:-1], strict=True))
+        leads = torch.cat([margin_change(*pair).flatten() for pair in pairs])
+        names += [f"margin:{x:.4g}" for x in (0, *_quantiles(leads), math.inf)]
         changes = torch.cat([divergence_nats(*pair).flatten() for pair in pairs])
         bound = f"{_ENTROPY_BOUND_NATS:g}"
         names += ["kl:0,0", *(f"kl:{x:.4g},{bound}" for x in _quantiles(changes)), "kl:inf,inf"]
+        early = sorted({1, recurrent_steps - 1})
+        names += [f"contrast:{a},{x:g},0.1" for a in early for x in _CONTRASTS]
     policies = [policy_reading(name, recurrent_steps) for name in dict.fromkeys(names)]
     has = exit_policies_of(model)
     return [
@@ -199,9 +207,7 @@ def _score_chunk(
     nats_RC = torch.full((deepest, len(labels_C)), math.nan, dtype=wide, device=labels_C.device)
     right_RC = torch.zeros_like(nats_RC, dtype=torch.bool)
     for step, logits_1CV in logits.items():
-        logits_CV = logits_1CV[0].to(wide)
-        nats_RC[step - 1] = torch.nn.functional.cross_entropy(logits_CV, labels_C, reduction="none")
-        right_RC[step - 1] = logits_CV.argmax(-1) == labels_C
+        nats_RC[step - 1], right_RC[step - 1] = _graded(logits_1CV[0], labels_C)
     step_PC = torch.cat(
         [
             exit_steps(
@@ -213,15 +219,32 @@ def _score_chunk(
             for reading in readings
         ]
     )
-    return Scores(nats_RC.gather(0, step_PC - 1), right_RC.gather(0, step_PC - 1), step_PC)
+    nats_PC, right_PC = nats_RC.gather(0, step_PC - 1), right_RC.gather(0, step_PC - 1)
+    for p, reading in enumerate(readings):
+        early = reading.policy.early_step
+        if early is not None:
+            last_CV, early_CV = logits[reading.deepest_step][0], logits[early][0]
+            nats_PC[p], right_PC[p] = _graded(reading.policy.combined(last_CV, early_CV), labels_C)
+    return Scores(nats_PC, right_PC, step_PC)
+
+
+def _graded(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return negative log likelihoods, and where the label is the most likely token."""
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    nats_C = torch.nn.functional.cross_entropy(wide_CV, labels_C, reduction="none")
+    return nats_C, wide_CV.argmax(-1) == labels_C
 
 
 def _steps_to_read(readings: Sequence[Reading]) -> list[int]:
     steps: set[int] = set()
     for reading in readings:
         deepest = reading.deepest_step
-        fixed = isinstance(reading.policy, StaticStep)
-        steps |= {deepest} if fixed else set(range(1, deepest + 1))
+        early = reading.policy.early_step
+        if early is not None:
+            steps |= {early, deepest}
+        else:
+            fixed = isinstance(reading.policy, StaticStep)
+            steps |= {deepest} if fixed else set(range(1, deepest + 1))
     return sorted(steps)
 
 

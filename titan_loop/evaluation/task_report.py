@@ -41,6 +41,9 @@ class ReadingResult:
 Results = dict[str, dict[str, ReadingResult]]
 """Task → reading → result."""
 
+SECONDS = "seconds_per_token"
+"""Metric of a frontier's readings: time of a generated token, on the machine that evaluated."""
+
 HEADLINES = ("acc_norm,none", "acc,none", "bits_per_byte", "bits_per_byte,none")
 
 
@@ -48,6 +51,17 @@ def headline(metrics: Mapping[str, float], preferred: str | None = None) -> str:
     """Return the metric to show first: the preferred one, the usual ones, or the first there is."""
     assert metrics, "a result without metrics"
     return next(name for name in (preferred or "", *HEADLINES, *metrics) if name in metrics)
+
+
+def interval(metrics: Mapping[str, float], metric: str) -> tuple[float, float] | None:
+    """Return the 95 % interval of a metric, or the one that its standard error gives; else None."""
+    if f"{metric}_low" in metrics:
+        return metrics[f"{metric}_low"], metrics[f"{metric}_high"]
+    name, comma, kind = metric.partition(",")
+    error = metrics.get(f"{name}_stderr{comma}{kind}")
+    if error is None:
+        return None
+    return metrics[metric] - 1.96 * error, metrics[metric] + 1.96 * error
 
 
 def lower_is_better(metric: str) -> bool:

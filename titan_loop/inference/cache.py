@@ -10,9 +10,9 @@ values that the strategy kept:
 | `first` | 1 | step 1 | step 1 |
 | `averaged` | 1 | the mean of steps 1 … e | that mean |
 
-A prompt runs all R steps, and each step sees the prompt's keys of that same step, under any
-strategy. Those keys are at hand while step r runs, so the shared strategies never hold R caches,
-not even for the prompt.
+A prompt runs all R steps, or fewer by request, and each step sees the prompt's keys of that same
+step, under any strategy. Those keys are at hand while step r runs, so the shared strategies never
+hold R caches, not even for the prompt.
 
 Layers outside the loop have one cache each, under any strategy: a prelude visits a token once, and
 later tokens see a coda's keys of the state that was read last.
@@ -157,6 +157,11 @@ class LoopCache(ABC):
         self, step: int | Tensor, layer: int, k_BLNH: Tensor, v_BLNH: Tensor, places: Places
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values of new tokens; return all to attend to, (B, S, N, H)."""
+
+    def leave_prompt(self, first_row: int, length: int, step: int) -> None:
+        """Let the last step that prompts ran, in the rows from `first_row` on, stand for deeper."""
+        prompts = self._kept[:, :, :, first_row:, :length]
+        prompts[:, step:] = prompts[:, step - 1 : step]  # a shared cache has no deeper step
 
     @abstractmethod
     def leave(self, rows: Tensor, positions: Tensor, steps: Tensor) -> None:

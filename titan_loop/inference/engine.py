@@ -5,28 +5,35 @@
              └── until no row is left; finished rows free their places
 
 The prompt runs to the deepest step the policy can reach, because sharing or skipping there costs
-quality (Ouro §5.4.2). The policy chooses after which step the prompt's last token is read.
+quality (Ouro §5.4.2). The policy chooses after which step the prompt's last token is read. With
+`prefill_steps` the prompt runs fewer, and later steps see its keys of the last step that it ran.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from titan_loop.errors import UserError, require_at_least
 from titan_loop.inference import stepwise
-from titan_loop.inference.cache import PromptVisit, cache_strategy
-from titan_loop.inference.exit_policy import (
-    ExitDecider,
-    ExitPolicy,
-    StaticStep,
-    require_exit_policy,
-)
+from titan_loop.inference.cache import cache_strategy
+from titan_loop.inference.exit_decider import ExitDecider
+from titan_loop.inference.exit_policy import ExitPolicy, StaticStep, require_exit_policy
 from titan_loop.inference.rows import Batch, Completion, GeneratedToken, Request, Row
 from titan_loop.inference.sampling import Sampling
 from titan_loop.inference.speculative import SelfSpeculation
 from titan_loop.inference.stack import Stack, Work
 from titan_loop.models.decoder import LoopDecoder
+
+
+def require_prefill_steps(prefill_steps: int | None, recurrent_steps: int) -> None:
+    """Raise `UserError` unless prompts run one step or more, and no more than generated tokens."""
+    require_at_least(1, prefill_steps=prefill_steps)
+    if prefill_steps is not None and prefill_steps > recurrent_steps:
+        raise UserError(
+            f"prefill_steps={prefill_steps} is above the {recurrent_steps} recurrent steps of "
+            "generated tokens; lower it"
+        )
 
 
 class Engine:
@@ -37,11 +44,13 @@ class Engine:
             model's.
         kv_cache: Strategy for the keys and values of earlier tokens: full, last, first or averaged.
         exit_policy: Rule for the step after which a token is read; None reads all after step R.
+        prefill_steps: Number of recurrent steps P of the prompts, at most R; None for R. The last
+            token of a prompt then runs again as a generated one does.
         speculation: Drafting with shallow steps; needs full depth and the full cache.
 
     Raises:
-        UserError: R below 1, an unknown cache, a policy the model cannot follow, or speculation
-            together with sharing or early exit.
+        UserError: R or P out of range, an unknown cache, a policy the model cannot follow, or
+            speculation together with sharing or early exit.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class Engine:
         recurrent_steps: int | None = None,
         kv_cache: str = "full",
         exit_policy: ExitPolicy | None = None,
+        prefill_steps: int | None = None,
         speculation: SelfSpeculation | None = None,
     ) -> None:
         steps = model.recurrent_steps if recurrent_steps is None else recurrent_steps
@@ -59,6 +69,8 @@ class Engine:
         self.exit_policy = exit_policy or StaticStep()
         # Steps that a policy can never reach need no cache.
         self.recurrent_steps = self.exit_policy.deepest_step(steps)
+        require_prefill_steps(prefill_steps, self.recurrent_steps)
+        self.prefill_steps = prefill_steps
         self.speculation = speculation
         self.kv_cache = kv_cache
         self._strategy = cache_strategy(kv_cache)
@@ -118,7 +130,10 @@ class Engine:
         while waiting or batch.rows:
             free = places - len(batch.rows)
             if waiting and free:
-                yield from self._admit(batch, waiting[:free])
+                if self.prefill_steps is None:
+                    yield from self._admit(batch, waiting[:free])
+                else:
+                    self._prefill(batch, waiting[:free], self.prefill_steps)
                 waiting = waiting[free:]
             else:
                 yield from advance(batch)
@@ -194,8 +209,7 @@ class Engine:
         decider = self._decider()
         left = torch.zeros((len(rows), 1), dtype=torch.int64, device=self.stack.device)
         read_BLD: Tensor | None = None
-        visit = batch.cache.admit(len(rows))
-        states = self._prompt_states([row.prompt for row in rows], visit, decider)
+        states = self._prompt_states(batch, rows, self.recurrent_steps, decider.reads)
         for step, state_BLD, before_BLD in states:
             leaves = decider.decide(torch.full_like(left, step), state_BLD, before_BLD)
             leaves &= left == 0
@@ -205,14 +219,31 @@ class Engine:
             read_BLD = torch.where(leaves.unsqueeze(-1), state_BLD, read_BLD)
         assert read_BLD is not None
         batch.admit(rows)
-        tokens = batch.sample(self.stack.readout(read_BLD)[:, 0], rows)
+        tokens = batch.sample(decider.logits(read_BLD)[:, 0], rows)
         for row, token, step in zip(rows, tokens, left[:, 0].tolist(), strict=True):
             yield row.accept(token, step)
 
+    def _prefill(self, batch: Batch, rows: list[Row], steps: int) -> None:
+        """Run the prompts of new rows through P steps; their last tokens begin again at step 1."""
+        first = batch.cache.rows
+        for _ in self._prompt_states(batch, rows, steps, lambda now: steps in now):
+            pass
+        longest = max(len(row.prompt) for row in rows)
+        batch.cache.leave_prompt(first, longest, steps)
+        for row in rows:
+            row.token = row.prompt[-1]
+        batch.admit(rows)
+
     def _prompt_states(
-        self, prompts: Sequence[Sequence[int]], visit: PromptVisit | None, decider: ExitDecider
+        self,
+        batch: Batch,
+        rows: list[Row],
+        recurrent_steps: int,
+        reads: Callable[[Sequence[int]], bool],
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (step, state after it, state before it) of each prompt's last token, as read."""
+        visit = batch.cache.admit(len(rows))
+        prompts = [row.prompt for row in rows]
         longest = max(map(len, prompts))
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         row_B = torch.arange(len(prompts), device=self.stack.device)
@@ -221,9 +252,9 @@ class Engine:
         context = self.stack.prompt_context(tokens_BL, last_B + 1, visit)
         state = None
         before_BLD: Tensor | None = None
-        for step in range(1, self.recurrent_steps + 1):
+        for step in range(1, recurrent_steps + 1):
             steps = [step] * len(prompts)
-            state = self.stack.step(state, tokens_BL, steps, context, reads=decider.reads([step]))
+            state = self.stack.step(state, tokens_BL, steps, context, reads=reads([step]))
             state_BLD = state.read_BLD[row_B, last_B].unsqueeze(1)
             yield step, state_BLD, state_BLD if before_BLD is None else before_BLD
             before_BLD = state_BLD

@@ -2,11 +2,15 @@
 
     static:S          after step S
     hidden:EPSILON    ‖h_r − h_{r−1}‖₂ < ε, from r = 2
-    relative:EPSILON  ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂, from r = 2
+    fixed_point:EPSILON  ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂, from r = 2; also written relative:EPSILON
+    margin:EPSILON    |m_r − m_{r−1}| < ε m_r, from r = 2; m is the lead of step r's likeliest token
+                      over the others, in nats
     confidence:P      the likeliest next token has more than the probability P
     q:THRESHOLD       CDF(r) ≥ q of the exit gate
     kl:KL,ENTROPY     KL(P_r ‖ P_{r−1}) < KL and H(P_r) < ENTROPY, from r = 2; P_r is the next
                       token's distribution, both are in nats
+    contrast:A,STRENGTH,SHARE   after step R, from a contrast of its distribution with step A's
+                      (`titan_loop/inference/measures.py`)
 
 A family may have policies of its own, of one number, such as survival:TAU
 (`titan_loop/families/adaptive/exit_policy.py`).
@@ -14,23 +18,31 @@ A family may have policies of its own, of one number, such as survival:TAU
 Whatever the rule says, a token leaves after step R. The rules that compare with the step before
 cannot fire at step 1, whose predecessor is an embedding: their shallow end is step 2.
 
-Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; KL and entropy from the
-recurrent-depth transformer (arXiv 2604.07822): kl:0.01,3 with 210 tokens. Its authors' code uses
-kl:0.001,3 for the final tests and a laxer rule in the curriculum's, kl:0.5,3.24 with windows of 50
-(an entropy below 3 + 12/window). A smaller vocabulary wants a smaller bound on the entropy, which
-never exceeds its logarithm.
+Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §5.4.1 and §3.2; fixed points by token: arXiv
+2607.14427; KL and entropy from the recurrent-depth transformer (arXiv 2604.07822): kl:0.01,3 with
+210 tokens. Its authors' code uses kl:0.001,3 for the final tests and a laxer rule in the
+curriculum's, kl:0.5,3.24 with windows of 50 (an entropy below 3 + 12/window). A smaller vocabulary
+wants a smaller bound on the entropy, which never exceeds its logarithm.
 """
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.inference.measures import (
+    contrasted,
+    divergence_nats,
+    entropy_nats,
+    hidden_distance,
+    margin_change,
+    relative_distance,
+)
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import get_family
 from titan_loop.objectives.exit_distribution import reaches_threshold
@@ -64,12 +76,23 @@ class ExitPolicy(ABC):
         reads_logits: Whether it looks at logits, which costs a readout after every step.
         reads_states: Whether it looks at states, which costs a coda after every step. All tokens of
             a policy that does not leave after its deepest step.
+        early_step: Step whose logits are combined with the logits of the step that is read; None
+            for none.
     """
 
     name: ClassVar[str]
     reads_gate: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
     reads_states: ClassVar[bool] = True
+
+    @property
+    def early_step(self) -> int | None:
+        """None."""
+        return None
+
+    def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
+        """Return the logits that a token is chosen by, (…, V); only with an `early_step`."""
+        raise NotImplementedError
 
     @abstractmethod
     def fires(self, evidence: Evidence) -> Tensor:
@@ -128,16 +151,31 @@ class HiddenDifference(ExitPolicy):
 
 
 @dataclass(frozen=True)
-class RelativeDifference(HiddenDifference):
+class FixedPoint(HiddenDifference):
     """As `HiddenDifference`, in units of the state itself: ‖h_r − h_{r−1}‖₂ < ε ‖h_r‖₂."""
 
-    name: ClassVar[str] = "relative"
+    name: ClassVar[str] = "fixed_point"
 
     def fires(self, evidence: Evidence) -> Tensor:
         """True where the relative distance, in at least fp32, is below ε."""
         return (evidence.step_BL > 1) & (
             relative_distance(evidence.hidden_BLD, evidence.before_BLD) < self.epsilon
         )
+
+
+@dataclass(frozen=True)
+class Margin(HiddenDifference):
+    """Tokens leave when a step hardly moves the lead of the likeliest next token."""
+
+    name: ClassVar[str] = "margin"
+    reads_logits: ClassVar[bool] = True
+
+    def fires(self, evidence: Evidence) -> Tensor:
+        """True where the lead changed by less than its share ε."""
+        now_BLV, before_BLV = evidence.log_prob_BLV, evidence.log_prob_before_BLV
+        assert now_BLV is not None
+        assert before_BLV is not None
+        return (evidence.step_BL > 1) & (margin_change(now_BLV, before_BLV) < self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -201,53 +239,85 @@ class KLAndEntropy(ExitPolicy):
         return (evidence.step_BL > 1) & settled & sharp
 
 
-def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
-    """Return ‖h_r − h_{r−1}‖₂ per token, (B, L), at least fp32."""
-    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
-    return (hidden_BLD.to(wide) - before_BLD.to(wide)).norm(dim=-1)
+@dataclass(frozen=True)
+class Contrast(ExitPolicy):
+    """Every token leaves after step R, read from a contrast with step a: see `contrasted`."""
 
+    step: float
+    strength: float = 0.5
+    share: float = 0.1
+    name: ClassVar[str] = "contrast"
+    reads_states: ClassVar[bool] = False
 
-def relative_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
-    """Return ‖h_r − h_{r−1}‖₂ / ‖h_r‖₂ per token, (B, L), at least fp32."""
-    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
-    return hidden_distance(hidden_BLD, before_BLD) / hidden_BLD.to(wide).norm(dim=-1)
+    def __post_init__(self) -> None:
+        written = f"exit=contrast:{self.step:g},{self.strength:g},{self.share:g}"
+        if self.step < 1 or self.step != int(self.step):
+            raise UserError(f"{written} must name an early step, a whole number of at least 1")
+        if not 0.0 <= self.strength < math.inf:
+            raise UserError(f"{written} must have a strength of at least 0; 0.5 is usual")
+        if not 0.0 <= self.share <= 1.0:
+            raise UserError(f"{written} must have a share from 0 to 1 of the largest probability")
 
+    @property
+    def early_step(self) -> int:
+        """The step a."""
+        return int(self.step)
 
-def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
-    """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
-    return (log_prob_BLV.exp() * (log_prob_BLV - log_prob_before_BLV)).sum(-1)
+    def combined(self, logits: Tensor, early_logits: Tensor) -> Tensor:
+        """Return the contrasted log-probabilities."""
+        return contrasted(logits, early_logits, strength=self.strength, share=self.share)
 
+    def fires(self, evidence: Evidence) -> Tensor:
+        """False: the last step ends every token."""
+        return torch.zeros_like(evidence.step_BL, dtype=torch.bool)
 
-def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
-    """Return H(P_r) per token, (B, L), from finite log-probabilities."""
-    return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
+    def deepest_step(self, recurrent_steps: int) -> int:
+        """Return R; raise `UserError` if step a does not come before it."""
+        if self.early_step >= recurrent_steps:
+            raise UserError(
+                f"exit=contrast:{self.early_step} needs a later step to contrast with; "
+                f"recurrent_steps={recurrent_steps} must be above it"
+            )
+        return recurrent_steps
 
 
 _POLICIES: dict[str, Callable[..., ExitPolicy]] = {
     kind.name: kind
-    for kind in (StaticStep, HiddenDifference, RelativeDifference, Confidence, QExit, KLAndEntropy)
+    for kind in (
+        StaticStep,
+        HiddenDifference,
+        FixedPoint,
+        Margin,
+        Confidence,
+        QExit,
+        KLAndEntropy,
+        Contrast,
+    )
 }
 """Policies that every recurrence over the stack has."""
 
-_NUMBERS = {"static": 1, "kl": 2}
+_ALIASES = {"full": "static", "relative": "fixed_point"}
+_NUMBERS = {"static": 1, "kl": 2, "contrast": 3}
 """Number of values after the colon, where it is not one number that may have a fraction."""
 
 
 def parse_exit_policy(text: str) -> ExitPolicy:
     """Read a policy as in this module's docstring; `full` is full depth.
 
+    Numbers may also stand apart by "/", since `lm_eval --model_args` takes no comma in a value.
+
     Raises:
         UserError: The policy is unknown, or a value is missing, not a number or out of range.
     """
     name, _, values = text.partition(":")
-    kind: Any = _POLICIES.get("static" if name == "full" else name) or find("exit_policies", name)
+    kind: Any = _POLICIES.get(_ALIASES.get(name, name)) or find("exit_policies", name)
     if kind is None:
         known = ["full", *_POLICIES, *names("exit_policies")]
         raise UserError(f"exit={text} is not an exit policy{nearest(name, known)}")
-    parts = [part for part in values.split(",") if part]
+    parts = [part for part in values.replace("/", ",").split(",") if part]
     number = int if name == "static" else float
     count = 0 if name == "full" else _NUMBERS.get(name, 1)
-    wanted = f"exit={text}: {name} takes {count} number(s), as in q:0.9 or kl:0.01,3"
+    wanted = f"exit={text}: {name} takes {count} number(s), as in q:0.9 or contrast:1,0.5,0.1"
     if len(parts) != count:
         raise UserError(wanted)
     try:
@@ -276,98 +346,3 @@ def require_exit_policy(model: LoopDecoder, policy: ExitPolicy) -> None:
         raise UserError(
             f"exit={policy.name} needs an exit gate, which this model does not have; use static"
         )
-
-
-class ExitDecider:
-    """Applies a policy step by step and keeps the earlier steps that it needs.
-
-    Args:
-        gate: Maps a state (B, L, D) to exit logits (B, L).
-        readout: Maps a state (B, L, D) to logits (B, L, V).
-
-    Attributes:
-        log_prob_BLV: Log-probabilities of the next token after the latest step; None before the
-            first, and if the policy reads no logits.
-    """
-
-    def __init__(
-        self,
-        policy: ExitPolicy,
-        deepest_step: int,
-        *,
-        gate: Callable[[Tensor], Tensor],
-        readout: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.policy = policy
-        self.deepest_step = deepest_step
-        self._gate = gate
-        self._readout = readout
-        self._log_survival_BL: Tensor | None = None
-        self.log_prob_BLV: Tensor | None = None
-
-    def decide(self, step_BL: Tensor, hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
-        """Return (B, L) bool, True where the token leaves after the step it just ran.
-
-        Call it once per step. At step 1 the memory of the row's previous token is dropped.
-        """
-        evidence = Evidence(step_BL, hidden_BLD, before_BLD)
-        if self.policy.reads_gate:
-            exit_logit_BL = self._gate(hidden_BLD)
-            wide = exit_logit_BL.to(torch.promote_types(exit_logit_BL.dtype, torch.float32))
-            log_survival_BL = F.logsigmoid(-wide)
-            if self._log_survival_BL is not None:
-                earlier_BL = torch.where(step_BL > 1, self._log_survival_BL, 0.0)
-                log_survival_BL = earlier_BL + log_survival_BL
-            self._log_survival_BL = log_survival_BL
-            evidence = evidence._replace(log_survival_BL=log_survival_BL)
-        if self.policy.reads_logits:
-            logits_BLV = self._readout(hidden_BLD)
-            wide = torch.promote_types(logits_BLV.dtype, torch.float32)
-            log_prob_BLV = logits_BLV.to(wide).log_softmax(-1)
-            before_BLV = log_prob_BLV if self.log_prob_BLV is None else self.log_prob_BLV
-            self.log_prob_BLV = log_prob_BLV
-            evidence = evidence._replace(log_prob_BLV=log_prob_BLV, log_prob_before_BLV=before_BLV)
-        return self.policy.fires(evidence) | (step_BL >= self.deepest_step)
-
-    def reads(self, steps: Iterable[int]) -> bool:
-        """Return whether the policy, or the head, reads a state after one of these steps.
-
-        If neither does, no token leaves after them.
-        """
-        return self.policy.reads_states or self.deepest_step in steps
-
-    def admit(self, rows: int) -> None:
-        """Append rows that are about to start a token."""
-        if self._log_survival_BL is not None:
-            self._log_survival_BL = F.pad(self._log_survival_BL, (0, 0, 0, rows))
-        if self.log_prob_BLV is not None:
-            self.log_prob_BLV = F.pad(self.log_prob_BLV, (0, 0, 0, 0, 0, rows))
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Keep the memory of these rows only."""
-        if self._log_survival_BL is not None:
-            self._log_survival_BL = self._log_survival_BL[list(rows)]
-        if self.log_prob_BLV is not None:
-            self.log_prob_BLV = self.log_prob_BLV[list(rows)]
-
-
-def exit_steps(
-    policy: ExitPolicy,
-    hidden_RBLD: Sequence[Tensor],
-    *,
-    gate: Callable[[Tensor], Tensor],
-    readout: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return the step after which a policy would leave, for the states of whole windows.
-
-    Returns:
-        (B, L) int64 in 1 … R.
-    """
-    deepest = policy.deepest_step(len(hidden_RBLD))
-    decider = ExitDecider(policy, deepest, gate=gate, readout=readout)
-    left_BL = torch.zeros(hidden_RBLD[0].shape[:2], dtype=torch.int64, device=hidden_RBLD[0].device)
-    for index, hidden_BLD in enumerate(hidden_RBLD[:deepest]):
-        step_BL = torch.full_like(left_BL, index + 1)
-        leaves_BL = decider.decide(step_BL, hidden_BLD, hidden_RBLD[max(index - 1, 0)])
-        left_BL = torch.where((left_BL == 0) & leaves_BL, step_BL, left_BL)
-    return left_BL

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from titan_loop.inference.cache import LoopCache
 from titan_loop.inference.detokenizer import Detokenizer
-from titan_loop.inference.exit_policy import ExitDecider
+from titan_loop.inference.exit_decider import ExitDecider
 from titan_loop.inference.sampling import Sampling, draw, probabilities
 from titan_loop.inference.stack import LoopState, Stack
 from titan_loop.models.context import LoopContext

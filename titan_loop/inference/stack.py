@@ -126,7 +126,9 @@ class Stack:
         step = steps[0] if same else torch.tensor(steps, device=self.device)
         carry = self._carry(state, tokens_BL, step, context)
         hidden_BLD = self.model.step(carry, step, context)
-        read_BLD = self.model.read(hidden_BLD, context) if reads else tree_leaves(hidden_BLD)[0]
+        read_BLD = tree_leaves(hidden_BLD)[0]
+        if reads:
+            read_BLD = self.model.read(hidden_BLD, context, step)
         self.work.applications += 1
         self.work.token_steps += len(steps) * context.positions_BL.shape[1]
         return LoopState(carry, hidden_BLD, read_BLD)

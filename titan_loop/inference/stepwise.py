@@ -36,6 +36,6 @@ def advance(batch: Batch) -> Iterator[GeneratedToken]:
         return
     batch.cache.leave(leaving, context.positions_BL[leaving, 0], step_BL[leaving, 0])
     left = [rows[index] for index in leaving.tolist()]
-    logits_BV = stack.readout(state.read_BLD[leaving])[:, 0]
+    logits_BV = batch.decider.logits(state.read_BLD[leaving], leaving)[:, 0]
     for row, token in zip(left, batch.sample(logits_BV, left), strict=True):
         yield row.accept(token, row.step)

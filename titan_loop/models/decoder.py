@@ -212,7 +212,7 @@ class LoopDecoder(Decoder):
         for step, hidden_BLD in enumerate(states, start=1):
             if collect == "last" and step < steps:
                 continue
-            gathered_BLD = self.state_gather(self.read(hidden_BLD, context))
+            gathered_BLD = self.state_gather(self.read(hidden_BLD, context, step))
             hidden_RBLD.append(gathered_BLD)
             if self.exit_gate is not None:
                 exit_logit_RBL.append(self.exit_gate(gathered_BLD))
@@ -300,8 +300,14 @@ class LoopDecoder(Decoder):
         hidden_BLD = self._visit(looped, self.input(carry, context), context, step, -looped.start)
         return self.norm(hidden_BLD) if self.norm_placement == "every_step" else hidden_BLD
 
-    def read(self, hidden_BLD: Tensor, context: LoopContext) -> Tensor:
-        """Map the state after a step to the input of head, gate and distances between states."""
+    def read(
+        self, hidden_BLD: Tensor, context: LoopContext, step: int | Tensor | None = None
+    ) -> Tensor:
+        """Map the state after a step to the input of head, gate and distances between states.
+
+        Args:
+            step: Number of the step, or (B,) of them, for a family that reads steps differently.
+        """
         coda = range(self.config.looped.stop, len(self.layers))
         if not coda and self.norm_placement == "every_step":
             return hidden_BLD

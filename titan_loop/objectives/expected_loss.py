@@ -101,7 +101,6 @@ def expected_loss(
         per token and averaged, which puts β H at the few percent of the loss that the paper reports
         (Appendix D). The constant −β log R of the second line is ours; no gradient sees it.
     """
-    valid_BL = labels_BL != IGNORE_INDEX
     expected_ce, ce_RBL = head(
         hidden_RBLD,
         labels_BL=labels_BL,
@@ -109,13 +108,27 @@ def expected_loss(
         z_loss=z_loss,
         rows_T=rows_T,
     )
+    penalty = exit_penalty(
+        exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=geometric_eta
+    )
+    return ExpectedLoss(expected_ce + entropy_weight * penalty, ce_RBL)
+
+
+def exit_penalty(
+    exit_logit_RBL: Tensor,
+    labels_BL: Tensor,
+    *,
+    valid_tokens: Tensor | float,
+    geometric_eta: float | None = None,
+) -> Tensor:
+    """Return the mean of −H(p), or of KL(p ‖ π) − log R, in nats; see `expected_loss`."""
     if geometric_eta is None:
         penalty_BL = -exit_entropy_nats(exit_logit_RBL)
     else:
-        prior_R = geometric_prior(len(hidden_RBLD), geometric_eta, device=exit_logit_RBL.device)
-        penalty_BL = kl_to_prior(exit_logit_RBL, prior_R) - math.log(len(hidden_RBLD))
-    penalty = torch.where(valid_BL, penalty_BL, 0.0).sum() / valid_tokens
-    return ExpectedLoss(expected_ce + entropy_weight * penalty, ce_RBL)
+        steps = len(exit_logit_RBL)
+        prior_R = geometric_prior(steps, geometric_eta, device=exit_logit_RBL.device)
+        penalty_BL = kl_to_prior(exit_logit_RBL, prior_R) - math.log(steps)
+    return torch.where(labels_BL != IGNORE_INDEX, penalty_BL, 0.0).sum() / valid_tokens
 
 
 def last_step_loss(

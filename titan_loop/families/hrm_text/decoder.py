@@ -118,7 +118,9 @@ class HrmDecoder(LoopDecoder):
         """Return both streams as the step left them."""
         return hidden_BLD
 
-    def read(self, hidden_BLD: Any, context: LoopContext) -> Tensor:
+    def read(
+        self, hidden_BLD: Any, context: LoopContext, step: int | Tensor | None = None
+    ) -> Tensor:
         """Return z_H, which ends in a norm."""
         return hidden_BLD.high_BLD
 

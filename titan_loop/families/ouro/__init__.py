@@ -24,6 +24,10 @@ register(
                 f"{_HERE}.components:analyse_components",
                 "draw the last prompt token's states on two principal components",
             ),
+            "prefill": Verb(
+                f"{_HERE}.prefill:analyse_prefill",
+                "score continuations of prompts that ran fewer recurrent steps",
+            ),
             "safety": Verb(
                 f"{_HERE}.safety:analyse_safety",
                 "count the completions that a judge calls harmful, at every depth",
@@ -35,6 +39,9 @@ register(
             "scaling": f"{_HERE}.suites:SCALING",
         },
         formats={"transformers": f"{_HERE}.hugging_face.exporting:FORMAT"},
-        objectives={"AdaptiveGateLoss": f"{_HERE}.objective:AdaptiveGateLoss"},
+        objectives={
+            "AdaptiveGateLoss": f"{_HERE}.objective:AdaptiveGateLoss",
+            "ReadableStepsLoss": f"{_HERE}.readable_steps:ReadableStepsLoss",
+        },
     )
 )

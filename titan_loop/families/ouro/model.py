@@ -10,9 +10,14 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Table 2, Appendix D; released 
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import get_args
 
-from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.family import Family, FamilyName, ModelSize
+from torch import nn
+
+from titan_loop.errors import UserError, nearest
+from titan_loop.families.ouro.step_readout import EarlyStates, OuroDecoder, StepReadout
+from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
+from titan_loop.models.initialisation import normal_matrix
 from titan_loop.models.loop_config import loop_config
 from titan_loop.models.loop_options import LoopOptions
 
@@ -34,10 +39,51 @@ class OuroOptions(LoopOptions):
 
     family: FamilyName = field(default="ouro", init=False)
 
+    readout_rank: int | None = None
+    """Rank of a map of its own that every step has before head and gate; 0 for a scale of each
+    dimension alone, None for what all steps share."""
+
+    early_states: EarlyStates = "trained"
+    """Whether losses of steps before the last train the layers (trained), or head, gate and steps'
+    readouts alone (detached)."""
+
+
+def decoder_config(options: OuroOptions, shape: ModelSize, max_seq_len: int) -> OuroDecoder.Config:
+    """Return the architecture; arguments as of `Family.decoder_config`."""
+    if options.early_states not in get_args(EarlyStates):
+        hint = nearest(options.early_states, get_args(EarlyStates))
+        raise UserError(f"model.early_states={options.early_states} is unknown{hint}")
+    readout = None
+    if options.readout_rank is not None:
+        if not 0 <= options.readout_rank < shape.dim:
+            raise UserError(
+                f"model.readout_rank={options.readout_rank} must be at least 0 and below "
+                f"model.dim={shape.dim}"
+            )
+        readout = StepReadout.Config(
+            dim=shape.dim,
+            steps=shape.recurrent_steps,
+            rank=options.readout_rank,
+            param_init={
+                "scale": nn.init.zeros_,
+                "down": partial(normal_matrix, std=options.initializer_range),
+                "up": nn.init.zeros_,
+            },
+        )
+    return loop_config(
+        OuroDecoder.Config,
+        options,
+        shape,
+        max_seq_len,
+        step_readout=readout,
+        early_states=options.early_states,
+    )
+
 
 OURO = Family(
     name="ouro",
     options=OuroOptions,
     sizes=SIZES,
-    decoder_config=partial(loop_config, LoopDecoder.Config),
+    decoder_config=decoder_config,
+    runtime_options=RUNTIME_OPTIONS | {"early_states"},
 )

@@ -11,24 +11,18 @@
 | N | valid tokens of the global batch |
 
 The teacher is a frozen dense model from a run, or the model itself at R = 1, whose state is then a
-constant. A chunk of tokens has its logits twice, the student's and the teacher's; no tensor of
-L × V exists. Where ranks share the vocabulary, each computes its rows of both.
+constant. `titan_loop/objectives/streamed_distillation.py` streams the loss.
 
-Source: Hinton et al. 2015, arXiv 1503.02531, with temperature 1; for tied layers Bae et al. 2024,
-arXiv 2410.20672, §2.5.
+Source: for tied layers Bae et al. 2024, arXiv 2410.20672, §2.5.
 """
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.config import CompileConfig
 from torchtitan.config.configs import ParallelismConfig
 
@@ -41,26 +35,9 @@ from titan_loop.models.family import decoder_config
 from titan_loop.models.output import Collect, LoopOutput
 from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
+from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
 from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss
 from titan_loop.runs.saved_run import SavedRun
-
-
-class Targets(NamedTuple):
-    """What a distilled loss compares the student with.
-
-    Attributes:
-        labels_T: Next-token ids.
-        teacher_TD: States of the teacher.
-        teacher_VD: Head of the teacher, all rows; None for the student's own.
-        share: α.
-        valid_tokens: N.
-    """
-
-    labels_T: Tensor
-    teacher_TD: Tensor
-    teacher_VD: Tensor | None
-    share: float
-    valid_tokens: Tensor | float
 
 
 class DistillationLoss(StreamedLoss):
@@ -153,19 +130,14 @@ class DistillationLoss(StreamedLoss):
         if self._place:
             teacher_BLD, teacher_VD = self._taught(batch, last_BLD, readout.vocabulary)
         else:
-            teacher_BLD = output.hidden_RBLD[0].detach()
-        if isinstance(teacher_BLD, DTensor):
-            teacher_BLD = teacher_BLD.to_local()
-        targets = Targets(
-            labels_T=batch.labels_BL.reshape(-1),
-            teacher_TD=teacher_BLD.flatten(0, 1),
-            teacher_VD=teacher_VD,
-            share=self.share,
-            valid_tokens=batch.valid_tokens,
-        )
-        loss, ce, kl = readout((last_BLD,), through=partial(_through, targets))
+            teacher_BLD = output.hidden_RBLD[0]
+        targets = Targets(batch.labels_BL, self.share, batch.valid_tokens, teacher_VD)
+        loss, ce_SBL, kl_SBL = distilled_loss(readout, (last_BLD,), teacher_BLD, targets)
         last_step = output.first_step + len(output.hidden_RBLD) - 1
-        return loss, {f"ce/step_{last_step}": ce, "distillation/kl": kl}
+        return loss, {
+            f"ce/step_{last_step}": ce_SBL.sum() / batch.valid_tokens,
+            "distillation/kl": kl_SBL.sum() / batch.valid_tokens,
+        }
 
     @torch.no_grad()
     def _taught(
@@ -182,100 +154,3 @@ class DistillationLoss(StreamedLoss):
             assert self._teacher.config.vocab_size == vocabulary.rows
         output = self._teacher(tokens_BL, positions_BL, collect="last")
         return output.hidden_RBLD[-1], self._teacher.lm_head.weight
-
-
-def _through(
-    targets: Targets, weight_VD: Tensor, states: tuple[Tensor, ...], head: LMHead
-) -> tuple[Tensor, ...]:
-    """Stream the loss where the head's weight is whole."""
-    (hidden_BLD,) = states
-    how = head.chunk_tokens, head.vocabulary
-    return _Distilled.apply(weight_VD, hidden_BLD, targets, how)  # type: ignore[return-value]
-
-
-class _Distilled(torch.autograd.Function):
-    """Computes the gradients of the loss in its forward; its backward scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        weight_VD: Tensor,
-        hidden_BLD: Tensor,
-        targets: Targets,
-        how: tuple[int, Vocabulary],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        chunk, vocabulary = how
-        wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        hidden_TD = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
-        rows = slice(vocabulary.start, vocabulary.start + weight_VD.shape[0])
-        teacher_VD = weight_VD if targets.teacher_VD is None else targets.teacher_VD[rows]
-        hidden_grad_TD = torch.empty_like(hidden_TD)
-        weight_grad_VD = (
-            torch.zeros_like(weight_VD, dtype=wide) if ctx.needs_input_grad[0] else None
-        )
-        sums = torch.zeros(2, dtype=wide, device=hidden_BLD.device)
-        for start in range(0, len(hidden_TD), chunk):
-            part = slice(start, start + chunk)
-            hidden_CD = hidden_TD[part].to(weight_VD.dtype)
-            teacher_CD = targets.teacher_TD[part].to(weight_VD.dtype)
-            log_q_CV = _log_softmax((teacher_CD @ teacher_VD.t()).to(wide), vocabulary)
-            log_p_CV = _log_softmax((hidden_CD @ weight_VD.t()).to(wide), vocabulary)
-            gradient_CV, ce_C, kl_C = _gradient(
-                log_p_CV, log_q_CV, targets.labels_T[part], targets.share, vocabulary
-            )
-            sums += torch.stack([ce_C.sum(), kl_C.sum()])
-            gradient_CV = (gradient_CV / targets.valid_tokens).to(weight_VD.dtype)
-            hidden_grad_TD[part] = gradient_CV @ weight_VD
-            if weight_grad_VD is not None:
-                weight_grad_VD += gradient_CV.t() @ hidden_CD
-        ce, kl = sums / targets.valid_tokens
-        loss = (1 - targets.share) * ce + targets.share * kl
-        if weight_grad_VD is not None:
-            weight_grad_VD = weight_grad_VD.to(weight_VD.dtype)
-        ctx.mark_non_differentiable(ce, kl)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight_grad_VD, hidden_grad_TD.view_as(hidden_BLD))
-        return loss, ce, kl
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator is untyped
-        ctx: Any, *grad_outputs: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        grad_loss = grad_outputs[0]
-        weight_grad_VD, hidden_grad_BLD = ctx.saved_tensors
-        if grad_loss is None:
-            return None, None, None, None
-        scaled = [
-            None if grad is None else (grad * grad_loss).to(grad.dtype)
-            for grad in (weight_grad_VD, hidden_grad_BLD)
-        ]
-        return *scaled, None, None
-
-
-def _log_softmax(logits_CV: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """Return this device's columns of the logarithm of the distribution over all of them."""
-    max_C1 = logits_CV.amax(dim=-1, keepdim=True)
-    vocabulary.all_reduce_max(max_C1)
-    logits_CV = logits_CV - max_C1
-    (sum_C,) = vocabulary.all_reduce_sum(logits_CV.exp().sum(dim=-1))
-    return logits_CV - sum_C.log().unsqueeze(-1)
-
-
-def _gradient(
-    log_p_CV: Tensor, log_q_CV: Tensor, labels_C: Tensor, share: float, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return d loss / d logits, and CE and KL of each token; all are 0 at ignored labels."""
-    valid_C = labels_C != IGNORE_INDEX
-    local_C = labels_C - vocabulary.start
-    here_C = valid_C & (local_C >= 0) & (local_C < log_p_CV.shape[-1])
-    index_C1 = torch.where(here_C, local_C, 0).unsqueeze(-1)
-    q_CV = log_q_CV.exp()
-    ce_C = -torch.where(here_C, log_p_CV.gather(-1, index_C1).squeeze(-1), 0.0)
-    kl_C = (q_CV * (log_q_CV - log_p_CV)).sum(dim=-1)
-    ce_C, kl_C = vocabulary.all_reduce_sum(ce_C, kl_C)
-    gradient_CV = log_p_CV.exp() - share * q_CV
-    hit_C1 = here_C.to(gradient_CV.dtype).unsqueeze(-1) * (1 - share)
-    gradient_CV.scatter_add_(-1, index_C1, -hit_C1)
-    gradient_CV *= valid_C.unsqueeze(-1)
-    return gradient_CV, torch.where(valid_C, ce_C, 0.0), torch.where(valid_C, kl_C, 0.0)

@@ -1,0 +1,111 @@
+"""Readouts by step: against their formula, in the engine, and what detached states leave alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titan_loop.errors import UserError
+from titan_loop.families.ouro.model import OuroOptions
+from titan_loop.families.ouro.step_readout import OuroDecoder
+from titan_loop.inference.engine import Engine
+from titan_loop.inference.exit_policy import StaticStep
+from titan_loop.inference.rows import Request
+from titan_loop.models.family import build_decoder
+
+TOKENS = torch.randint(128, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def made(**options) -> OuroDecoder:
+    torch.manual_seed(1)
+    model = build_decoder(OuroOptions(attention="sdpa", **options), max_seq_len=24).double()
+    assert isinstance(model, OuroDecoder)
+    if model.step_readout is not None:
+        for parameter in model.step_readout.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def shared_states(model: OuroDecoder, steps: int) -> tuple[Tensor, ...]:
+    """States as the layers hand them on, without any readout."""
+    readout, model.step_readout = model.step_readout, None
+    states = model(TOKENS, recurrent_steps=steps).hidden_RBLD
+    model.step_readout = readout
+    return states
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@torch.no_grad()
+def test_every_step_is_read_by_its_own_map_and_deeper_ones_by_the_last(rank: int):
+    model = made(readout_rank=rank)
+    readout = model.step_readout
+    assert readout is not None
+    got = model(TOKENS, recurrent_steps=5).hidden_RBLD
+    for r, state in enumerate(shared_states(model, 5)):
+        row = min(r, 2)  # the debug model is built with three steps
+        want = state * (1 + readout.scale[row])
+        if readout.down is not None and readout.up is not None:
+            want = want + state @ (readout.down[row] @ readout.up[row])
+        torch.testing.assert_close(got[r], want, rtol=1e-12, atol=1e-12)
+
+
+@torch.no_grad()
+def test_untrained_readouts_change_nothing():
+    torch.manual_seed(1)
+    options = OuroOptions(attention="sdpa", readout_rank=3)
+    model = build_decoder(options, max_seq_len=24)
+    assert isinstance(model, OuroDecoder)
+    for own, shared in zip(model(TOKENS).hidden_RBLD, shared_states(model, 3), strict=True):
+        assert torch.equal(own, shared)
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_the_engine_reads_each_row_by_its_step(step: int):
+    model = made(readout_rank=2)
+    prompts = [TOKENS[0, :5].tolist(), TOKENS[1, :8].tolist()]
+    engine = Engine(model, recurrent_steps=4, exit_policy=StaticStep(step))
+    done = engine.complete([Request(prompt=prompt, max_new_tokens=4) for prompt in prompts])
+    for prompt, completion in zip(prompts, done, strict=True):
+        text = list(prompt)
+        for token in completion.tokens:
+            with torch.no_grad():
+                states = model(torch.tensor([text]), recurrent_steps=step).hidden_RBLD
+            assert token == int(model.readout(states[-1])[0, -1].argmax())
+            text.append(token)
+
+
+def test_rows_at_different_steps_are_read_like_each_alone():
+    model = made(readout_rank=2)
+    assert model.step_readout is not None
+    state = torch.randn(3, 4, 64, dtype=torch.float64)
+    together = model.step_readout(state, step=torch.tensor([3, 1, 2]))
+    for row, step in enumerate((3, 1, 2)):
+        alone = model.step_readout(state[row : row + 1], step=step)
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_early_losses_of_detached_states_train_the_readouts_alone():
+    for early_states, reached in (("detached", False), ("trained", True)):
+        model = made(readout_rank=2, early_states=early_states)
+        output = model(TOKENS)
+        loss = sum(state.square().sum() for state in output.hidden_RBLD[:-1])
+        loss = loss + sum(logit.sum() for logit in output.exit_logit_RBL[:-1])
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        with_gradient = {n for n, p in model.named_parameters() if p.grad is not None}
+        own = {"step_readout.scale", "step_readout.down", "step_readout.up"}
+        assert own | {"exit_gate.weight", "exit_gate.bias"} <= with_gradient
+        assert ("layers.0.feed_forward.w1.weight" in with_gradient) is reached
+        output = model(TOKENS)
+        model.zero_grad()
+        output.hidden_RBLD[-1].sum().backward()  # the last step trains the layers either way
+        assert model.layers["0"].feed_forward.w1.weight.grad is not None
+
+
+def test_bad_options_are_one_line():
+    with pytest.raises(UserError, match=r"model.readout_rank=64 must be at least 0 and below"):
+        made(readout_rank=64)
+    with pytest.raises(UserError, match=r"model.early_states=detach is unknown"):
+        made(early_states="detach")
+    config = made(readout_rank=0).config
+    with pytest.raises(UserError, match=r"tensor_parallel_degree=2 does not work with model.read"):
+        config.check_spreading(tensor_parallel=2, context_parallel=1, expert_parallel=1)

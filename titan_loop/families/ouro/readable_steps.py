@@ -1,0 +1,202 @@
+"""Stage I in which early steps become readable at little cost to the last one.
+
+    L = (1 − s) CE_R + s [ Σ_r p_r C_r − β H(p) ] + μ/(R−1) Σ_{r<R} ‖h_r − h_R‖² / ‖h_R‖²
+    C_r = (1 − δ) CE_r + δ KL(P_R ‖ P_r) for r < R,   C_R = CE_R
+
+| symbol | code |
+|---|---|
+| s, μ | `every_step`, `state_distance`: schedules over training |
+| p_r | the gate's, or 1/R with `weights=even`, which trains no gate |
+| δ | `distillation` |
+| P_r | the distribution of the next token after step r |
+
+P_R and h_R are constants where an early step learns from them, and p is one in front of KL(P_R ‖
+P_r): a KL is smaller than any CE, so a gate that saw it would always leave early. With the defaults
+this is Ouro's Stage I, bit for bit. While s is 0 nothing but the last step is read out.
+
+Source: the objective that it changes: Zhu et al. 2025 (Ouro), arXiv 2510.25741, §3.3 Eq. 4. Early
+steps that learn from the last: Zhang et al. 2019, arXiv 1905.08094, §3, for layers of a network.
+
+Shape suffixes: R recurrent steps, P = R − 1 early ones, B batch, L sequence, D width.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torchtitan.config import CompileConfig
+from torchtitan.config.configs import ParallelismConfig
+
+from titan_loop.errors import Refusal, nearest
+from titan_loop.models.exit_gate import Trainable
+from titan_loop.models.output import LoopOutput
+from titan_loop.models.readout import LMHead
+from titan_loop.objectives.exit_distribution import exit_pmf
+from titan_loop.objectives.expected_loss import ExpectedExitLoss, exit_penalty
+from titan_loop.objectives.streamed_distillation import Targets, distilled_loss
+from titan_loop.objectives.streamed_loss import (
+    LossBatch,
+    StreamedHead,
+    exit_metrics,
+    stack_exit_logits,
+    token_mean,
+)
+from titan_loop.training.schedule import Schedule
+
+StepWeights: TypeAlias = Literal["gate", "even"]
+"""Weights p_r of the steps' losses: the exit gate's p, or 1/R each."""
+
+
+class ReadableStepsLoss(ExpectedExitLoss):
+    """Ouro's Stage I with options for its early steps, as a torchtitan loss.
+
+    Its metrics are as in `ExpectedExitLoss`, with these means over the valid tokens of the global
+    batch; while s is 0 there is `ce/step_R` alone.
+
+    | key | meaning |
+    |---|---|
+    | `kl/step_1` … `kl/step_{R−1}` | KL(P_R ‖ P_r) in nats, with distillation |
+    | `distance/step_1` … `distance/step_{R−1}` | ‖h_r − h_R‖² / ‖h_R‖², while μ > 0 |
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ExpectedExitLoss.Config):
+        """How much early steps learn, and from what."""
+
+        schedules: ClassVar[tuple[str, ...]] = ("entropy_weight", "every_step", "state_distance")
+
+        every_step: Schedule = field(default_factory=lambda: Schedule.constant(1.0))
+        """s against global tokens, from 0, the loss of the last step alone, to 1, Stage I."""
+
+        weights: StepWeights = "gate"
+        """Weights of the steps' losses: gate, or even, which leaves the gate to Stage II."""
+
+        distillation: float = 0.0
+        """δ in [0, 1], how much of an early step's loss is its distance to the last step's
+        distribution; the rest is its cross entropy."""
+
+        state_distance: Schedule = field(default_factory=lambda: Schedule.constant(0.0))
+        """μ against global tokens, the weight of the squared distance of early states to the last,
+        relative to its norm. It needs no readout."""
+
+        def refusals(
+            self, *, trainable: Trainable, exit_gate: bool, fewest_steps: int
+        ) -> Iterator[Refusal]:
+            """Yield shares out of range and options without effect, after the base class's."""
+            yield from ExpectedExitLoss.Config.refusals(
+                self, trainable=trainable, exit_gate=exit_gate, fewest_steps=fewest_steps
+            )
+            if not exit_gate:
+                problem = "ReadableStepsLoss weighs steps that a gate can choose"
+                fix = "set it to True, with loss.weights=even if Stage II is to train it"
+                yield Refusal.of("model.exit_gate", exit_gate, problem, fix)
+            if self.weights not in get_args(StepWeights):
+                hint = nearest(self.weights, get_args(StepWeights))
+                yield Refusal("loss.weights", f"loss.weights={self.weights} is unknown{hint}")
+            if self.every_step.largest > 1:
+                problem = "rises above 1"
+                yield Refusal.of("loss.every_step", repr(str(self.every_step)), problem, "1 is all")
+            if not 0 <= self.distillation <= 1:
+                yield Refusal.of("loss.distillation", self.distillation, "must be from 0 to 1")
+            elif self.distillation and not self.every_step.largest:
+                problem = "has no effect with loss.every_step=0, which reads no early step"
+                yield Refusal.of(
+                    "loss.distillation", self.distillation, problem, "raise every_step"
+                )
+
+        def parallelism_refusals(self, parallelism: ParallelismConfig) -> Iterator[Refusal]:
+            """Yield tensor parallelism with distances between states."""
+            degree = parallelism.tensor_parallel_degree
+            if degree > 1 and self.state_distance.largest:
+                name = "parallelism.tensor_parallel_degree"
+                problem = "is not supported with loss.state_distance"
+                yield Refusal.of(name, degree, problem, "leave it at 1, or use loss.distillation")
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None):
+        super().__init__(config, compile_config=compile_config)
+        self.weights, self.distillation = config.weights, config.distillation
+        self.every_step, self.state_distance = 1.0, 0.0
+
+    def set_schedules(self, values: Mapping[str, float]) -> None:
+        """Take β, s and μ of this training step."""
+        super().set_schedules(values)
+        self.every_step, self.state_distance = values["every_step"], values["state_distance"]
+
+    def compute(
+        self, readout: StreamedHead, output: LoopOutput, batch: LossBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss and the metrics of one micro-batch; arguments as in `StreamedLoss`."""
+        labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
+        exit_logit_RBL = stack_exit_logits(output.exit_logit_RBL)
+        loss, metrics = self._read_out(readout, output.hidden_RBLD, exit_logit_RBL, batch)
+        # Never left out: without a gradient of its own, if of zero, a gate would leave the graph.
+        gate_learns = self.every_step if self.weights == "gate" else 0.0
+        penalty = exit_penalty(
+            exit_logit_RBL, labels_BL, valid_tokens=valid_tokens, geometric_eta=self.geometric_eta
+        )
+        loss = loss + gate_learns * self.entropy_weight * penalty
+        if self.state_distance and len(output.hidden_RBLD) > 1:
+            distance_PBL = relative_square_distance(output.hidden_RBLD)
+            distance_P = token_mean(distance_PBL, labels_BL, valid_tokens)
+            loss = loss + self.state_distance * distance_P.mean()
+            metrics |= _by_step("distance", distance_P.detach())
+        return loss, metrics
+
+    def _read_out(
+        self,
+        readout: StreamedHead,
+        hidden_RBLD: Sequence[Tensor],
+        exit_logit_RBL: Tensor,
+        batch: LossBatch,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the terms that need logits, and their metrics."""
+        labels_BL, valid_tokens = batch.labels_BL, batch.valid_tokens
+        steps = len(hidden_RBLD)
+        pmf_RBL = exit_pmf(exit_logit_RBL)
+        if self.weights == "even":
+            pmf_RBL = torch.full_like(pmf_RBL, 1 / steps)
+        weight_RBL = self.every_step * pmf_RBL
+        weight_RBL[-1] += 1 - self.every_step
+        weight_RBL = weight_RBL / valid_tokens
+        distils = self.distillation > 0 and steps > 1
+        first = steps - 1 if distils or not self.every_step else 0
+        loss, ce_RBL = readout(
+            hidden_RBLD[first:],
+            labels_BL=labels_BL,
+            weight_RBL=weight_RBL[first:],
+            z_loss=self.z_loss,
+            rows_T=batch.labelled_T,
+        )
+        if not self.every_step:
+            return loss, {f"ce/step_{steps}": token_mean(ce_RBL[0], labels_BL, valid_tokens)}
+        kl_P = torch.zeros(0)
+        if distils:
+            assert isinstance(readout, LMHead)
+            targets = Targets(labels_BL, self.distillation, valid_tokens=1.0)
+            early_weight_PBL = weight_RBL[:-1]
+            early = distilled_loss(
+                readout, hidden_RBLD[:-1], hidden_RBLD[-1], targets, early_weight_PBL.detach()
+            )
+            for_gate = (early_weight_PBL * early.ce_SBL).sum()
+            loss = loss + early.loss + (for_gate - for_gate.detach())
+            ce_RBL = torch.cat([early.ce_SBL, ce_RBL])
+            kl_P = token_mean(early.kl_SBL, labels_BL, valid_tokens)
+        metrics = exit_metrics(ce_RBL, exit_logit_RBL.detach(), labels_BL, valid_tokens)
+        return loss, metrics | _by_step("kl", kl_P)
+
+
+def relative_square_distance(hidden_RBLD: Sequence[Tensor]) -> Tensor:
+    """Return ‖h_r − h_R‖² / ‖h_R‖² of the early steps, (P, B, L), at least fp32; h_R a constant."""
+    last_BLD = hidden_RBLD[-1].detach()
+    wide = torch.promote_types(last_BLD.dtype, torch.float32)
+    last_BLD = last_BLD.to(wide)
+    square_BL = last_BLD.square().sum(-1)
+    return torch.stack(
+        [(h_BLD.to(wide) - last_BLD).square().sum(-1) / square_BL for h_BLD in hidden_RBLD[:-1]]
+    )
+
+
+def _by_step(name: str, value_P: Tensor) -> dict[str, Tensor]:
+    return {f"{name}/step_{r}": value for r, value in enumerate(value_P, start=1)}

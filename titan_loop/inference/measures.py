@@ -1,0 +1,76 @@
+"""Comparisons of the states and distributions after two recurrent steps, one token at a time.
+
+Arithmetic is in at least fp32. Shape suffixes: B rows, L tokens, D width, V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def hidden_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    """Return ‖h_r − h_{r−1}‖₂ per token, (B, L)."""
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    return (hidden_BLD.to(wide) - before_BLD.to(wide)).norm(dim=-1)
+
+
+def relative_distance(hidden_BLD: Tensor, before_BLD: Tensor) -> Tensor:
+    """Return ‖h_r − h_{r−1}‖₂ / ‖h_r‖₂ per token, (B, L)."""
+    wide = torch.promote_types(hidden_BLD.dtype, torch.float32)
+    return hidden_distance(hidden_BLD, before_BLD) / hidden_BLD.to(wide).norm(dim=-1)
+
+
+def divergence_nats(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
+    """Return KL(P_r ‖ P_{r−1}) per token, (B, L), from finite log-probabilities."""
+    return (log_prob_BLV.exp() * (log_prob_BLV - log_prob_before_BLV)).sum(-1)
+
+
+def entropy_nats(log_prob_BLV: Tensor) -> Tensor:
+    """Return H(P_r) per token, (B, L), from finite log-probabilities."""
+    return -(log_prob_BLV.exp() * log_prob_BLV).sum(-1)
+
+
+def margin_change(log_prob_BLV: Tensor, log_prob_before_BLV: Tensor) -> Tensor:
+    """Return |m_r − m_{r−1}| / m_r per token, (B, L).
+
+    m is the lead in nats, by the given step, of the token that is likeliest after step r over the
+    likeliest other one. It was negative at step r − 1 if another token led there.
+    """
+    top_BL1 = log_prob_BLV.argmax(-1, keepdim=True)
+
+    def lead(log_prob: Tensor) -> Tensor:
+        others = log_prob.scatter(-1, top_BL1, -torch.inf).amax(-1)
+        return log_prob.gather(-1, top_BL1).squeeze(-1) - others
+
+    now_BL = lead(log_prob_BLV)
+    return (now_BL - lead(log_prob_before_BLV)).abs() / now_BL
+
+
+def contrasted(logits: Tensor, early_logits: Tensor, *, strength: float, share: float) -> Tensor:
+    """Return the log-probabilities of the last step, contrasted with an early step's.
+
+        s_v = (1 + β) log P_R(v) − β log P_a(v)          v ∈ V = { v : P_R(v) ≥ α max P_R }
+        P(v) = P_R(V) softmax_V(s)_v  for v ∈ V          P(v) = P_R(v)  elsewhere
+
+    Args:
+        logits: Logits after step R, (…, V).
+        early_logits: Logits after step a.
+        strength: β ≥ 0; 0 changes nothing.
+        share: α in [0, 1]; 1 leaves nothing but the likeliest token to contrast.
+
+    Returns:
+        (…, V) log-probabilities in nats that sum to 1, at least fp32.
+
+    Source: contrast of loops: LoopCD, arXiv 2610.02185. The formula is from O'Brien and Lewis
+        2023, arXiv 2309.09117, §2.
+    Deviations: outside V, where the source has probability 0, tokens keep the last step's, so that
+        every label has a likelihood. The likeliest token is the same: it is always in V.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    last, early = logits.to(wide).log_softmax(-1), early_logits.to(wide).log_softmax(-1)
+    floor = last.amax(-1, keepdim=True) + (math.log(share) if share else -math.inf)
+    plausible = last >= floor
+    score = (last + strength * (last - early)).masked_fill(~plausible, -torch.inf)
+    mass = last.masked_fill(~plausible, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.where(plausible, score.log_softmax(-1) + mass, last)

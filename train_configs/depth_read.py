@@ -1,0 +1,194 @@
+"""Depth that pays when it is read: early steps that can be read, at no cost to the last one.
+
+Model, text and optimiser are as in `last_step_muon` of `depth_pays`.
+
+| stages | comparison |
+|---|---|
+| the names in TEXT | ways to make steps 1 … 4 readable; the last step's loss; Stage I |
+| `r1`, `r2`, `r3` | the same layer trained for that R alone |
+| `ARM_gate`, `ARM_ahead` | Stage II after it: as published, and with the next improvement |
+| `mano_ARM`, `hops_ARM` | arithmetic and three hops of `physics_small`, and their Stage II |
+
+    titan-loop train depth_read --stage even_late --debug.seed 1
+    bash tools/depth_read.sh            all stages and seeds, and their tables
+
+LOG.md has the results.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from titan_loop.analysis.results import ResultTable
+from titan_loop.evaluation.offline_tasks import HELD_OUT
+from titan_loop.families.ouro.objective import AdaptiveGateLoss
+from titan_loop.families.ouro.readable_steps import ReadableStepsLoss
+from titan_loop.recipes.recipe import Recipe, Stage
+from titan_loop.training.schedule import Schedule
+from titan_loop.training.trainer import LoopTrainer
+from train_configs.depth_pays import BATCH_TOKENS, LATE_FROM, STEPS, TOTAL_TOKENS, depth_pays
+from train_configs.physics_small import physics_small
+
+GATE_TOKENS = 200 * BATCH_TOKENS
+GATES = {"gate": False, "ahead": True}
+"""Name of a Stage II → whether gate r learns the improvement of step r + 1 instead of its own."""
+
+
+def _late(value: float, start: int = LATE_FROM) -> Schedule:
+    return Schedule.steps([(0, 0), (start, value)])
+
+
+HALF = TOTAL_TOKENS // 2
+RAMP = Schedule.parse(f"0:0 constant {HALF}:0 linear {TOTAL_TOKENS}:0.5")
+EVEN: dict[str, Any] = {"weights": "even"}
+TEXT: dict[str, dict[str, Any]] = {
+    "last_step": {"every_step": Schedule.constant(0)},
+    "stage_one": {},
+    "late": {"every_step": _late(1.0)},
+    "even_late": {**EVEN, "every_step": _late(0.5)},
+    "even_tenth": {**EVEN, "every_step": Schedule.constant(0.1)},
+    "even_tenth_late": {**EVEN, "every_step": _late(0.1)},
+    "even_ramp": {**EVEN, "every_step": RAMP},
+    "distilled_tenth": {**EVEN, "every_step": Schedule.constant(0.1), "distillation": 1.0},
+    "distilled_late": {**EVEN, "every_step": _late(0.5), "distillation": 1.0},
+    "half_distilled_ramp": {**EVEN, "every_step": RAMP, "distillation": 0.5},
+    "near": {"every_step": Schedule.constant(0), "state_distance": Schedule.constant(0.03)},
+    "near_late": {"every_step": Schedule.constant(0), "state_distance": _late(0.3)},
+    "rank8_late": {**EVEN, "every_step": _late(0.5), "readout_rank": 8},
+    "rank8_distilled_late": {
+        **EVEN,
+        "every_step": _late(0.5),
+        "distillation": 1.0,
+        "readout_rank": 8,
+    },
+    "scales_detached": {
+        **EVEN,
+        "every_step": Schedule.constant(0.5),
+        "readout_rank": 0,
+        "early_states": "detached",
+    },
+    "rank32_detached": {
+        **EVEN,
+        "every_step": Schedule.constant(0.5),
+        "readout_rank": 32,
+        "early_states": "detached",
+    },
+    "rank32_distilled_detached": {
+        **EVEN,
+        "every_step": Schedule.constant(0.5),
+        "distillation": 1.0,
+        "readout_rank": 32,
+        "early_states": "detached",
+    },
+    "norm_at_readout_late": {**EVEN, "every_step": _late(0.5), "norm_placement": "readout"},
+}
+"""Name → options of loss and model."""
+
+ALONE = (1, 2, 3)
+TASKS = {
+    "mano": ("mano_1x4", "mano"),
+    "hops": ("hops_r4_50", "layered_qa/held_out_3_hops"),
+}
+"""Name → stage of `physics_small`, and the result of its exam."""
+
+TASK_ARMS = ("last_step", "stage_one", "even_late", "distilled_late", "rank8_late")
+MODEL_OPTIONS = ("readout_rank", "early_states", "norm_placement")
+DEPTHS = (*range(1, STEPS + 1), 2 * STEPS)
+
+TABLES = {
+    "depth_read": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte of all sources, by the step that is read",
+            rows={name: {"stage": name} for name in (*TEXT, *(f"r{steps}" for steps in ALONE))},
+            columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS},
+            everywhere={"task": f"{HELD_OUT}/all", "metric": "bits_per_byte"},
+            columns_are="step that is read",
+            factor=1.0,
+            digits=3,
+            less="last_step",
+        ),
+        *(
+            ResultTable(
+                name=name,
+                title=f"% of {name} right, by the step that is read",
+                rows={kind: {"stage": f"{name}_{kind}"} for kind in TASK_ARMS},
+                columns={f"R = {steps}": {"reading": f"static:{steps}"} for steps in DEPTHS[:-1]},
+                everywhere={"task": result, "metric": "acc,none"},
+                columns_are="step that is read",
+            )
+            for name, (_, result) in TASKS.items()
+        ),
+    ]
+}
+
+
+def depth_read() -> Recipe:
+    """Early steps that can be read, and gates that leave by them: text, arithmetic and hops."""
+    stages = _with_gates(TEXT, "last_step_muon")
+    stages += [Stage(name=f"r{steps}", config=_alone(steps)) for steps in ALONE]
+    for task, (stage, _) in TASKS.items():
+        stages += _with_gates({f"{task}_{name}": TEXT[name] for name in TASK_ARMS}, stage)
+    return Recipe(name="depth_read", stages=stages)
+
+
+@cache
+def _known() -> Mapping[str, LoopTrainer.Config]:
+    """Return the stages that arms change: stage of `depth_pays` or `physics_small` → config."""
+    recipes = depth_pays(), physics_small()
+    return {stage.name: stage.config for recipe in recipes for stage in recipe.stages}
+
+
+def _with_gates(arms: Mapping[str, Mapping[str, Any]], known: str) -> list[Stage]:
+    """Return every arm, and a Stage II of each kind that starts from it."""
+    return [
+        stage
+        for name, options in arms.items()
+        for stage in (
+            Stage(name=name, config=_arm(known, options)),
+            *(
+                Stage(name=f"{name}_{kind}", parent=name, config=_gate(_arm(known, options), ahead))
+                for kind, ahead in GATES.items()
+            ),
+        )
+    ]
+
+
+def _arm(known: str, options: Mapping[str, Any]) -> LoopTrainer.Config:
+    """Return a known stage with a gate and this objective, whose schedules fit its tokens."""
+    config = deepcopy(_known()[known])
+    model = {name: options[name] for name in MODEL_OPTIONS if name in options}
+    config.model = replace(config.model, exit_gate=True, **model)
+    config.entropy_weight = Schedule.constant(0.1)
+    share = config.total_tokens / TOTAL_TOKENS
+    loss: dict[str, Any] = {
+        name: value.stretched(share) if isinstance(value, Schedule) else value
+        for name, value in options.items()
+        if name not in model
+    }
+    config.loss = ReadableStepsLoss.Config(**loss)
+    config.held_out.depths = list(DEPTHS)
+    config.suite.depths = list(DEPTHS[:-1])
+    return config
+
+
+def _alone(steps: int) -> LoopTrainer.Config:
+    """Return the layer trained for one R alone, by the loss of its last step."""
+    config = deepcopy(_known()["last_step_muon"])
+    config.model = replace(config.model, recurrent_steps=steps)
+    config.recurrence.steps = Schedule.constant(steps)
+    config.held_out.depths = list(DEPTHS)
+    return config
+
+
+def _gate(config: LoopTrainer.Config, look_ahead: bool) -> LoopTrainer.Config:
+    """Return Stage II after a run: its model is frozen, and its gate learns on other text."""
+    config.total_tokens = GATE_TOKENS
+    config.learning_rate = Schedule.constant(1e-2)
+    config.trainable, config.optimizer.name = "exit_gate", "adamw"
+    config.loss = AdaptiveGateLoss.Config(look_ahead=look_ahead)
+    config.dataloader = replace(config.dataloader, seed=5)
+    config.checkpoint.carry.optimizer = False
+    return config
