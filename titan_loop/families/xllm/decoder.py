@@ -191,11 +191,13 @@ class XllmDecoder(LlamaDecoder):
         """Return the next step's carry; arguments as in the base class."""
         return carry._replace(hidden_BLD=hidden_BLD)
 
-    def read(self, hidden_BLD: Any, context: LoopContext) -> Tensor:
+    def read(
+        self, hidden_BLD: Any, context: LoopContext, step: int | Tensor | None = None
+    ) -> Tensor:
         """As in the base class; of two states z_H is read."""
         if isinstance(hidden_BLD, Hierarchy):
             hidden_BLD = hidden_BLD.high_BLD
-        return super().read(hidden_BLD, context)
+        return super().read(hidden_BLD, context, step)
 
     def units(self) -> list[Unit]:
         """As in the base class, with a unit for the injection's matrix, in the compute dtype."""
