@@ -35,7 +35,7 @@ def task_table(report: TaskReport, preferred: Mapping[str, str]) -> str:
     """Return the headline metric of every task at every reading, then tasks without a result.
 
     Args:
-        preferred: Task → metric to show of it, where there is a choice.
+        preferred: Task → metric to show, for tasks that have several.
     """
     readings = list(dict.fromkeys(name for task in report.tasks.values() for name in task))
     lines = []
@@ -75,5 +75,5 @@ def _at_depth(source: SourceDepths, depth: int) -> str:
 
 
 def _baseline(source: SourceDepths, name: str) -> str:
-    # As wide as a depth's cell, so that the decimal points stand below each other.
+    # Padded to the width of a depth's cell, so that the decimal points line up.
     return f"{source.baselines[name]:.3f}       " if name in source.baselines else "-"

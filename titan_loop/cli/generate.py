@@ -28,7 +28,7 @@ class Generation:
     Attributes:
         prompt: Text to complete; repeat the flag for a batch. An empty one begins a text.
         chat: Treat lines as turns of a ChatML chat.
-        max_new_tokens: Most tokens per completion.
+        max_new_tokens: Maximum number of tokens per completion.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Sample from the k most likely tokens only.
         top_p: Sample from the most likely tokens that make up the share p.

@@ -26,7 +26,7 @@ from titan_loop.storage.regular_file import DamagedFileError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitSums:
-    """Sums of the units of the bootstrap, which are documents, or windows where those are few.
+    """Sums for each unit of the bootstrap: a document, or a window where documents are few.
 
     Attributes:
         nats: Recurrent steps → negative log likelihood of every unit.
@@ -38,7 +38,7 @@ class UnitSums:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceDepths:
-    """The results of one source, or of all together.
+    """Results of one source, or of all sources together.
 
     Attributes:
         depths: Recurrent steps → bits per byte with its interval.
@@ -64,7 +64,7 @@ class DepthReport:
         trained_recurrent_steps: R at the end of training.
         sources: Source name → results, in the order to show them.
         baseline_tokens: Number of tokens the baselines were fitted on.
-        ema: Whether it is of the average of the weights; then its file is another.
+        ema: Whether the average of the weights was scored; such a report has a file of its own.
     """
 
     step: int
@@ -158,7 +158,7 @@ def require_gain(report: DepthReport, share: float, *, baseline: str = "unigram"
 
     Raises:
         UserError: If the report lacks the trained number of steps, or the baseline.
-        RunFailedError: One line with both numbers.
+        RunFailedError: The model saves less; the message has both numbers.
     """
     name, source = list(report.sources.items())[-1]
     depth = report.trained_recurrent_steps
@@ -189,7 +189,7 @@ def summarise_source(
     Args:
         depths: R recurrent steps, the rows of `nats_RU`.
         nats_RU: (R, U) summed negative log likelihood of every unit at every depth.
-        bytes_U: (U) bytes every unit predicts.
+        bytes_U: (U) bytes that each unit predicts.
         baseline_nats: Name → summed negative log likelihood over all units.
     """
     nats_RU, bytes_U = np.asarray(nats_RU, dtype=np.float64), np.asarray(bytes_U)

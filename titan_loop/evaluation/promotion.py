@@ -1,6 +1,6 @@
 """The exam of a curriculum's level: it promotes the run, or stops it at the level's limit.
 
-Every rank grades the same examples and adds up the same counts, so all ranks decide alike. A run
+Every rank grades the same examples and adds up the same counts, so ranks decide alike. A run
 that continues from a checkpoint before a promotion asks the same exam at the same step again.
 """
 
@@ -23,7 +23,7 @@ from titan_loop.training.callback import Callback, TrainingState
 
 
 class Promotion(Callback):
-    """Asks the exam of the level every `interval` steps; collective.
+    """Gives the level's exam every `interval` steps; all ranks take part.
 
     The last level has no exam; a suite measures its result.
     """
@@ -33,12 +33,12 @@ class Promotion(Callback):
         self._curriculum = config.curriculum
 
     def on_train_start(self, trainer: TrainingState) -> None:
-        """Log the level that the run is at."""
+        """Log the current level."""
         level = trainer.dataloader.level + 1
         logger.info("curriculum: level %d of %d of %s", level, self._task.levels, self._task.name)
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Ask if it is time; go on to the next level, or stop at the limit."""
+        """Give the exam when it is due; then promote the run, or stop it at the limit."""
         loader = trainer.dataloader
         assert isinstance(loader, TaskLoader)
         level = loader.level

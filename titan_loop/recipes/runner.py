@@ -62,8 +62,8 @@ def run_recipe(
         stop_listener: Listens for signals that stop the run; None for no listener.
 
     Raises:
-        UserError: One line naming stage, field, value and fix. Nothing has started then, unless a
-            stage ended before its last token: its children are not trained.
+        UserError: One line with stage, field, value and fix, before anything starts; or later, if a
+            stage ended before its last token, so that its children cannot be trained.
         NonFiniteError: Training stopped, see `titan_loop.training.verdict`.
         StoppedError: A signal stopped it, see `titan_loop.training.stop_request`.
     """
@@ -120,7 +120,7 @@ def check_recipe(
     folder: str = "",
     only: str | None = None,
 ) -> tuple[Path, list[Stage]]:
-    """Refuse a recipe that cannot be trained; touches neither a process group nor a device.
+    """Return a recipe's folder and the stages to train; touches no process group and no device.
 
     Raises:
         UserError: One line naming stage, field, value and fix.
@@ -133,7 +133,7 @@ def check_recipe(
 def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) -> list[Stage]:
     """Check a recipe whose configs have their folders; return the stages to train.
 
-    Logs a warning for each setting that is legal and probably not meant.
+    A setting that is legal but probably unintended is a warning.
     """
     stages = recipe.stages if only is None else [recipe.stage(only)]
     for stage in recipe.stages:
@@ -153,7 +153,7 @@ def check_placed(recipe: Recipe, world_size: int, *, only: str | None = None) ->
 
 
 def is_complete(config: LoopTrainer.Config) -> bool:
-    """Return whether a checkpoint of a placed run holds its last token.
+    """Return whether a placed run has a checkpoint that covers all its tokens.
 
     Raises:
         UserError: The run has checkpoints, and none is usable.

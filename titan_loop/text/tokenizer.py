@@ -32,7 +32,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """Load a `tokenizer.json`, without the truncation and padding it may ask for.
 
     Raises:
-        UserError: If the file is missing or not one.
+        UserError: The file is missing, or is not a tokenizer.
     """
     from tokenizers import Tokenizer
 
@@ -49,7 +49,9 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
             raise
         raise UserError(f"tokenizer {path} is not a tokenizer.json ({error})") from error
     if ids > _MOST_IDS:
-        raise UserError(f"tokenizer {path} has an id of {ids - 1}, tables reach {_MOST_IDS - 1}")
+        raise UserError(
+            f"tokenizer {path} has the id {ids - 1}; the largest allowed is {_MOST_IDS - 1}"
+        )
     keep_whole(tokenizer)
     return tokenizer
 
@@ -69,10 +71,10 @@ def vocab_size(tokenizer: "Tokenizer") -> int:
 
 
 def token_bytes(tokenizer: "Tokenizer") -> int:
-    """Return how many bytes a stored token id takes: 4 above 65,536 tokens, datatrove's rule.
+    """Return the bytes of a stored token id: 4 above 65,536 tokens, else 2, as datatrove chooses.
 
     Raises:
-        UserError: If there are so few tokens that two bytes are chosen, but an id needs more.
+        UserError: Two bytes are chosen by the number of tokens, and an id does not fit into them.
     """
     if tokenizer.get_vocab_size() > _LARGEST_UINT16_VOCABULARY:
         return 4
@@ -87,7 +89,7 @@ def token_bytes(tokenizer: "Tokenizer") -> int:
 def check_vocabulary(
     tokenizer: "Tokenizer", rows: int, name: str, *, most_spare_rows: int | None = None
 ) -> None:
-    """Check that a tokenizer's ids are rows of a model's embedding.
+    """Raise `UserError` unless a tokenizer's ids are rows of a model's embedding.
 
     Args:
         rows: Rows of the embedding. Some may be spare, as vocabularies are padded to round numbers.
@@ -118,7 +120,7 @@ def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
         int64, shape (largest id + 1,); 0 for special tokens and for ids without a token.
 
     Raises:
-        UserError: If the tokenizer is not byte-level, where tokens do not stand for bytes.
+        UserError: The tokenizer is not byte-level, so that its tokens do not stand for bytes.
     """
     import numpy as np
     from tokenizers import pre_tokenizers
@@ -141,7 +143,7 @@ def token_byte_lengths(tokenizer_path: str | Path) -> "np.ndarray":
 
 
 def byte_symbols() -> dict[int, str]:
-    """Return GPT-2's stand-ins: printable Latin-1 as itself, other bytes from U+0100 on."""
+    """Return GPT-2's character for each byte: printable Latin-1 as itself, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [value for value in range(BYTE_VALUES) if value not in printable]
     return {value: chr(value) for value in printable} | {

@@ -1,4 +1,4 @@
-"""Callbacks: behaviour at fixed points of a run that the trainer knows nothing about.
+"""Callbacks: behaviour added at fixed points of a run, unknown to the trainer.
 
     load_state_dict ─► on_train_start
     ─► a step: plan, on_phase, before_forward, after_forward, on_gradients, judge, on_update
@@ -49,9 +49,9 @@ class TrainingState(Protocol):
     """A trainer, as its callbacks see it.
 
     Attributes:
-        step: Training steps done; during a step its own number.
+        step: Number of training steps done; during a step, the number of that step.
         tokens: Global tokens consumed, an integer independent of the number of ranks.
-        plan: Schedules' values of the newest training step; before the first, of the next.
+        plan: Values of the schedules in the newest training step; before the first, in the first.
         window_share: The part of every window this rank computes; None for all of it.
         stop_listener: Must hear of progress during long work.
     """
@@ -127,7 +127,7 @@ class Callback:
     def judge(self, trainer: TrainingState, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         """Return whether this rank agrees to the update, a scalar bool on the device.
 
-        All ranks skip the update if one disagrees. None has no opinion.
+        All ranks skip the update if one disagrees. None abstains.
 
         Args:
             loss: This rank's share of the loss.
@@ -135,7 +135,7 @@ class Callback:
         """
 
     def on_update(self, trainer: TrainingState, verdict: StepVerdict) -> None:
-        """Run after the weights were updated, or were not: only the device knows yet."""
+        """Run after an update or a skipped one; only the device knows which so far."""
 
     def on_verdict(self, trainer: TrainingState, trained: TrainedStep, *, updated: bool) -> None:
         """Run when the host learns of a step's verdict, up to a step later, in order of steps."""
@@ -145,7 +145,7 @@ class Callback:
         return {}
 
     def on_step_end(self, trainer: TrainingState, metrics: Mapping[str, Any]) -> None:
-        """Run after a training step, skipped updates included; its time counts as no training.
+        """Run after a training step, even a skipped one; the time spent is not training time.
 
         Args:
             metrics: The step's record as in `metrics.jsonl`, empty on steps that are not logged.
@@ -160,7 +160,7 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a trainer's state, before `on_train_start`; it may lack the key."""
+        """Restore a saved state, before `on_train_start`; a checkpoint may lack the key."""
 
     def on_train_end(self, trainer: TrainingState) -> None:
         """Run after the last step and the last checkpoint, not after a failure."""
@@ -169,4 +169,4 @@ class Callback:
         """Run in a thread when this rank made no progress and is about to be ended."""
 
     def close(self) -> None:
-        """Let go of threads and files, after a failure, too."""
+        """Release threads and files; also called after a failure."""

@@ -1,6 +1,6 @@
 """The fits and hold-outs of a scaling study.
 
-    ScalingData ─► the total loss by three forms of the gain of a step; held-out error chooses one
+    ScalingData ─► fits of the total loss in three forms; held-out error chooses one
                 ├► Ouro's additive fit of the total loss ─► hold-outs by size, tokens and R
                 ├► a fit of the step-wise losses for each R trained with, and its hold-outs
                 └► composition: Σ_r p_r L_step(N, D, r) against the total loss at the same R
@@ -28,7 +28,7 @@ from titan_loop.tables import columns
 
 FORMAT_VERSION = 2
 HELD_OUT_SHARE = 0.4
-"""Share of sizes that a hold-out by size leaves out: two of the paper's five. Two stay at least."""
+"""Share of sizes that a hold-out by size leaves out: two of the paper's five. At least two stay."""
 
 FIRST_TOKENS = (0.25, 0.5, 0.75)
 _MOST_SUBSETS = 10
@@ -36,7 +36,6 @@ _SAME_SIZE = 0.01
 """Largest relative step in parameters within a size. An exit gate, which runs at R = 1 lack, adds
 D + 1 parameters; without this tolerance a hold-out would keep the same width under another count.
 """
-
 
 _TIE = 0.05
 """Relative difference of held-out errors below which the form with fewer coefficients is chosen."""
@@ -63,7 +62,7 @@ class FittedLaw:
 
     Attributes:
         name: The fitted loss, such as "total loss".
-        hold_outs: Those that the points allow.
+        hold_outs: The hold-outs that the points allow.
         remarks: Caveats, such as coefficients that the points leave open.
         chosen: Whether held-out error prefers this form of the total loss.
     """
@@ -211,7 +210,7 @@ def _fitted(name: str, law: Law, points: Losses, samples: int, seed: int) -> Fit
 
 
 def _chosen(laws: Sequence[FittedLaw]) -> list[FittedLaw]:
-    """Mark the form with the smallest held-out error; of equal ones, that with least freedom."""
+    """Mark the form with the smallest held-out error; of tied ones, the one with least freedom."""
     errors = [law.held_out_error for law in laws]
     if any(math.isnan(error) for error in errors):
         return list(laws)
@@ -241,7 +240,7 @@ def _require(points: Losses, laws: Sequence[Law]) -> None:
 
 
 def _remarks(law: Law, points: Losses) -> list[str]:
-    """Say which coefficients the points leave open though the curve is determined."""
+    """Name the coefficients that the points leave open even where they determine the curve."""
     if law.name != ADDITIVE.name:
         return []
     remarks = []
@@ -253,14 +252,14 @@ def _remarks(law: Law, points: Losses) -> list[str]:
         count = len(np.unique(values))
         if count < 4:
             remarks.append(
-                f"{count} {name} do not determine {open_ones} one by one; trust the predictions "
+                f"{count} {name} do not determine {open_ones} individually; trust the predictions "
                 "between them, not these coefficients"
             )
     return remarks
 
 
 def sizes_of(points: Losses) -> np.ndarray:
-    """Return the number of each point's size, 0 for the smallest, shape (n,)."""
+    """Return the rank of each point's size, 0 for the smallest, shape (n,)."""
     distinct, place = np.unique(points.parameters, return_inverse=True)
     is_next = np.diff(distinct, prepend=distinct[0]) > _SAME_SIZE * distinct
     return np.cumsum(is_next)[place]

@@ -3,9 +3,9 @@
     forward   h after layer l in step r ─► Σ h², number of elements ┐
     backward  ∂L/∂h at the same place   ─► Σ g², number of elements ┴─ added up on the device
 
-Nothing is read by the host: sums wait on the device until all ranks' are added up. Ranks
-that hold the same part of a state count it as often in the sum as in the number of elements, so
-the mean square is right under every layout.
+The host reads nothing: sums stay on the device until they are added over all ranks. Ranks that hold
+the same part of a state add it equally often to the sum and to the number of elements, so the mean
+square is right under every layout.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ class StateNorms(Callback):
     """Collects the norms of every `interval`-th training step, over all its micro-batches.
 
     Args:
-        layers: Number of unique layers N, with those outside the loop.
+        layers: Number of unique layers N, including layers outside the loop.
 
     Attributes:
-        sums: Σ h², elements of h, Σ g², elements of g over all ranks, (4, R + 1, N), from the
-            end of the backward pass of a measured step on; visits that never happened are 0.
+        sums: Σ h², elements of h, Σ g² and elements of g over all ranks, (4, R + 1, N); complete
+            when the backward pass of a measured step has ended. Visits that never happened are 0.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class StateNorms(Callback):
         self.sums = self._own
 
     def on_phase(self, trainer: TrainingState, phase: Phase) -> None:
-        """Forget the last training step."""
+        """Clear the sums of the last measured step."""
         if phase == "reading data":
             self._watching = trainer.step % self._interval == 0
             if self._watching:
                 self._own.zero_()
 
     def before_forward(self, trainer: TrainingState) -> None:
-        """Collect from here on; gradients are collected whenever the backward pass comes."""
+        """Start collecting; gradients follow in the backward pass."""
         if self._watching:
             trainer.model.observe = self._note
 
     def after_forward(self, trainer: TrainingState) -> None:
-        """Collect no more: a recomputation in the backward pass is not a second visit."""
+        """Stop collecting: a recomputation in the backward pass is not a second visit."""
         trainer.model.observe = None
 
     def on_gradients(self, trainer: TrainingState) -> None:
-        """Add up all ranks' sums, without a wait for the device."""
+        """Add the sums over all ranks, without waiting for the device."""
         if self._watching:
             self.sums = self._own.clone()
             if dist.is_initialized():
@@ -87,8 +87,8 @@ def root_mean_square(sums: Tensor) -> Tensor:
 def gradient_norm(sums: Tensor, elements: int) -> Tensor:
     """Return the norm of the loss's gradient with respect to each state of the global batch.
 
-    `elements` of a state are windows of the global batch x L x D. The result is (R + 1, N), NaN
-    where no gradient arrived.
+    `elements` is the size of a state: windows of the global batch x L x D. The result is
+    (R + 1, N), NaN where no gradient arrived.
     """
     return (sums[2] / sums[3] * elements).sqrt()
 
@@ -101,7 +101,7 @@ def _add(place: Tensor, values: Tensor) -> None:
 
 
 def _whole(gradient: Tensor) -> Tensor:
-    """Add up a gradient's parts on tensor-parallel ranks, if that is still to be done."""
+    """Add a gradient's parts over tensor-parallel ranks, if it still consists of parts."""
     if not isinstance(gradient, DTensor) or not any(p.is_partial() for p in gradient.placements):
         return gradient
     places = [Replicate() if place.is_partial() else place for place in gradient.placements]
