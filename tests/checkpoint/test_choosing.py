@@ -165,7 +165,7 @@ def test_a_folder_that_was_renamed_is_not_another_step(tmp_path, caplog):
     found = newest_good(tmp_path)
     assert found is not None
     assert found[0] == 2
-    assert "manifest.json is that of step 4" in caplog.text
+    assert "manifest.json belongs to step 4" in caplog.text
 
 
 def test_what_another_version_wrote_stops_the_run(tmp_path):

@@ -234,7 +234,7 @@ def test_a_copied_or_renamed_folder_is_not_good(checkpoints, call):
     (checkpoints / "step-4").rename(checkpoints / "step-12")
     for verb in ("ls", "verify"):
         lines = call(verb, checkpoints.parent).out.splitlines()
-        states = [line for line in lines if "manifest.json is that of step" in line]
+        states = [line for line in lines if "manifest.json belongs to step" in line]
         assert ["damaged" in state for state in states] == [True, True]
     assert call("verify", checkpoints / "step-10").code == 1
     assert "it is the newest good one" in call("rm", checkpoints / "step-6").error

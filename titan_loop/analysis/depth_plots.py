@@ -18,10 +18,10 @@ _POINTS = {"color": "#1f4e79", "marker": "o", "markersize": 5, "capsize": 4}
 
 
 def plot_depths(report: DepthReport, path: Path) -> Path:
-    """Draw the gain of recurrent steps: bits per byte less the first step's, a panel a source.
+    """Draw the gain of recurrent steps: bits per byte less the first step's, one panel per source.
 
     Bars are 95 % bootstrap intervals of the difference over the same documents, and the vertical
-    line is the R that was trained. N-gram models are far off, and stand in the table.
+    line marks the trained R. N-gram models lie far outside the axes; the table has them.
     """
 
     def draw(axes: "Axes", name: str) -> None:

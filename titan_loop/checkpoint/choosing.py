@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECOND_LOOK_SECONDS = 3.0
-"""Time before damage is looked for again, longer than network file systems keep attributes."""
+"""Time before a second look for damage; network file systems cache attributes for less."""
 
 LookAt = Literal["manifest", "sizes", "hashes"]
 """How closely to look: at the commit record, also at the size of every file, or at every byte."""
@@ -47,7 +47,7 @@ def newest_good(
     A newer checkpoint that is not whole is skipped with a warning that says why.
 
     Args:
-        group: Where ranks share the work and agree; None looks alone.
+        group: Ranks that share the work and agree; None if this process looks alone.
 
     Raises:
         UserError: Checkpoints were committed, but none is whole or all were renamed; whether to
@@ -112,9 +112,9 @@ def inspect(
 def _seen_twice(
     checkpoint: Path, suspects: dict[str, FileRecord], *, hashes: bool, group: "dist.ProcessGroup"
 ) -> dict[str, str]:
-    """Look again, a while later: rank 0 decides, and the others must have come to see the same.
+    """Look again after a while: rank 0 decides, and by then the other ranks must agree.
 
-    One node's stale view of a shared disk must not have a good checkpoint set aside.
+    A node's stale view of a shared disk must not rule out a good checkpoint.
 
     Args:
         suspects: On rank 0, all files that some rank called damaged; elsewhere, this rank's own.
@@ -153,8 +153,8 @@ def _manifest_or_reason(
 
 
 def wrong_step(checkpoint: Path, manifest: dict[str, Any]) -> str:
-    """Return a phrase if the folder was copied or renamed from another step; else nothing."""
+    """Return a phrase if the folder was copied or renamed from another step, else an empty one."""
     step = manifest.get("step")
     if checkpoint.name.startswith("step-") and checkpoint.name != f"step-{step}":
-        return f"{MANIFEST} is that of step {step}"
+        return f"{MANIFEST} belongs to step {step}"
     return ""

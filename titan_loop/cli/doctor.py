@@ -119,7 +119,7 @@ def start_finding(wall: float, processor: float, disk_bytes: float) -> Finding:
     Args:
         wall: Seconds of the imports.
         processor: Seconds in which they computed, or waited for a processor that others used.
-        disk_bytes: Bytes that came from a disk; nan where the system does not tell.
+        disk_bytes: Bytes that came from a disk; NaN where the system does not say.
     """
     processor = min(processor, wall)  # several threads
     from_disk = wall - processor

@@ -27,7 +27,7 @@ _BOOTSTRAPS = 100  # for metrics whose standard error has no formula
 
 
 class HarnessTasks:
-    """Finds tasks by name; indexing all of the harness takes long, so that waits until needed.
+    """Finds tasks by name; indexes the whole harness, which is slow, only when it has to.
 
     Args:
         home: Folder of the harness' own tasks; None takes the installed one.
@@ -50,12 +50,12 @@ class HarnessTasks:
         self._managers: dict[Path | None, TaskManager] = {}
 
     def load(self, task: SuiteTask) -> dict[str, Any]:
-        """Return the argument of the harness' `evaluate`, with its data read.
+        """Return the argument for the harness' `evaluate`, with its data loaded.
 
         Raises:
-            UserError: Nobody knows the task, its data can be had from nowhere, or its files are
-                your own and of no use.
-            NotAskedError: Its files name Python code, and there is no consent to run that.
+            UserError: The task is unknown, its data cannot be found, or the user's own files for it
+                cannot be used.
+            NotAskedError: Its files name Python code that the user has not allowed.
         """
         with self._own_code_only(task.name):
             try:
@@ -66,7 +66,7 @@ class HarnessTasks:
                 if self._include_path is None:
                     raise
                 raise UserError(
-                    f"{task.name}: its task file or the data that this names cannot be used "
+                    f"{task.name}: its task file, or the data it names, cannot be used "
                     f"({type(error).__name__}: {error}); look into {self._include_path}"
                 ) from error
 
@@ -108,7 +108,7 @@ class HarnessTasks:
         return dict(loaded)
 
     def find(self, name: str) -> "TaskManager":
-        """Return a manager that knows the task; an unknown one is a `UserError` with near names."""
+        """Return a manager that knows the task; `UserError`, with similar names, if none does."""
         for folder in (None, self._likely_folder(name), self._home):
             manager = self._manager(folder)
             if name in manager.all_tasks:
@@ -137,7 +137,7 @@ def run_task(
     limit: int | None = None,
     confirm_run_unsafe_code: bool = False,
 ) -> dict[str, dict[str, ReadingResult]]:
-    """Return task → reading → result of a task, or of a group and its members; collective.
+    """Return task → reading → result of a task, or of a group and its members, on all ranks.
 
     Log-likelihoods of all readings come from one pass; text is generated for each reading.
 
@@ -202,7 +202,7 @@ def _answer_bits_per_byte(samples: Sequence[Mapping[str, Any]]) -> float | None:
 
 @contextmanager
 def hub_offline_if_unreachable(reader: str) -> Iterator[None]:
-    """Without a network, let the hub's clients use their caches alone inside the block.
+    """Let the hub's clients use only their caches inside the block if there is no network.
 
     Args:
         reader: Begins the message, as in "task NAME".

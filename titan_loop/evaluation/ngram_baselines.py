@@ -1,11 +1,11 @@
-"""Unigram and bigram token models fitted on the model's training text: the floor it has to beat.
+"""Unigram and bigram token models fitted on the model's training text, which it has to beat.
 
     P(b)     = (c(b) + 1) / (n + V)                                 add-one unigram
     P(b | a) = (c(a, b) + t(a) P(b)) / (c(a) + t(a))                bigram, interpolated
 
-c are counts, n their sum, V the vocabulary, t(a) how many different tokens were seen after a: a
-context with many different followers leaves more to the unigram. There is nothing to tune, and no
-token has probability zero.
+c are counts, n their sum, V the vocabulary, t(a) the number of different tokens seen after a:
+a context with many followers gives the unigram more weight. There is nothing to tune, and no token
+has probability zero.
 
 Source: Witten and Bell 1991, The zero-frequency problem, method C; as an interpolation in Chen and
 Goodman 1998, section 2.5.
@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 class TokenCounts:
     """Counts of tokens and of pairs, filled chunk by chunk.
 
-    Feed it the model's own (input, label) arrays, and it reads as the model does: no pair across a
-    document boundary, and none that was not trained on. Memory is 12 bytes per distinct pair (at
+    Given the model's own (input, label) arrays, it sees what the model sees: no pair across a
+    document boundary, and none that has no loss. Memory is 12 bytes per distinct pair (at
     most V²), twice that while a chunk is added.
 
     Args:
@@ -34,7 +34,7 @@ class TokenCounts:
 
     Attributes:
         label_counts_V: Number of labels of each token.
-        pairs_VV: Number of labels (columns) behind each input (rows).
+        pairs_VV: Number of times each label (column) followed each input (row).
     """
 
     def __init__(self, vocab_size: int) -> None:

@@ -109,7 +109,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shape:
-    """Width and layers of a Llama model of about a number of parameters."""
+    """Width and layers of a Llama model with about a given number of parameters."""
 
     dim: int
     layers: int
@@ -123,7 +123,7 @@ class Shape:
 
     @property
     def outside(self) -> int:
-        """Layers before and behind the loop; none where they would be most of the model."""
+        """Layers before and after the loop; 0 where they would be most of the model."""
         return _OUTSIDE_LAYERS if self.layers > 2 * _OUTSIDE_LAYERS else 0
 
     def cache_bytes(self, steps: int, tokens: int) -> float:
@@ -136,7 +136,7 @@ def ranking(law: NamedLaw, budget: Budget) -> list[Choice]:
     """Return the models that fit, best first.
 
     Raises:
-        UserError: The limits cannot be met, by no model of the law's grid.
+        UserError: No model of the law's grid meets the limits.
     """
     budget.check()
     found = sorted(_choices(law, budget), key=lambda choice: choice.loss)

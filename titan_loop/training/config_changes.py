@@ -1,7 +1,7 @@
 """Changes that a start makes to a run that it continues: one line a field, old → new.
 
-`config.json` has the config of the last start. Schedules may be changed at will, a longer run needs
-that; the moments in a checkpoint, however, were gathered under the optimiser's settings of then.
+`config.json` has the config of the last start. Schedules may change freely, as a longer run
+requires; the moments in a checkpoint, however, were gathered under the optimiser's old settings.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from titan_loop.training.resolved_run import ResolvedRun
 from titan_loop.training.schedule import Knot, Schedule
 
 OPTIMISER_FIELDS = ("adamw.", "muon.", "optimizer.name")
-"""Settings without which the optimiser's saved state means something else."""
+"""Settings that give the optimiser's saved state its meaning."""
 
 # Places, derived fields, and consent.
 _NOT_SETTINGS = (

@@ -33,12 +33,12 @@ from titan_loop.models.readout import LMHead
 from titan_loop.models.vocabulary import Vocabulary
 
 NormalisedOver: TypeAlias = Literal["vocabulary", "top_k"]
-"""Tokens over which the probabilities of the kept ones add up to 1."""
+"""Tokens whose probabilities add up to 1."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """How Φ makes a distribution of logits.
+    """How Φ turns logits into a distribution.
 
     Attributes:
         temperature: τ > 0.
@@ -51,7 +51,7 @@ class Decoding:
     normalised_over: NormalisedOver = "top_k"
 
     def check(self, vocab_size: int) -> None:
-        """Raise `UserError` for values that no vocabulary, or not this one, allows."""
+        """Raise `UserError` for values that are never valid, or not with this vocabulary."""
         if not 0 < self.temperature < math.inf:
             raise UserError(f"model.temperature={self.temperature} must be above 0 and finite")
         if self.top_k is not None and not 1 <= self.top_k <= vocab_size:
@@ -75,7 +75,7 @@ class Decoding:
         """Return FLOPs per token, forward and backward, without recomputation.
 
         Forward all logits, then a sum of V or K embeddings; backward twice as much for each part,
-        but for the logits of K tokens alone where only those have a gradient.
+        or for the logits of K tokens only, where the others have no gradient.
         """
         every, kept = 2 * dim * vocab_size, 2 * dim * (self.top_k or vocab_size)
         return every + kept, 2 * (kept if self.is_sparse else every) + 2 * kept
@@ -231,7 +231,7 @@ class _KeptTokens(torch.autograd.Function):
                 logit_grad_CK = (score_CK - prob_CK * mean_C.unsqueeze(-1)) / decoding.temperature
                 gradients.add_kept_decoded(chunk, row_CK, logit_grad_CK, hidden_CD)
                 continue
-            logit_grad_CV = _logits(hidden_CD, decoder_VD, decoding)  # of those not kept, too
+            logit_grad_CV = _logits(hidden_CD, decoder_VD, decoding)  # including tokens not kept
             logit_grad_CV.sub_(log_sum_T[chunk].unsqueeze(-1)).exp_().mul_(-mean_C.unsqueeze(-1))
             logit_grad_CV.scatter_add_(1, row_CK, score_CK)
             gradients.add_decoded(chunk, logit_grad_CV.div_(decoding.temperature), hidden_CD)

@@ -40,7 +40,7 @@ def analyse_components(
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer; items are
             coloured by their right answer.
         recurrent_steps: R; default as in training.
-        limit: Number of items, the first ones.
+        limit: Number of items to use, from the first.
     """
     loaded, chosen = open_items(run, items, limit)
     steps = recurrent_steps or loaded.recurrent_steps

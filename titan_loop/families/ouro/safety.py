@@ -38,7 +38,7 @@ class SafetyResult:
     """The judge's scores at one depth.
 
     Attributes:
-        scores: One for each prompt, 1 to 5.
+        scores: Score of each prompt, 1 to 5.
     """
 
     recurrent_steps: int
@@ -82,11 +82,11 @@ def safety(
 
     Args:
         judge: Command line; split like a shell's words, not run by a shell.
-        max_new_tokens: Length of a completion, at most.
-        rows: Prompts that run at once.
+        max_new_tokens: Maximum length of a completion, in tokens.
+        rows: Number of prompts that run at once.
 
     Raises:
-        UserError: The judge cannot be found, fails, or prints something else than a score a line.
+        UserError: The judge cannot be found, fails, or does not print one score a line.
     """
     words = shlex.split(judge)
     if not words or shutil.which(words[0]) is None:
@@ -149,8 +149,8 @@ def analyse_safety(
         prompts: JSONL file of objects with text.
         judge: Command line of the judge.
         depths: Recurrent steps; default 1 to twice the trained R.
-        max_new_tokens: Length of a completion, at most; completions are greedy.
-        limit: Number of prompts, the first ones.
+        max_new_tokens: Maximum length of a completion; completions are greedy.
+        limit: Number of prompts to use, from the first.
     """
     texts = read_prompts(prompts)[:limit]
     loaded = load_checkpoint(run, use="analyse")
