@@ -48,7 +48,7 @@ def analyse_agreement(
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text, choices and answer.
         depths: Recurrent steps; default 1 to the trained R.
-        limit: Number of items, the first ones.
+        limit: Number of items to use, from the first.
     """
     loaded, chosen = open_items(run, items, limit)
     steps = list(depths) or list(range(1, loaded.recurrent_steps + 1))

@@ -47,7 +47,7 @@ def read_items(name: str, limit: int | None = None) -> list[Item]:
     Args:
         name: `mmlu_dev`, `multi_hop`, `mano`, or a file whose lines are objects with `text`,
             `choices` (a list of strings) and, optionally, `answer` (an index).
-        limit: Number of items, the first ones; None for all.
+        limit: Number of items to use, from the first; None for all.
 
     Raises:
         UserError: There is no such task or file, a line is not an item, or items differ in their

@@ -136,7 +136,7 @@ def analyse_probes(
         run: Run, for its newest checkpoint, or its checkpoints/step-N.
         items: mmlu_dev, multi_hop, mano, or a JSONL file with text and choices.
         recurrent_steps: R; default as in training.
-        limit: Number of items, the first ones.
+        limit: Number of items to use, from the first.
         seed: Seed of folds and resamplings.
     """
     loaded, chosen = open_items(run, items, limit)
