@@ -22,12 +22,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 from torch.nn.attention import flex_attention as torch_flex
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import compile as titan_compile
 from torchtitan.models.common import attention as titan_attention
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools import utils as titan_utils
 
 from titan_loop.checkpoint import model as saved_model
@@ -75,6 +77,10 @@ def absent_gpu(
         (Tensor, "pin_memory", lambda tensor, *args: tensor),
         (nn.init, "trunc_normal_", lambda tensor, **options: tensor),  # it reads values
         (muon, "layout", layout_of_meshes),
+        # Experts: every rank receives as many tokens as it sends, since loads are values.
+        (AllToAllTokenDispatcher, "_sync_token_count_exchange", _unread_counts),
+        (AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_exchange),
+        (AllToAllTokenDispatcher, "_combine_token_exchange", _even_exchange),
         (saved_model, "load_model", _shapes_of),
         (StepVerdict, "read", lambda verdict: (True, False)),  # finite, no request to stop
         # Flex: skip the check for a GPU, and inductor, whose kernels need one.
@@ -129,6 +135,18 @@ class _Gpu(compat.CpuDevice):
 
 
 # On a CPU, `F.rms_norm` is several operations, which save more tensors than CUDA's one kernel.
+
+
+def _unread_counts(
+    dispatcher: Any, sent_E: Tensor, received: Tensor, ranks: int
+) -> tuple[Tensor, None, None]:
+    return received.reshape(-1), None, None
+
+
+def _even_exchange(dispatcher: Any, rows_RD: Tensor, group: Any, *splits: None) -> Tensor:
+    ranks, rows = dispatcher.ep_mesh.size(), len(rows_RD)
+    sizes = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return all_to_all_single(rows_RD, sizes, sizes, dispatcher.ep_mesh)
 
 
 @torch.library.custom_op("titan_loop::fused_rms_norm", mutates_args=())

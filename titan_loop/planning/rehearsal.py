@@ -41,6 +41,7 @@ from titan_loop.planning.measured_step import (
 )
 from titan_loop.planning.stage_needs import StageNeeds
 from titan_loop.planning.step_meter import Moved, StepMeter
+from titan_loop.training.callback import Callback, TrainingState
 from titan_loop.training.resolved_run import ResolvedRun, resolve
 from titan_loop.training.stability.config import StabilityConfig
 from titan_loop.training.step_plan import StepPlan
@@ -253,23 +254,37 @@ def _measured(trainer: LoopTrainer, plan: StepPlan, meter: StepMeter) -> _Measur
     def look(*_: Any) -> None:
         before_last.update({kind: copy(moved) for kind, moved in meter.moved.items()})
 
+    before_update = _BeforeUpdate(meter)
+    trainer.callbacks.append(before_update)
     # Before FSDP's own hook, which gathers this micro-batch's weights.
     hook = trainer.model.register_forward_pre_hook(look, prepend=True)
     trainer.update(plan)
+    trainer.callbacks.remove(before_update)
     hook.remove()
     moved = dict(meter.moved)
-    return _Measured(moved, _since(before_last, moved), meter.peak_bytes)
+    of_gradients = {**moved, "all-to-all": before_update.all_to_all}
+    return _Measured(moved, _since(before_last, of_gradients), meter.peak_bytes)
 
 
 def _since(before: Mapping[str, Moved], moved: Mapping[str, Moved]) -> dict[str, Moved]:
-    """Return the collectives of the last micro-batch, without Muon's of the update after it."""
+    """Return the collectives of the last micro-batch."""
     none = Moved()
     return {
         kind: Moved(now.count - then.count, now.received_bytes - then.received_bytes)
         for kind, now in moved.items()
-        if kind != "all-to-all"
         for then in [before.get(kind, none)]
     }
+
+
+class _BeforeUpdate(Callback):
+    """Notes a step's all-to-alls up to its gradients: those of experts, but not Muon's."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter, self.all_to_all = meter, Moved()
+
+    def on_gradients(self, trainer: TrainingState) -> None:
+        """Copy the meter's reading."""
+        self.all_to_all = copy(self._meter.moved.get("all-to-all", Moved()))
 
 
 class _Rehearsing(LoopTrainer):

@@ -18,6 +18,7 @@ import torch.distributed._tools.fake_collectives
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,6 +30,7 @@ KINDS = {
     "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
     "alltoall_base_": "all-to-all",
+    "all_to_all_single": "all-to-all",
 }
 """Collectives that count, by the name of their operator. All-reduces outside the backward pass and
 functional ones do not: they sum scalars, and the softmax of tensor-parallel ranks."""
@@ -141,6 +143,9 @@ class StepMeter(TorchDispatchMode):
             (tensor,) = args[0]
             ranks = dist.ProcessGroup.unbox(args[1]).size()
             received = 2 * tensor.nbytes * (1 - 1 / ranks)
+        elif name == "all_to_all_single":
+            sizes, group = args[1], _resolve_process_group(args[3])
+            received = result.nbytes * (1 - sizes[group.rank()] / max(1, sum(sizes)))
         elif kind == "all-to-all":
             output, group, sizes = args[0], dist.ProcessGroup.unbox(args[2]), args[3]
             received = output.nbytes - sizes[group.rank()] * output.itemsize

@@ -1,11 +1,12 @@
 """Runs of a mixture: killed and resumed with the same routing, loads recorded, experts balanced."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.support.tiny import tiny_config
+from tests.support.tiny import act_as_launched, tiny_config
 from titan_loop.checkpoint.tensors import CheckpointReader
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
@@ -63,3 +64,37 @@ def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path
         expected += RATE * (direction - direction.mean())
     saved = CheckpointReader(SavedRun.open(whole).checkpoint().path).read(BIAS)
     torch.testing.assert_close(saved[0], expected, atol=1e-6, rtol=0)
+
+
+def spread(source: Path, folder: Path, world: int, expert_parallel: int, steps: int) -> None:
+    act_as_launched(world)
+    config = moe_config(source, folder)
+    config.training.steps = steps
+    config.optimizer.name = "muon"
+    config.ema.decay = 0.9
+    config.parallelism.expert_parallel_degree = expert_parallel
+    run_training(config)
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_at_another_degree_of_expert_parallelism(
+    gloo_pool: Any, source: Path, tmp_path: Path
+):
+    gloo_pool(1).run(spread, source, tmp_path / "whole", 1, 1, 4)
+    records = read_jsonl(RunDirectory(tmp_path / "whole").metrics_jsonl)
+    for world, expert_parallel in ((1, 1), (2, 2)):
+        folder = tmp_path / f"ep{expert_parallel}"
+        gloo_pool(4).run(spread, source, folder, 4, 4, 2)
+        gloo_pool(world).run(spread, source, folder, world, expert_parallel, 4)
+        found = read_jsonl(RunDirectory(folder).metrics_jsonl)
+        for key in ("step", "data_hash", "windows_consumed"):
+            assert [record[key] for record in found] == [record[key] for record in records]
+        for got, want in zip(
+            routing(folder).values(), routing(tmp_path / "whole").values(), strict=True
+        ):
+            for name, value in want.items():
+                loads = "load" in name or "unused" in name
+                assert got[name] == (value if loads else pytest.approx(value, rel=1e-5))
+        assert [record["loss"] for record in found] == pytest.approx(
+            [record["loss"] for record in records], rel=1e-5
+        )

@@ -16,10 +16,11 @@ import spmd_types as spmd
 import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
+from torchtitan.protocols.module import ModuleDict
 
 from titan_loop.errors import UserError
 from titan_loop.families.moe.feed_forward import LoopMoE, Routing
@@ -280,6 +281,17 @@ class MoEDecoder(LlamaDecoder):
             "experts/max_load": max(shares),
             "experts/unused": sum(share == 0 for share in shares),
         }
+
+    def compiled_parts(self) -> nn.Module:
+        """Return dense layers, and the attention of sparse ones: experts are not compiled."""
+        parts, layers = nn.Module(), dict[str, Any](self.layers.items())
+        parts.layers = ModuleDict(
+            {
+                name: layer.attention if int(name) in self.config.sparse else layer
+                for name, layer in layers.items()
+            }
+        )
+        return parts
 
     def parameter_group(self, name: str, parameter: Tensor) -> ParameterGroup:
         """Return how an optimiser treats a parameter: each expert's matrices are hidden ones."""
