@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
