@@ -277,7 +277,7 @@ def _since(before: Mapping[str, Moved], moved: Mapping[str, Moved]) -> dict[str,
 
 
 class _BeforeUpdate(Callback):
-    """Notes a step's all-to-alls up to its gradients: those of experts, but not Muon's."""
+    """Notes the all-to-alls of experts: all up to a step's gradients, before Muon's."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter, self.all_to_all = meter, Moved()
