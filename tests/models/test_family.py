@@ -11,7 +11,6 @@ from titan_loop.families.nanbeige.model import NanbeigeOptions
 from titan_loop.families.ouro.model import OURO, OuroOptions
 from titan_loop.inference.exit_policy import QExit, require_exit_policy
 from titan_loop.models.family import (
-    RUNTIME_OPTIONS,
     Family,
     FamilyName,
     build_decoder,
@@ -61,7 +60,7 @@ def test_the_recipes_instance_decides_which_options_the_command_line_has(monkeyp
         decoder_config=OURO.decoder_config,
         uses=frozenset({"held_out"}),
         exit_policies=frozenset({"static"}),
-        runtime_options=RUNTIME_OPTIONS | {"twist"},
+        runtime_options=OURO.runtime_options | {"twist"},
     )
     monkeypatch.setitem(plugins._known, "families", {"deep": deep, "ouro": OURO})
     config = LoopTrainer.Config(model=_DeepOptions())

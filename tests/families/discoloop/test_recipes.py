@@ -51,7 +51,7 @@ def test_small_arms_share_all_but_the_recurrence(name):
         model = {
             option.name: getattr(config.model, option.name)
             for option in dataclasses.fields(OuroOptions)
-            if option.name not in ("family", "n_layers")
+            if hasattr(DiscoLoopOptions, option.name) and option.name not in ("family", "n_layers")
         }
         rates = [config.learning_rate(share * config.total_tokens // 35) for share in (0, 1, 35)]
         assert rates == pytest.approx([0, 1e-2, 1e-4])

@@ -1,4 +1,3 @@
 """Fixtures of Ouro's analyses: a run with one checkpoint, written without training."""
 
-from tests.evaluation.conftest import text_run  # noqa: F401
 from tests.inference.conftest import own_run, trained_run  # noqa: F401

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.evaluation.conftest import text_run  # noqa: F401
 from tests.inference.reference import Reference, make_model, prompts
 from titan_loop.cli.main import main
 from titan_loop.data.labels import IGNORED
@@ -39,7 +40,7 @@ def test_continuations_equal_a_float64_reference(prefill: int):
         assert got == pytest.approx(float(whole[PROMPT - 1 :].sum()), abs=1e-4)
 
 
-def test_the_verb_writes_a_row_for_every_step(text_run: Path, capsys):
+def test_the_verb_writes_a_row_for_every_step(text_run: Path, capsys):  # noqa: F811
     assert main(["analyse", "prefill", str(text_run), "--windows", "2"]) == 0
     (record,) = (text_run / "evals").glob("prefill-step-*.json")
     results = json.loads(record.read_text())["results"]

@@ -187,6 +187,6 @@ MOE = Family(
     options=MoEOptions,
     sizes=SIZES,
     decoder_config=decoder_config,
-    uses=frozenset({"analyse", "generate", "held_out"}),
+    uses=frozenset({"generate", "held_out"}),
     runtime_options=RUNTIME_OPTIONS | {"bias_rate"},
 )

@@ -154,5 +154,5 @@ XLLM = Family(
     sizes=SIZES,
     decoder_config=decoder_config,
     runtime_options=RUNTIME_OPTIONS | {"injection_step"},
-    uses=frozenset({"analyse", "export", "generate", "held_out"}),
+    uses=frozenset({"export", "generate", "held_out"}),
 )
