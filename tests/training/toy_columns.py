@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 from titan_loop.data.columns import Column
 from titan_loop.data.load.batches import DataVocabulary, GlobalBatchLoader
 from titan_loop.data.load.windows import Window
-from titan_loop.families.ouro.model import SIZES, OuroOptions
+from titan_loop.families.ouro.model import SIZES
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.family import Family, FamilyName
 from titan_loop.models.loop_config import loop_config
+from titan_loop.models.loop_options import LoopOptions
 from titan_loop.models.output import LoopOutput
 from titan_loop.objectives.streamed_loss import LossBatch, StreamedHead, StreamedLoss, token_mean
 from titan_loop.plugins import Plugin, register
@@ -84,8 +85,8 @@ class ToyDecoder(LoopDecoder):
 
 
 @dataclass(kw_only=True, slots=True)
-class ToyOptions(OuroOptions):
-    """Those of Ouro."""
+class ToyOptions(LoopOptions):
+    """The generic options."""
 
     family: FamilyName = field(default="toy_columns", init=False)
 
