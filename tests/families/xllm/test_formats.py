@@ -104,6 +104,7 @@ def test_export_writes_their_layout_again(name, write_released, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"arch": ["huginn"]}, "model.arch="),
         ({"arch": "gekko"}, "model.arch='gekko' is not what titan_loop computes"),
         ({"num_experts": 25}, "model.num_experts=25 is not what titan_loop computes"),
         ({"qknorm": True}, "model.qknorm=True is not what titan_loop computes"),
@@ -117,7 +118,15 @@ def test_what_cannot_be_computed_is_refused(changed, message):
         XllmShape.from_config({"model": fields(**changed)})
 
 
-def test_injections_at_uneven_places_are_refused():
-    config = MODELS["unrolled"] | {"dense_prelude_input_layers": "2,5,6"}
-    with pytest.raises(UserError, match="dense_prelude_input_layers='2,5,6' is not"):
+@pytest.mark.parametrize("places", ["2,5,6", "two", "", None])
+def test_injections_at_uneven_places_are_refused(places):
+    config = MODELS["unrolled"] | {"dense_prelude_input_layers": places}
+    with pytest.raises(UserError, match=f"dense_prelude_input_layers={places!r} is not"):
+        XllmShape.from_config({"model": config})
+
+
+@pytest.mark.parametrize("value", ["2", -1, 9])
+def test_a_span_outside_the_layers_is_refused(value):
+    config = MODELS["ouro"] | {"loop_end_layers": value}
+    with pytest.raises(UserError, match=f"model.loop_end_layers={value!r} is not"):
         XllmShape.from_config({"model": config})

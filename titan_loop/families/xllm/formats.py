@@ -13,6 +13,7 @@ Source: the code of xLLM-Loop, `xllm/models` and `xllm/paper_part1/artifacts.py`
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ class XllmShape(LlamaShape):
         for name in ("head_dim", "rope_head_dim"):
             if model.get(name) not in (None, dim // heads):
                 raise unsupported(f"model.{name}", model[name], dim // heads)
-        read = {"transformer": _read_transformer, "huginn": _read_huginn}.get(model["arch"])
+        read = {"transformer": _read_transformer, "huginn": _read_huginn}.get(str(model["arch"]))
         if read is None:
             raise unsupported("model.arch", model["arch"], "transformer or huginn")
         return {
@@ -308,6 +309,9 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the loop of a `LoopedTransformer`: of a span of layers, or untied with injections."""
     layers, loops = integer(model, "num_layers"), integer(model, "loop_times", 1)
     first, stop = model.get("loop_start_layer", 0), model.get("loop_end_layers")
+    for name, value in (("loop_start_layer", first), ("loop_end_layers", stop)):
+        if value is not None and (type(value) is not int or not 0 <= value <= layers):
+            raise unsupported(f"model.{name}", value, f"a layer from 0 to {layers}")
     fields = {
         "recurrent_steps": loops,
         "prelude_layers": first if loops > 1 else 0,
@@ -319,8 +323,10 @@ def _read_transformer(model: Mapping[str, Any]) -> dict[str, Any]:
         raise unsupported("model.loop_start_layer", first, "the whole stack with an injection")
     if model.get("dense_prelude_input_injection", "none") == "none":
         return fields
-    text, source = model["dense_prelude_input_layers"], model["dense_prelude_source_layer"]
-    places = [int(place) for place in text.split(",")]
+    text, source = (model.get(f"dense_prelude_{name}") for name in ("input_layers", "source_layer"))
+    if not re.fullmatch(r"\d+(,\d+)*", str(text)):
+        raise unsupported("model.dense_prelude_input_layers", text, "numbers of layers, 8,20,…")
+    places = [int(place) for place in str(text).split(",")]
     part = places[1] - places[0] if len(places) > 1 else layers - places[0]
     even = [*range(places[0], places[0] + part * len(places), part)]
     if places != even or source != places[0] - 1 or even[-1] + part > layers:
