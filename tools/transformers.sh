@@ -1,7 +1,7 @@
 # Sourced after setup.sh: transformers of a major version, in an environment beside the main one.
 #
-# It sees everything in the main one behind its own packages, so that torch is there already and only
-# what a version of transformers wants otherwise is installed on top (datatrove then finds an older
+# It sees the main environment behind its own packages: torch is there already, and only packages
+# that this transformers needs in other versions are installed on top (datatrove then finds an older
 # huggingface_hub than it asks for). Kept until pyproject changes. Releases are pinned there, as a
 # minor version of transformers 5 renames arguments.
 

@@ -125,7 +125,7 @@ PART_TWO: dict[str, Row] = {
 SMALL_TOKENS, SMALL_WINDOW, SMALL_BATCH = 1_500_000, 256, 1_024
 SMALL_RATE = 4e-3
 PRIOR_RATE = 3e-3
-"""Of a learned distribution, which has 1,465 updates here and 5,120 in the paper, at 1e-3."""
+"""Learning rate of a learned distribution, which has 1,465 updates here and 5,120 in the paper, at 1e-3."""
 
 
 def _small(**options: Any) -> XllmOptions:
@@ -198,7 +198,7 @@ def xllm_s() -> Recipe:
 
 
 def xllm_730m() -> Recipe:
-    """Part I's dense models at 730M: where the loop stands, what it reads, one state or two."""
+    """Part I at 730M: the dense models, with loops, injections and states of every kind."""
     tokens = 119_210 * BATCH
     stages = []
     for name, options in PART_ONE.items():

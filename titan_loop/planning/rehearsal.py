@@ -175,7 +175,7 @@ def _one_step(
     plan = replace(trainer.plan, windows=pass_windows, recurrent_steps=min(_FEW_STEPS, deepest))
     trainer.update(plan)
     reached = config.recurrence.most_backward_steps
-    # Beyond k + 2 steps, each further one adds what the one before added.
+    # Beyond k + 2 steps, every step adds the same.
     measured_steps = min(deepest, deepest if reached is None else reached + _FEW_STEPS)
     further = deepest - measured_steps
     if further:

@@ -1,4 +1,4 @@
-"""Memory that a run needs for certain: what it holds from step to step, and its steps' states.
+"""A lower bound of the memory that a run needs: weights, moments and the recorded states.
 
     weights, gradients, moments ─┐
     the objective's own weights ─┼─► at least so many bytes of a device

@@ -103,7 +103,7 @@ def test_what_is_decoded_between_compiled_layers_is_the_same(top_k):
 
 
 def check_sliced_decoding() -> None:
-    """On every rank: Φ of the sliced head is that of the whole one, equal logits included."""
+    """Φ of a sliced head equals Φ of the whole head on every rank, also where logits tie."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     for vocab, decoding in (
         (12, Decoding(temperature=0.5)),

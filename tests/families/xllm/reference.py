@@ -1,7 +1,7 @@
 """xLLM-Loop's models in float64, from tensors in the released layout.
 
-Independent of `titan_loop`: names, norms kept as an offset from 1 and rotations of neighbouring
-elements are those of the released checkpoints, whose config gives the fields.
+Independent of `titan_loop`. Names follow the released checkpoints; as there, a norm is kept as an
+offset from 1, and neighbouring elements of a head are rotated. Fields come from a released config.
 """
 
 from collections.abc import Mapping

@@ -25,14 +25,14 @@ from titan_loop.training.depth_schedule import poisson_lognormal
 from titan_loop.training.step_plan import StepPlan
 
 SEED = 514_229
-"""Of the authors' runs."""
+"""The seed of the authors' runs."""
 
 
 def capped_depths(mean: float, sigma: float, most: int) -> NDArray[np.float64]:
     """Return the probabilities of 1 … `most` recurrent steps, (most,).
 
     Args:
-        mean: Of the capped number.
+        mean: Mean of the capped number.
         sigma: σ, above 0.
 
     Raises:

@@ -168,7 +168,7 @@ class LearnedDepth(Callback):
 
     Args:
         probabilities: As of `DepthPrior`, such as `capped_depths(5, 0.5, 64)`.
-        settings: Of the distribution; None takes the published ones.
+        settings: Settings of the distribution; None takes the published ones.
         seed: Keys the draws.
     """
 
