@@ -125,7 +125,7 @@ PART_TWO: dict[str, Row] = {
 SMALL_TOKENS, SMALL_WINDOW, SMALL_BATCH = 1_500_000, 256, 1_024
 SMALL_RATE = 4e-3
 PRIOR_RATE = 3e-3
-"""Learning rate of a learned distribution, which has 1,465 updates here and 5,120 in the paper, at 1e-3."""
+"""Rate of a learned distribution: it has 1,465 updates here, 5,120 in the paper, at 1e-3 there."""
 
 
 def _small(**options: Any) -> XllmOptions:
