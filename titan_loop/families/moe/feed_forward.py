@@ -61,7 +61,7 @@ class Experts(GroupedExperts):
 
         def product(input_R: Tensor, weight: Tensor) -> Tensor:
             if input_R.dtype == torch.float64:  # which the grouped product has no kernel for
-                parts = input_R.tensor_split(ends_E[:-1].cpu())
+                parts = input_R.split(num_tokens_per_expert_E.tolist())
                 return torch.cat([x @ w.T for x, w in zip(parts, weight, strict=True)])
             return self._grouped_mm(A=input_R, B_t=weight.transpose(-2, -1), offs=ends_E)
 
