@@ -4,10 +4,10 @@
 and `looped_moe` cost the same FLOPs within 1 %, and the two mixtures have the same parameters; the
 arms named `_parameters` have as many parameters as the mixtures, all of them active. The looped
 arms visit two layers twice where the others have four; `looped_moe` has the experts of two layers
-in one (arXiv 2609.35751).
+in one (arXiv 2609.35751). `looped_moe_rates` trains every arm at other learning rates.
 
-    bash tools/quickstart.sh                                     once, for the corpus
-    titan-loop train looped_moe_small --stage looped_moe --debug.seed 1 --dataloader.seed 1
+    bash tools/looped_moe.sh --seeds "1 2 3"
+    bash tools/looped_moe.sh --rates --seeds 1
 
 `xllm_moe_ouro` is the looped mixture of arXiv 2610.06833, Part I, and its released recipe: 28
 layers, 25 experts of which a token visits 2, R = 4, 500B tokens. Chosen here: the source
@@ -23,6 +23,7 @@ from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import FullAC
 
+from titan_loop.analysis.results import ResultTable
 from titan_loop.data.load.loader import WindowLoader
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
@@ -33,7 +34,7 @@ from titan_loop.training.batch_schedule import BatchConfig
 from titan_loop.training.depth_schedule import RecurrenceConfig
 from titan_loop.training.schedule import Schedule
 from titan_loop.training.trainer import LoopTrainer
-from train_configs.quickstart import quickstart
+from train_configs.quickstart import QUICK_TOKENS, quickstart
 
 DIM, EXPERT_WIDTH = 96, 128
 SHAPE: dict[str, Any] = {"size": "quickstart", "dim": DIM, "n_heads": 4, "n_kv_heads": 4}
@@ -64,6 +65,43 @@ ARMS: dict[str, tuple[LlamaOptions, int]] = {
 }
 """Name → model and R."""
 
+RATE = 1e-2
+RATES = {"5e-3": 5e-3, "2e-2": 2e-2}
+"""Largest learning rates of `looped_moe_rates`, beside the rate of `looped_moe_small`."""
+
+_TRAINED = {
+    name: {"stage": name, "reading": f"static:{steps}"} for name, (_, steps) in ARMS.items()
+}
+TABLES = {
+    "looped_moe_small": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at the trained R",
+            rows=_TRAINED,
+            columns={
+                source: {"task": f"held_out/{source}", "metric": "bits_per_byte"}
+                for source in ("code", "prose", "math", "all")
+            },
+            factor=1.0,
+            digits=3,
+            less="dense",
+            against_flops="all",
+        )
+    ],
+    "looped_moe_rates": [
+        ResultTable(
+            name="bits_per_byte",
+            title="held-out bits per byte at the trained R, by learning rate",
+            rows=_TRAINED,
+            columns={rate: {"stage": rate} for rate in RATES},
+            everywhere={"task": "held_out/all", "metric": "bits_per_byte"},
+            columns_are="largest learning rate",
+            factor=1.0,
+            digits=3,
+        )
+    ],
+}
+
 XLLM_TOKENS_PER_STEP = 512 * 8192
 XLLM_STEPS = 119_210
 
@@ -76,9 +114,28 @@ def looped_moe_small() -> Recipe:
     )
 
 
-def _arm(model: LlamaOptions, steps: int) -> LoopTrainer.Config:
+def looped_moe_rates() -> Recipe:
+    """The arms of `looped_moe_small` at other learning rates."""
+    return Recipe(
+        name="looped_moe_rates",
+        stages=[
+            Stage(name=f"{name}_{rate}", config=_arm(*arm, rate=value))
+            for name, arm in ARMS.items()
+            for rate, value in RATES.items()
+        ],
+    )
+
+
+def _arm(model: LlamaOptions, steps: int, rate: float = RATE) -> LoopTrainer.Config:
     config = quickstart()
     config.dump_folder, config.model = "", model
+    config.learning_rate = Schedule.warmup_cosine(
+        rate,
+        start=rate / 10,
+        warmup_tokens=150_000,
+        total_tokens=QUICK_TOKENS,
+        final=rate / 100,
+    )
     config.recurrence = RecurrenceConfig(steps=Schedule.constant(steps))
     if isinstance(model, MoEOptions):
         config.loss = MoELoss.Config(balance_weight=1e-3)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Trains and examines the arms of looped_moe_small in train_configs/moe.py, and prints their tables.
+#
+#   bash tools/looped_moe.sh [--rates] [--again] [--seeds "1 2 3"] [ARM...]
+#
+# --rates: the arms of looped_moe_rates instead.
+# Every arm leaves train_configs/results/RECIPE/ARM-seedS.json. What is there is skipped, unless
+# --again asks for it, and an arm that was interrupted goes on from its newest checkpoint.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source tools/corpus.sh
+
+recipe=looped_moe_small
+if [ "${1:-}" = --rates ]; then
+    recipe=looped_moe_rates
+    shift
+fi
+seeds="1 2 3"
+choose $recipe "$@"
+
+full_corpus
+
+for seed in $seeds; do
+    for arm in "${stages[@]}"; do
+        if recorded "train_configs/results/$recipe/$arm-seed$seed.json"; then
+            continue
+        fi
+        stage "$arm, seed $seed"
+        folder=runs/$recipe-seed$seed$again
+        titan_loop train $recipe --stage "$arm" --dump-folder "$folder" --debug.seed "$seed" \
+            --dataloader.seed "$seed"
+        steps=1
+        case $arm in looped_*) steps=2 ;; esac
+        titan_loop eval "$folder/$arm" --windows 128 --depths $steps
+        titan_loop results add "$folder/$arm"
+    done
+done
+titan_loop results show $recipe
