@@ -375,17 +375,13 @@ class LoopDecoder(Decoder):
         parts = (self.injection, self.norm, self.exit_gate)
         small = [m for m in parts if m is not None and any(True for _ in m.parameters())]
         looped, layers = self.config.looped, list(self.layers.values())
-        prelude = [Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]]
-        gated = self.exit_gate is not None  # then the coda reads every state
+        reader = "step" if self.exit_gate else "after"  # a gate reads every state through the coda
         steps = [
-            *prelude,
+            *(Unit(OUTSIDE, (layer,), place="before") for layer in layers[: looped.start]),
             *(Unit(LAYERS, (layer,)) for layer in self.looped_layers()),
             # Gate arithmetic is never rounded to bf16.
             *([Unit(NORM_AND_GATE, tuple(small), fp32=True, kept=True)] if small else []),
-            *(
-                Unit(OUTSIDE, (layer,), place="step" if gated else "after")
-                for layer in layers[looped.stop :]
-            ),
+            *(Unit(OUTSIDE, (layer,), place=reader) for layer in layers[looped.stop :]),
         ]
         embedding: tuple[nn.Module, ...] = (self.tok_embeddings, *self.positions.tables())
         if self.config.enable_weight_tying:
