@@ -3,3 +3,5 @@
 `titan-loop train NAME` finds the function NAME; flags override any field. LOG.md has the results,
 failures included.
 """
+
+import titan_loop.compat  # noqa: F401  before a recipe imports torchtitan

@@ -22,7 +22,6 @@ Source: Frey et al. 2026, "Adaptive loops and memory in transformers", Appendix 
 
 from typing import Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_loop.analysis.results import ResultTable

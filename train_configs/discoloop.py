@@ -28,7 +28,6 @@ Source: Fu et al. 2026 (DiscoLoop), arXiv 2607.00341, §3.1, §5 and Appendices 
 from dataclasses import replace
 from typing import Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_loop.analysis.results import ResultTable

@@ -29,7 +29,6 @@ Source: Wang et al. 2026 (HRM-Text), arXiv 2605.20613, and its released configur
 from dataclasses import replace
 from typing import Any
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from titan_loop.analysis.results import ResultTable

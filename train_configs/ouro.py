@@ -33,7 +33,6 @@ Source: Zhu et al. 2025 (Ouro), arXiv 2510.25741, Tables 1-6, §3.3, §4, Append
 
 from pathlib import Path
 
-import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from titan_loop.data.load.loader import WindowLoader

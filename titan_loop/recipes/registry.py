@@ -109,6 +109,8 @@ def _open(name: str) -> tuple[ModuleType, str]:
         module_name, function_name = known[name].module, name
     elif not module_name or not function_name or module_name.startswith("."):
         raise UserError(f"recipe {name!r} must be NAME or PACKAGE.MODULE:FUNCTION")
+    import titan_loop.compat  # noqa: F401  a recipe may import torchtitan before anything of ours
+
     module = import_user_module(
         module_name,
         lambda missing: (
