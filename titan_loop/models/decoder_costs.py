@@ -106,9 +106,18 @@ class DecoderCosts(Decoder.Config):
         if trainable == "exit_gate":
             gate_factor = 4 * recurrent_steps
             readout_factor = 2 * recurrent_steps if gate else 2
-        return Flops(
+        flops = Flops(
             matrices=layer_factor * layer.matrix_elements,
             attention=layer_factor * 2 * layer.attention.widths[0] * seq_len,
             readouts=readout_factor * self.dim * self.vocab_size,
             gate=gate_factor * self.dim if gate else 0,
         )
+        return self.own_flops(flops, recurrent_steps, reached if trainable == "all" else 0)
+
+    def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+        """Return `flops` with the computation that a family adds.
+
+        Args:
+            reached: Number of steps that the backward pass reaches; 0 if only the gate trains.
+        """
+        return flops

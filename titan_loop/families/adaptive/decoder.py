@@ -24,7 +24,6 @@ from titan_loop.families.adaptive.layer import LayerReport
 from titan_loop.families.adaptive.memory_bank import MemoryBank
 from titan_loop.models.context import AttentionMask, CacheSlot, LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.gpt2_block import GPT2Decoder, layer_norm_sharding
 from titan_loop.models.output import Collect, LoopOutput
@@ -95,17 +94,8 @@ class AdaptiveDecoder(GPT2Decoder):
             visits = LoopDecoder.Config.layer_visits(self, recurrent_steps, backward_steps)
             return LayerVisits(*(self.layers[0].iterations * count for count in visits))
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
-            """Return model FLOPs per trained token; reads of memory are products of matrices."""
-            flops = LoopDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+            """As in the base class; reads of memory are products of matrices."""
             memory = 6 * sum(layer.memory_elements for layer in self.layers)
             return flops._replace(matrices=flops.matrices + memory)
 

@@ -15,7 +15,6 @@ from torchtitan.models.common.nn_modules import Identity
 from titan_loop.families.discoloop.soft_decode import Decoding, soft_decode, soft_encode
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.sharding import scattered_state
 from titan_loop.models.units import TABLES, Unit
@@ -45,21 +44,11 @@ class DecodingDecoder(LoopDecoder):
                 "normalised_over": self.decoding.normalised_over,
             }
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
-            """Return model FLOPs per trained token, with Φ between every two steps."""
-            flops = LoopDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+            """As in the base class, with Φ between every two steps."""
             forward, backward = self.decoding.training_flops(self.dim, self.vocab_size)
             between = recurrent_steps - 1
-            back = 0 if trainable == "exit_gate" else min(between, backward_steps or between)
-            return flops._replace(decoding=between * forward + back * backward)
+            return flops._replace(decoding=between * forward + min(between, reached) * backward)
 
     config: Config
 

@@ -47,7 +47,6 @@ from titan_loop.errors import UserError, nearest
 from titan_loop.models.context import AttentionMask, LoopContext
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.dropout import Drawing
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.flops import Flops
 from titan_loop.models.initialisation import normal_matrix
@@ -220,17 +219,8 @@ class LatentDecoder(LoopDecoder):
             inherited = LoopDecoder.Config.architecture(self)
             return {**inherited, "state": self.state, "factors": [*self.sizes[1:]]}
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
-            """Return Ouro's FLOPs, with a readout of all factors in every step."""
-            flops = LoopDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+            """As in the base class, with a readout of all factors in every step."""
             return flops._replace(readouts=6 * recurrent_steps * self.dim * sum(self.sizes))
 
     config: Config

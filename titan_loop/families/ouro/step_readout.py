@@ -27,7 +27,6 @@ from torchtitan.protocols.module import Module
 from titan_loop.errors import UserError
 from titan_loop.models.context import LoopContext
 from titan_loop.models.decoder import LoopDecoder
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.parameter_groups import LookUp
 from titan_loop.models.units import NORM_AND_GATE, Unit
@@ -93,21 +92,12 @@ class OuroDecoder(LoopDecoder):
                     f"model.readout_rank={self.step_readout.rank}; leave it at 1"
                 )
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As of the base class, with 6·2·R·rank·D (2 instead of 6 if only the gate trains)."""
-            flops = LoopDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
             if self.step_readout is None:
                 return flops
             elements = 2 * recurrent_steps * self.step_readout.rank * self.dim
-            factor = 6 if trainable == "all" else 2
+            factor = 6 if reached else 2
             return flops._replace(readouts=flops.readouts + factor * elements)
 
         def architecture(self) -> dict[str, Any]:

@@ -41,7 +41,6 @@ from titan_loop.families.retrofit.bridge import (
 )
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import LoopContext
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.flops import Flops
 from titan_loop.models.injection import Injected
@@ -144,20 +143,10 @@ class RetrofitDecoder(LlamaDecoder):
                 "adapter_first_step": adapters.first_step,
             }
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with adapters and bridge, and less where weights are frozen."""
-            flops = LlamaDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
-            if trainable != "all":
+            if not reached:
                 return flops
-            reached = min(recurrent_steps, backward_steps or recurrent_steps)
             matrices = flops.matrices
             if self.adapters is not None:
                 elements = self.layers[self.looped.start].adapter_elements

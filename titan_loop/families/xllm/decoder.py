@@ -24,7 +24,6 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from titan_loop.families.xllm.injection import LinearInjection, weights_of
 from titan_loop.families.xllm.start_state import StartState
 from titan_loop.models.context import LoopContext
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.final_norm import FinalNorm
 from titan_loop.models.flops import Flops, LayerVisits
 from titan_loop.models.injection import Injected
@@ -117,22 +116,10 @@ class XllmDecoder(LlamaDecoder):
                 visits.forward + recurrent_steps * more, visits.backward + reached * more
             )
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class, with the injection's matrix at every update."""
-            flops = LlamaDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
             if self.injection is None:
                 return flops
-            reached = min(recurrent_steps, backward_steps or recurrent_steps)
-            if trainable != "all":
-                reached = 0
             elements = self.dim**2 * (1 + isinstance(self.injection, LinearInjection.Config))
             added = len(self.updates) * elements * (2 * recurrent_steps + 4 * reached)
             return flops._replace(matrices=flops.matrices + added)
