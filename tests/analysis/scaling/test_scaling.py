@@ -246,7 +246,7 @@ def test_series_that_rise_with_tokens_are_left_out_and_counted(tmp_path: Path):
 
 def test_the_command_writes_table_page_and_record(tmp_path: Path, capsys):
     path, output = write_csv(tmp_path / "losses.csv"), tmp_path / "out"
-    words = ["scaling", "--csv", str(path), "--output", str(output), "--bootstrap", "5"]
+    words = ["scaling", "--csv", str(path), "--output", str(output), "--bootstrap", "2"]
     assert main([*words, "--exit-pmf", "0.1", "0.2", "0.3", "0.4"]) == 0
     printed = capsys.readouterr().out
     assert "total loss: L = E + A/(N + t1)^alpha" in printed
