@@ -53,6 +53,8 @@ class Plugin:
         charts: Plots of `metrics.jsonl` (`titan_loop/analysis/drawing.py`).
         suites: Tuples of `SuiteTask`s (`titan_loop/evaluation/suites.py`).
         formats: Formats of other programs (`titan_loop/formats/format.py`).
+        matches: Tables of `titan-loop plan --match COST`, by cost: functions from a stage's config
+            and the cost to lines.
         verbs: Verbs of `titan-loop` itself (`titan_loop/cli/arguments.py`), each a `Verb`.
     """
 
@@ -64,6 +66,7 @@ class Plugin:
     charts: Mapping[str, Any] = field(default_factory=dict)
     suites: Mapping[str, Any] = field(default_factory=dict)
     formats: Mapping[str, Any] = field(default_factory=dict)
+    matches: Mapping[str, Any] = field(default_factory=dict)
     verbs: Mapping[str, Verb] = field(default_factory=dict)
 
 

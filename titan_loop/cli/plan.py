@@ -1,4 +1,4 @@
-"""`titan-loop plan RECIPE | --budget FLOPS`: needs of every stage, or the best model to train."""
+"""`titan-loop plan RECIPE | --budget FLOPS | --match COST RECIPE`: needs of stages, or models."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,8 @@ import tyro
 
 from titan_loop.cli.arguments import Run, command, recipe_first
 from titan_loop.cli.stage_flags import resolve_recipe
-from titan_loop.errors import UserError
+from titan_loop.errors import UserError, nearest
+from titan_loop.plugins import find, names
 
 if TYPE_CHECKING:
     from titan_loop.planning.cluster import Cluster
@@ -45,6 +46,7 @@ def plan(
     first time, and nothing again until the stage's assembly or the software changes. Ends with code
     2 if a stage does not fit, and suggests a fix. All other flags are flags of titan-loop train.
     With --budget FLOPS and no recipe: the best models by a scaling law (plan --budget 1e21 --help).
+    With --match COST: models of another kind at the same cost (plan --match flops --help).
 
     For example:
       titan-loop plan ouro_1_4b --nodes 64
@@ -181,7 +183,7 @@ def best(
     print("\n".join(budget_lines(chosen, limits, found)))
     dense = next((choice for choice in found if choice.experts == 1), None)
     if dense is None:
-        print("no dense model fits, and no family has experts, so there is no recipe to plan")
+        print("no dense model fits, so there is no recipe to plan; family moe has experts")
         return
     words = [RECIPE_OF_BLOCKS, *recipe_flags(dense, vocabulary), *flags]
     place = "best" if dense is found[0] else f"best dense one, number {found.index(dense) + 1}"
@@ -199,8 +201,45 @@ def _bytes(text: str) -> float:
         ) from None
 
 
+@recipe_first
+def matching(
+    recipe: str, flags: Sequence[str], *, match: str, stage: str | None = None
+) -> list[str]:
+    """Print models of another kind that cost as much as a stage's model, within 1 %.
+
+    All other flags are flags of titan-loop train.
+
+    For example:
+      titan-loop plan --match flops looped_moe_small --stage dense
+
+    Args:
+        recipe: Name that `titan-loop recipes` lists, or PACKAGE.MODULE:FUNCTION.
+        flags: Flags of the recipe.
+        match: Cost that is equal: flops (of a trained token), parameters, or kv (bytes of a token
+            in the cache).
+        stage: The stage, if the recipe has several.
+    """
+    import titan_loop.compat as compat
+
+    table = find("matches", match)
+    if table is None:
+        raise UserError(f"--match {match} is unknown{nearest(match, names('matches'))}")
+    with compat.assuming("cuda"):
+        resolved = resolve_recipe(recipe, flags, verb="plan", only=stage)
+    if stage is None and len(resolved.stages) > 1:
+        stages = ", ".join(each.name for each in resolved.stages)
+        raise UserError(
+            f"--match {match} needs one stage of {recipe}: --stage with one of {stages}"
+        )
+    return table((resolved.stages[0] if stage is None else resolved.stage(stage)).config, match)
+
+
 def run(words: Sequence[str]) -> int:
-    """Run `plan --budget …` without a recipe, or `plan RECIPE …`."""
-    by_budget = any(word.split("=")[0] == "--budget" for word in words)
-    verb: Run = command("plan", best if by_budget else plan)
+    """Run `plan --budget …` without a recipe, `plan --match … RECIPE`, or `plan RECIPE …`."""
+    if words and words[0].split("=")[0] == "--match":  # the recipe comes first
+        first = 1 if "=" in words[0] else 2
+        words = [*words[first:], *words[:first]]
+    given = {word.split("=")[0] for word in words}
+    function = best if "--budget" in given else matching if "--match" in given else plan
+    verb: Run = command("plan", function)
     return verb(words)

@@ -33,6 +33,11 @@ class DecoderCosts(Decoder.Config):
         """Indices of the layers that every step applies; the others run once."""
         return range(self.prelude_layers, len(self.layers) - self.coda_layers)
 
+    @property
+    def idle_parameters(self) -> int:
+        """Number of parameters that a visiting token skips: experts that it did not choose."""
+        return 0
+
     def layer_visits(
         self, recurrent_steps: float, backward_steps: float | None = None
     ) -> LayerVisits:

@@ -8,12 +8,7 @@ from titan_loop.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Hosts and their GPUs, one rank each; `mfu` is assumed, in (0, 1].
-
-    Attributes:
-        nodes: Number of hosts.
-        mfu: Assumed model FLOPs over peak FLOPs, in (0, 1].
-    """
+    """Hosts and their GPUs, one rank each; `mfu` is assumed model FLOPs over peak ones."""
 
     nodes: int
     gpus_per_node: int

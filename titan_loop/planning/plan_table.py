@@ -84,6 +84,8 @@ def _needs_table(needs: Sequence[StageNeeds], cluster: Cluster) -> list[str]:
     row("parameters", lambda n: _parameters(n.units))
     for name in dict.fromkeys(unit.unit.name for need in needs for unit in need.units):
         row(f"  {name}", lambda n, name=name: _parameters(n.units, name))
+    if any(need.model.idle_parameters for need in needs):
+        row("active parameters", lambda n: _parameters(n.units, less=n.model.idle_parameters))
     row("recurrent steps R, mean", lambda n: f"{n.mean_recurrent_steps:g}")
     row("GFLOP per token", lambda n: f"{n.flops_per_token.total / 1e9:.4g}")
     for part in needs[0].flops_per_token._fields:
@@ -144,8 +146,8 @@ def _compute_bytes(need: StageNeeds) -> int:
     return TORCH_DTYPE_MAP[need.config.training.mixed_precision_param].itemsize
 
 
-def _parameters(units: Sequence[UnitSize], name: str | None = None) -> str:
-    return f"{sum(unit.parameters() for unit in units if name in (None, unit.unit.name)):,}"
+def _parameters(units: Sequence[UnitSize], name: str | None = None, less: int = 0) -> str:
+    return f"{sum(unit.parameters() for unit in units if name in (None, unit.unit.name)) - less:,}"
 
 
 def _optimizer(need: StageNeeds) -> str:

@@ -25,11 +25,10 @@ from torchtitan.tools import utils as titan_utils
 from tests.support.allocations import AllocationTrace
 from titan_loop.distributed.loop_fsdp import FSDPConfig, FSDPPolicy, reshard_units
 from titan_loop.distributed.parallelize import parallelize_loop_decoder
-from titan_loop.families.ouro.model import OuroOptions
 from titan_loop.families.ouro.objective import AdaptiveGateLoss
 from titan_loop.models.decoder import LoopDecoder
 from titan_loop.models.exit_gate import Trainable
-from titan_loop.models.family import decoder_config
+from titan_loop.models.family import ModelOptions, decoder_config
 from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.training.metrics import known_peak_flops
 
@@ -54,7 +53,7 @@ class Job:
             rank).
     """
 
-    model: OuroOptions
+    model: ModelOptions
     seq_len: int
     windows: int
     compiled: bool = False

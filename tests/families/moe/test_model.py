@@ -158,7 +158,7 @@ def test_generation_is_the_whole_pass_and_exits_early(monkeypatch):
         return torch.cat([A[start:stop] @ weight for start, stop, weight in parts])
 
     monkeypatch.setattr(GroupedExperts, "_grouped_mm", products)  # torch's has no float64
-    model = model_of(routers=2, exit_gate=True, coda_layers=1, dim=32).double().eval()
+    model = model_of(routers=2, attentions=2, exit_gate=True, coda_layers=1, dim=32).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -172,6 +172,7 @@ REFUSED = {
     "router": ({"router": "softmix"}, "model.router=softmix is unknown"),
     "shared": ({"shared_experts": -1}, "model.shared_experts=-1 must be at least 0"),
     "routers": ({"routers": 0}, "model.routers=0 must be at least 1"),
+    "attentions": ({"attentions": 0}, "model.attentions=0 must be at least 1"),
     "rate": ({"bias_rate": -1.0}, "model.bias_rate=-1.0 must be"),
     "scale": ({"score_scale": 0.0}, "model.score_scale=0.0 must be"),
     "all dense": ({"dense_layers": (1, 2)}, "leave one with experts"),
@@ -188,14 +189,14 @@ def test_options_that_do_not_fit_are_refused_in_a_line(name):
 
 
 def test_recorded_options_are_read_back():
-    options = MoEOptions(**SPLIT, routers=2)
+    options = MoEOptions(**SPLIT, routers=2, attentions=3)
     recorded = asdict(options) | {"dense_layers": list(options.dense_layers)}  # as JSON has it
     again, here = (
         decoder_config(each, max_seq_len=8).architecture()
         for each in (read_options(recorded), options)
     )
     assert again == here
-    assert here["dense_layers"] == [1, 2]
+    assert (here["dense_layers"], here["attentions"]) == ([1, 2], 3)
 
 
 def spread(family_options: ModelOptions, world: int, **parallelism: object) -> None:

@@ -5,6 +5,9 @@ from titan_loop.plugins import Plugin, register
 register(
     Plugin(
         families={"moe": "titan_loop.families.moe.model:MOE"},
+        matches=dict.fromkeys(
+            ("flops", "parameters", "kv"), "titan_loop.families.moe.match:matched"
+        ),
         objectives={"MoELoss": "titan_loop.families.moe.objective:MoELoss"},
     )
 )

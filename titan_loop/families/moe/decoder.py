@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.module import ModuleDict
 
 from titan_loop.errors import UserError
-from titan_loop.families.moe.feed_forward import LoopMoE, Routing
+from titan_loop.families.moe.attention import StepAttention
+from titan_loop.families.moe.feed_forward import ALIGNED, LoopMoE, Routing
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import CacheSlot, LoopContext
 from titan_loop.models.exit_gate import Trainable
@@ -31,6 +33,7 @@ from titan_loop.models.flops import Flops
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
 from titan_loop.models.parameter_groups import ParameterGroup
+from titan_loop.models.sharding import set_attention_sharding, state_placement
 from titan_loop.models.units import Unit
 
 EXPERTS = "experts"
@@ -100,6 +103,9 @@ class MoEDecoder(LlamaDecoder):
         def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
             """Declare a layer's placements; experts are spread over ranks, or kept whole."""
             LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
+            if isinstance(layer.attention, StepAttention.Config):
+                set_attention_sharding(layer.attention.later, enable_sp=enable_sp)
+                layer.attention.later.sharding_config = None  # its input is gathered already
             if layer.moe is not None:
                 cut: dict[str, Any] = {
                     "w1_EFD": spmd.S(1),
@@ -125,6 +131,17 @@ class MoEDecoder(LlamaDecoder):
             """The mixtures, by the number of their layer."""
             layers = enumerate(self.layers)
             return {index: layer.moe for index, layer in layers if layer.moe is not None}
+
+        @property
+        def attentions(self) -> int:
+            """Number of attentions of a looped layer."""
+            attention = self.layers[self.looped.start].attention
+            return attention.attentions if isinstance(attention, StepAttention.Config) else 1
+
+        @property
+        def idle_parameters(self) -> int:
+            """Number of parameters in the experts of all layers that a token does not visit."""
+            return sum(mixture.idle_elements for mixture in self.sparse.values())
 
         @property
         def aux(self) -> tuple[str, ...]:
@@ -187,6 +204,7 @@ class MoEDecoder(LlamaDecoder):
                 "normalise_scores": mixture.router.route_norm,
                 "score_scale": mixture.router.route_scale,
                 "routers": max(each.routers for each in self.sparse.values()),
+                "attentions": self.attentions,
                 "dense_layers": [
                     index + 1 for index in range(len(self.layers)) if index not in self.sparse
                 ],
@@ -196,7 +214,8 @@ class MoEDecoder(LlamaDecoder):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.tells_step = any(mixture.routers > 1 for mixture in config.sparse.values())
+        routed = any(mixture.routers > 1 for mixture in config.sparse.values())
+        self.tells_step = routed or config.attentions > 1
         self.loads: dict[tuple[int, int | None], Tensor] = {}
         self._counted: dict[tuple[int, int | None], Tensor] = {}
         self._visits: list[Visit] | None = None

@@ -23,11 +23,14 @@ import titan_loop.compat  # noqa: F401  (before any torchtitan module)
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 from torchtitan.protocols.module import ModuleList
 
 from titan_loop.models.initialisation import local_part
+
+ALIGNED = 8  # grouped products read 16 bytes at a time, 8 values in bf16
 
 
 class Routing(NamedTuple):
@@ -111,6 +114,12 @@ class LoopMoE(MoE):
             used = 3 * experts.dim * experts.hidden_dim * self.router.top_k
             used += experts.dim * self.num_experts
             return used + (0 if shared is None else 3 * experts.dim * shared.w1.out_features)
+
+        @property
+        def idle_elements(self) -> int:
+            """Number of weights in the experts that a token does not visit."""
+            experts = self.routed_experts.inner_experts
+            return 3 * experts.dim * experts.hidden_dim * (self.num_experts - self.router.top_k)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -3,8 +3,9 @@
     h_r = n(block_N(… block_1(h_{r−1}) …)),   n = final norm, or the identity
     block:  x ← x + attention(n1(x)),   x ← x + mixture(n2(x))
 
-The experts of a layer are one pool that all recurrent steps share; `routers` says whether the steps
-also share the router. README.md beside this file has the symbols and the published shapes.
+The experts of a layer are one pool that all recurrent steps share; `routers` and `attentions` say
+whether the steps also share router and attention. README.md beside this file has the symbols and
+the published shapes.
 
 Sources: "SMELT", arXiv 2609.01343; "How to loop MoE", arXiv 2609.35751; "Towards Looped Models Done
 Right", arXiv 2610.06833, and its released code.
@@ -21,8 +22,10 @@ from torchtitan.models.common.moe import RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from titan_loop.errors import UserError, nearest
+from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.decoder import MoEBlock, MoEDecoder
-from titan_loop.families.moe.feed_forward import Experts, LoopMoE, RouterGate
+from titan_loop.families.moe.feed_forward import ALIGNED, Experts, LoopMoE, RouterGate
+from titan_loop.models.attention import LoopAttention
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.family import RUNTIME_OPTIONS, Family, FamilyName, ModelSize
 from titan_loop.models.initialisation import normal_matrix
@@ -34,8 +37,6 @@ SIZES = {
     # 28 layers of the looped models of arXiv 2610.06833, Part I; feed-forwards of its dense ones.
     "xllm": ModelSize(1536, 28, 24, 4352, 250_624, recurrent_steps=4, n_kv_heads=6),
 }
-
-_ALIGNED = 8  # grouped products read 16 bytes at a time, 8 values in bf16
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,6 +70,10 @@ class MoEOptions(LlamaOptions):
     """Routers of a looped layer: one for all steps, or one for each of the first so many steps, of
     which the last serves further ones."""
 
+    attentions: int = 1
+    """Attentions of a looped layer: one for all steps, or one for each of the first so many steps,
+    of which the last serves further ones."""
+
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward of width hidden_dim, from 1."""
 
@@ -93,6 +98,9 @@ def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> M
     )
     gain = residual_gain(options, shape)
     for index, layer in enumerate(config.layers):
+        if options.attentions > 1 and index in config.looped:
+            assert isinstance(layer.attention, LoopAttention.Config)
+            layer.attention = StepAttention.Config.of(layer.attention, options.attentions)
         if index + 1 not in options.dense_layers:
             routers = options.routers if index in config.looped else 1
             config.layers[index] = _sparse(layer, _mixture(options, shape, gain, routers))
@@ -107,12 +115,12 @@ def _check(options: MoEOptions, shape: ModelSize) -> None:
     if not 1 <= top_k <= experts:
         raise UserError(f"model.top_k={top_k} must be from 1 to model.experts={experts}")
     for name, value in {"dim": shape.dim, "expert_hidden_dim": width}.items():
-        if value < 1 or value % _ALIGNED:
-            raise UserError(f"model.{name}={value} must be a multiple of {_ALIGNED} with experts")
+        if value < 1 or value % ALIGNED:
+            raise UserError(f"model.{name}={value} must be a multiple of {ALIGNED} with experts")
     if options.router not in get_args(Literal["sigmoid", "softmax"]):
         known = ("sigmoid", "softmax")
         raise UserError(f"model.router={options.router} is unknown{nearest(options.router, known)}")
-    for name, least in {"shared_experts": 0, "routers": 1}.items():
+    for name, least in {"shared_experts": 0, "routers": 1, "attentions": 1}.items():
         if getattr(options, name) < least:
             raise UserError(f"model.{name}={getattr(options, name)} must be at least {least}")
     for name in ("score_scale", "bias_rate"):

@@ -1,0 +1,101 @@
+"""Attentions of each step's own: a loop of them is the unrolled model with copies of the rest."""
+
+import re
+from collections import defaultdict
+
+import torch
+
+from titan_loop.families.moe.attention import StepAttention
+from titan_loop.families.moe.decoder import MoEDecoder
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.inference.cache import CacheShape, FullCache
+from titan_loop.inference.stack import Stack
+from titan_loop.models.context import CacheSlot
+from titan_loop.models.family import build_decoder
+
+LAYERS, STEPS, ATTENTIONS, L = 2, 3, 2, 12
+SPLIT = {"n_layers": LAYERS, "dense_layers": (2,), "experts": 4}
+CLOSE = 2e-6  # fp32 sums of three contributions, near 0.1
+
+
+def model_of(**options: object) -> MoEDecoder:
+    torch.manual_seed(0)
+    model = build_decoder(MoEOptions(**options), max_seq_len=L)  # type: ignore[arg-type]
+    assert isinstance(model, MoEDecoder)
+    return model
+
+
+def unrolled_names(name: str) -> list[str]:
+    """Return the names that a parameter of the loop has in the unrolled model."""
+    found = re.fullmatch(r"layers\.(\d)\.(attention\.)?(later\.0\.)?(.+)", name)
+    if found is None:
+        return [name]
+    layer, attention, later, rest = found.groups()
+    steps = [1, 2, 3]
+    if attention:
+        steps = [2, 3] if later else [1]  # the last one serves step 3, too
+    return [f"layers.{(r - 1) * LAYERS + int(layer)}.{attention or ''}{rest}" for r in steps]
+
+
+def test_a_loop_is_the_unrolled_model_with_tied_experts_and_untied_attention():
+    looped = model_of(**SPLIT, attentions=ATTENTIONS)
+    deep = model_of(n_layers=LAYERS * STEPS, experts=4, dense_layers=(2, 4, 6))
+    state = looped.state_dict()
+    copies = {copy: state[name] for name in state for copy in unrolled_names(name)}
+    deep.load_state_dict(copies)
+    tokens = torch.randint(128, (2, L), generator=torch.Generator().manual_seed(1))
+    outputs = [
+        model(tokens, recurrent_steps=steps, collect="last")
+        for model, steps in ((looped, STEPS), (deep, 1))
+    ]
+    states = [output.hidden_RBLD[-1] for output in outputs]
+    torch.testing.assert_close(*states, atol=0, rtol=0)
+    cotangent = torch.randn_like(states[0])
+    for hidden_BLD in states:
+        (hidden_BLD * cotangent).mean().backward()
+    wanted = dict(deep.named_parameters())
+    for name, parameter in looped.named_parameters():
+        if name == "lm_head.weight":
+            continue
+        grads = [wanted[copy].grad for copy in unrolled_names(name)]
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, sum(grads), atol=CLOSE, rtol=1e-4)
+
+
+def test_fewer_steps_leave_later_attentions_alone():
+    model = model_of(**SPLIT, attentions=ATTENTIONS)
+    counts: dict[str, int] = defaultdict(int)
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: counts.update({name: counts[name] + 1}))
+    tokens = torch.zeros(1, L, dtype=torch.int64)
+    model(tokens, recurrent_steps=1, collect="last").hidden_RBLD[-1].sum().backward()
+    assert not any("later" in name for name in counts)
+    assert any(name.endswith("attention.wo.weight") for name in counts)
+    one = sum(p.numel() for p in model_of(**SPLIT).parameters())
+    attention = 64 * (64 + 2 * 32 + 64)
+    assert sum(p.numel() for p in model.parameters()) == one + LAYERS * attention
+    assert model.config.training_flops(L, 3) == model_of(**SPLIT).config.training_flops(L, 3)
+
+
+@torch.no_grad()
+def test_rows_at_different_steps_attend_and_store_as_each_alone():
+    model = model_of(**SPLIT, attentions=ATTENTIONS).eval()
+    attention, stack = model.layers["0"].attention, Stack(model)
+    assert isinstance(attention, StepAttention)
+    x_BLD = torch.randn(2, 3, 1, 64)  # two positions, three rows
+
+    def attended(steps: list[int | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = CacheShape(STEPS, LAYERS, 0, 3, 2, 2, 16)
+        cache = FullCache(shape, dtype=torch.float32, device=torch.device("cpu"))
+        cache.rows = 3
+        for position, step in enumerate(steps):
+            context = stack.token_context(torch.full((3, 1), position), cache)
+            out_BLD = attention(x_BLD[position], context, CacheSlot(step, 0))
+        return out_BLD, cache._memory
+
+    mixed, stored = attended([2, torch.tensor([3, 1, 2])])
+    for row, step in enumerate((3, 1, 2)):
+        alone, kept = attended([2, step])
+        torch.testing.assert_close(mixed[row], alone[row], atol=CLOSE, rtol=1e-5)
+        slots = stored[:, step - 1, 0, row], kept[:, step - 1, 0, row]
+        torch.testing.assert_close(*slots, atol=CLOSE, rtol=1e-5)
