@@ -83,12 +83,12 @@ class FSDPConfig:
         if parallelism.fsdp_reshard_after_forward == "always":
             reason = "because of parallelism.fsdp_reshard_after_forward=always"
             return replace(self, policy="per_visit"), reason
-        held = sum(
-            size.parameters() / (parallelism.expert_parallel_degree if size.unit.spread else 1)
+        tensor, experts = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+        held = compute_bytes * sum(
+            size.parameters() / (experts if size.unit.spread and experts > 1 else tensor)
             for size in sizes
             if size.unit.is_revisited
         )
-        held *= compute_bytes / parallelism.tensor_parallel_degree
         policy: FSDPPolicy = "per_step" if held <= HELD_SHARE * device_bytes else "per_visit"
         reason = f"held layers take {held / 2**30:.2f} GiB of {device_bytes / 2**30:.2f}"
         return replace(self, policy=policy), reason
@@ -126,6 +126,7 @@ def shard_units(
         **changes: Any,
     ) -> None:
         degree = parallel_dims.dp_shard * parallel_dims.cp
+        degree *= parallel_dims.tp if spread and parallel_dims.ep_enabled else 1
         fully_shard(
             modules,
             mesh=spread_mesh if spread else mesh,

@@ -22,6 +22,7 @@ from titan_loop.families.moe.decoder import MoEDecoder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
 from titan_loop.models.family import decoder_config
+from titan_loop.models.initialisation import local_part
 
 pytestmark = pytest.mark.multiprocess
 
@@ -35,6 +36,7 @@ OPTIONS: dict[str, Any] = {
     "prelude_layers": 1,
     "dense_layers": (2,),
     "routers": 2,
+    "attentions": 2,
 }
 LAYOUTS = {  # ranks, expert parallelism, replicas
     "ep4": (4, 4, 1),
@@ -45,8 +47,22 @@ LAYOUTS = {  # ranks, expert parallelism, replicas
 }
 
 
+TENSOR_LAYOUTS = {  # ranks, expert and tensor parallelism, whether states are cut between layers
+    "ep2-tp2": (2, 2, 2, True),
+    "ep4-tp2": (4, 4, 2, True),
+    "tp2": (2, 1, 2, True),
+    "ep2-tp2-whole-states": (2, 2, 2, False),
+}
+
+
 def trained(
-    expert_parallel: int, replicas: int, policy: str, fsdp: str = "per_visit", muon: bool = False
+    expert_parallel: int,
+    replicas: int,
+    policy: str,
+    fsdp: str = "per_visit",
+    muon: bool = False,
+    tensor_parallel: int = 1,
+    cut_states: bool = True,
 ) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
     """Return five steps' losses, the last one's gradients, and the experts' biases."""
     config = decoder_config(MoEOptions(**OPTIONS), max_seq_len=16)
@@ -58,6 +74,8 @@ def trained(
         ParallelismConfig(
             expert_parallel_degree=expert_parallel,
             data_parallel_replicate_degree=replicas,
+            tensor_parallel_degree=tensor_parallel,
+            enable_sequence_parallel=cut_states,
             spmd_backend=compat.SPMD_BACKEND,
         ),
         ac_config=checkpointing and checkpointing(),
@@ -91,7 +109,8 @@ def trained(
             optimizer.step()
         mesh = dims.get_mesh("loss") if dims.dp_cp_enabled else None
         model.after_update(mesh, torch.tensor(True))
-    biases = [value for name, value in model.named_buffers() if name.endswith("bias_SE")]
+    buffers = model.named_buffers()
+    biases = [local_part(value) for name, value in buffers if name.endswith("bias_SE")]
     return losses, gradients, biases
 
 
@@ -100,10 +119,14 @@ _alone: dict[Any, Any] = {}
 
 def check(gloo_pool: Any, layout: str, *how: Any) -> None:
     world, expert_parallel, replicas = LAYOUTS[layout]
+    compare(gloo_pool(world).run(trained, expert_parallel, replicas, *how), *how)
+
+
+def compare(found: Any, *how: Any) -> None:
     if how not in _alone:
         _alone[how] = trained(1, 1, *how)
     expected_losses, expected, expected_biases = _alone[how]
-    for losses, gradients, biases in gloo_pool(world).run(trained, expert_parallel, replicas, *how):
+    for losses, gradients, biases in found:
         assert losses == pytest.approx(expected_losses, rel=RELATIVE_TOLERANCE)
         for name, gradient in gradients.items():
             largest = float(expected[name].abs().max())
@@ -129,3 +152,10 @@ def test_training_equals_one_process_on_other_layouts(gloo_pool, layout):
 @pytest.mark.parametrize("layout", ["ep4", "ep2-fsdp2", "fsdp2"])
 def test_muon_updates_every_expert_on_its_own(gloo_pool, layout):
     check(gloo_pool, layout, "none", "per_step", True)
+
+
+@pytest.mark.parametrize("layout", TENSOR_LAYOUTS)
+def test_tensor_parallel_ranks_route_parts_of_a_window(gloo_pool, layout):
+    world, expert_parallel, *tensor = TENSOR_LAYOUTS[layout]
+    how = ("full", "per_step")
+    compare(gloo_pool(world).run(trained, expert_parallel, 1, *how, False, *tensor), *how)

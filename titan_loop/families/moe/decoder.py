@@ -76,6 +76,8 @@ class MoEBlock(PreNormBlock):
         x_BLD = x_BLD + self._kept(self.attention(self.attention_norm(x_BLD), context, cache_slot))
         step = None if cache_slot is None else cache_slot.step
         mixed_BLD, routing = self.moe(self.ffn_norm(x_BLD), step)
+        if isinstance(x_BLD, DTensor):  # upstream's wrapper places single results alone
+            mixed_BLD = mixed_BLD.redistribute(placements=x_BLD.placements)
         return x_BLD + self._kept(mixed_BLD), routing
 
 
@@ -115,11 +117,14 @@ class MoEDecoder(LlamaDecoder):
                 set_moe_sharding_config(
                     layer.moe,
                     enable_ep=self.expert_parallel,
-                    enable_sp=enable_sp,
+                    enable_sp=True,
                     expert_param_layout=cut,
                 )
-                states = layer.moe.sharding_config.state_shardings
-                states["expert_bias_SE"] = states["expert_bias_E"]
+                placed = layer.moe.sharding_config
+                placed.state_shardings["expert_bias_SE"] = placed.state_shardings["expert_bias_E"]
+                layer.moe.sharding_config = replace(
+                    placed, in_src_shardings={"x_BLD": state_placement(enable_sp)}
+                )
 
         @property
         def hidden_dim(self) -> int:
@@ -151,19 +156,30 @@ class MoEDecoder(LlamaDecoder):
         def check_spreading(
             self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
         ) -> None:
-            """Refuse to split windows and layers, whose routing is counted whole."""
-            experts = next(iter(self.sparse.values())).num_experts
+            """Refuse degrees that do not divide experts, their width or windows."""
+            mixture = next(iter(self.sparse.values()))
+            experts, width = mixture.num_experts, mixture.routed_experts.inner_experts.hidden_dim
             if experts % expert_parallel:
                 raise UserError(
                     f"parallelism.expert_parallel_degree={expert_parallel} must divide "
                     f"model.experts={experts}"
                 )
-            for name, degree in {"tensor": tensor_parallel, "context": context_parallel}.items():
-                if degree != 1:
-                    raise UserError(
-                        f"parallelism.{name}_parallel_degree={degree} does not work with "
-                        "model.family=moe; leave it at 1"
-                    )
+            if expert_parallel == 1 and width % (ALIGNED * tensor_parallel):
+                raise UserError(
+                    f"parallelism.tensor_parallel_degree={tensor_parallel} must cut "
+                    f"model.expert_hidden_dim={width} into multiples of {ALIGNED}; spread experts "
+                    "whole with parallelism.expert_parallel_degree"
+                )
+            if self.max_seq_len % tensor_parallel:
+                raise UserError(
+                    f"parallelism.tensor_parallel_degree={tensor_parallel} must divide "
+                    f"training.seq_len={self.max_seq_len}: ranks route parts of a window"
+                )
+            if context_parallel != 1:
+                raise UserError(
+                    f"parallelism.context_parallel_degree={context_parallel} does not work with "
+                    "model.family=moe; leave it at 1"
+                )
 
         def training_flops(
             self,

@@ -94,6 +94,27 @@ class RouterGate(Linear):
         return logits_BLE
 
 
+def over_tokens(local: Tensor, tokens: Tensor) -> Tensor:
+    """Return the sum of a number over all tokens of the windows.
+
+    Args:
+        local: The number for this rank's tokens.
+        tokens: (B, L, …), sharded over tokens, whole on every rank, or plain.
+    """
+    if not isinstance(tokens, DTensor):
+        return local
+    parts = [Partial() if place.is_shard(1) else place for place in tokens.placements]
+    return DTensor.from_local(local, tokens.device_mesh, parts, run_check=False).full_tensor()
+
+
+def all_tokens(local_BL: Tensor, tokens: Tensor) -> Tensor:
+    """Return a number of every token on all ranks; arguments as of `over_tokens`."""
+    if not isinstance(tokens, DTensor):
+        return local_BL
+    mesh, places = tokens.device_mesh, tokens.placements
+    return DTensor.from_local(local_BL, mesh, places, run_check=False).full_tensor()
+
+
 class LoopMoE(MoE):
     """torchtitan's mixture, with a router for all steps or for each, that reports its routing.
 
@@ -135,18 +156,21 @@ class LoopMoE(MoE):
         Args:
             step: Recurrent step from 1, or a (B,) tensor of them; None outside the loop.
         """
-        score_BLK, expert_BLK, score_BLE, logit_BLE = self._route(x_BLD, step)
+        chosen_BLK, expert_BLK, scores_BLE, logits_BLE = self._route(x_BLD, step)
+        score_BLE, logit_BLE = local_part(scores_BLE), local_part(logits_BLE)
         load_BE = torch.zeros_like(score_BLE[:, 0], dtype=torch.int64)
-        chosen = expert_BLK.flatten(1)
-        load_BE = load_BE.scatter_add(1, chosen, torch.ones_like(chosen))
-        load_E = load_BE.sum(0)
-        out_BLD = self.routed_experts(x_BLD, score_BLK, expert_BLK, load_E)
+        number = local_part(expert_BLK).flatten(1)
+        load_BE = load_BE.scatter_add(1, number, torch.ones_like(number))
+        out_BLD = self.routed_experts(x_BLD, chosen_BLK, expert_BLK, load_BE.sum(0))
         if self.shared_experts is not None:
             out_BLD = out_BLD + self.shared_experts(x_BLD)
         share_BE = (score_BLE / score_BLE.sum(-1, keepdim=True)).mean(1)
+        load_BE, share_BE = over_tokens(load_BE, scores_BLE), over_tokens(share_BE, scores_BLE)
+        share_BE = share_BE * (score_BLE.shape[1] / scores_BLE.shape[1])
         # Loads of all experts add up to k·L.
         balance_B = (load_BE / load_BE.sum(1, keepdim=True) * share_BE).sum(1) * load_BE.shape[1]
-        return out_BLD, Routing(load_E, balance_B, logit_BLE.float().logsumexp(-1).square())
+        z_BL = all_tokens(logit_BLE.float().logsumexp(-1).square(), logits_BLE)
+        return out_BLD, Routing(load_BE.sum(0), balance_B, z_BL)
 
     def _route(self, x_BLD: Tensor, step: int | Tensor | None) -> tuple[Tensor, ...]:
         """Return scores and numbers of the chosen experts (B, L, K), all scores, all logits."""
@@ -175,8 +199,10 @@ class LoopMoE(MoE):
         """
         load_SE = load_SE.float()
         direction_SE = (load_SE.mean(1, keepdim=True) - load_SE).sign()
-        self.expert_bias_SE += rate * (direction_SE - direction_SE.mean(1, keepdim=True))
+        moved_SE = rate * (direction_SE - direction_SE.mean(1, keepdim=True))
+        local_part(self.expert_bias_SE).add_(moved_SE)
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         super()._init_self_buffers(buffer_device=buffer_device)
-        self.expert_bias_SE = torch.zeros_like(self.expert_bias_SE, device=buffer_device)
+        shape, device = self.expert_bias_SE.shape, buffer_device or self.expert_bias_SE.device
+        self.expert_bias_SE = torch.zeros(shape, device=device)
