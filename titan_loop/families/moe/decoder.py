@@ -28,7 +28,6 @@ from titan_loop.families.moe.attention import StepAttention
 from titan_loop.families.moe.feed_forward import ALIGNED, LoopMoE, Routing
 from titan_loop.models.block import PreNormBlock
 from titan_loop.models.context import CacheSlot, LoopContext
-from titan_loop.models.exit_gate import Trainable
 from titan_loop.models.flops import Flops
 from titan_loop.models.llama import LlamaDecoder
 from titan_loop.models.output import LoopOutput
@@ -181,18 +180,8 @@ class MoEDecoder(LlamaDecoder):
                     "model.family=moe; leave it at 1"
                 )
 
-        def training_flops(
-            self,
-            seq_len: int,
-            recurrent_steps: float,
-            trainable: Trainable = "all",
-            backward_steps: float | None = None,
-        ) -> Flops:
-            """Return model FLOPs per trained token; a token's experts alone count."""
-            flops = LlamaDecoder.Config.training_flops(
-                self, seq_len, recurrent_steps, trainable, backward_steps
-            )
-            reached = backward_steps if trainable == "all" else 0
+        def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
+            """As in the base class; of a token's experts the chosen ones alone count."""
             prelude, looped, coda = self.visits_by_place(recurrent_steps, reached)
             places = [
                 *[prelude] * self.prelude_layers,
