@@ -86,10 +86,9 @@ def check_tensors(reader: CheckpointReader, shape: LlamaShape) -> None:
     for name, expected in shape.tensor_shapes().items():
         if shape.fill(name) is not None:
             continue
-        stored = shape.parameter_name(name)
-        found = tuple(reader.shape(stored))
+        found = shape.shape_in(reader, name)
         if found != expected:
             raise UserError(
-                f"the checkpoint's {stored} has shape {found}, its manifest says {expected}; "
-                "choose another checkpoint"
+                f"the checkpoint's {shape.parameter_name(name)} has shape {found}, its manifest "
+                f"says {expected}; choose another checkpoint"
             )

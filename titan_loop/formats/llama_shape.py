@@ -310,6 +310,10 @@ class LlamaShape:
         """Return the value of every element of a tensor that no checkpoint has; None if one has."""
         return None
 
+    def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
+        """Return the shape that a checkpoint has of a tensor of the format."""
+        return tuple(reader.shape(self.parameter_name(tensor)))
+
     def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
         """Return a tensor by the format's name, in the checkpoint's dtype."""
         fill = self.fill(tensor)

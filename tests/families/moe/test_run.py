@@ -1,18 +1,27 @@
 """Runs of a mixture: killed and resumed with the same routing, loads recorded, experts balanced."""
 
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support.multiprocess import RankError
 from tests.support.tiny import act_as_launched, tiny_config
 from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
+from titan_loop.families.nanbeige.model import NanbeigeOptions
+from titan_loop.objectives.expected_loss import ExpectedExitLoss
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
 from titan_loop.storage.json_files import read_jsonl
+from titan_loop.training.callback import Callback
 from titan_loop.training.run import run_training
 from titan_loop.training.trainer import LoopTrainer
 
@@ -66,26 +75,35 @@ def test_a_resumed_run_routes_as_one_that_was_not_stopped(source: Path, tmp_path
     torch.testing.assert_close(saved[0], expected, atol=1e-6, rtol=0)
 
 
-def spread(source: Path, folder: Path, world: int, expert_parallel: int, steps: int) -> None:
+def spread(
+    source: Path, folder: Path, world: int, expert_parallel: int, killed_at: int | None = None
+) -> None:
     act_as_launched(world)
     config = moe_config(source, folder)
-    config.training.steps = steps
     config.optimizer.name = "muon"
     config.ema.decay = 0.9
     config.parallelism.expert_parallel_degree = expert_parallel
-    run_training(config)
+
+    class Killer(Callback):
+        def on_step_end(self, trainer: Any, metrics: Any) -> None:
+            if trainer.step == killed_at and dist.get_rank() == world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    run_training(config, evaluations=lambda config: [Killer()])
 
 
 @pytest.mark.multiprocess
-def test_a_run_goes_on_at_another_degree_of_expert_parallelism(
+def test_a_killed_run_goes_on_at_another_degree_of_expert_parallelism(
     gloo_pool: Any, source: Path, tmp_path: Path
 ):
-    gloo_pool(1).run(spread, source, tmp_path / "whole", 1, 1, 4)
+    gloo_pool(1).run(spread, source, tmp_path / "whole", 1, 1)
     records = read_jsonl(RunDirectory(tmp_path / "whole").metrics_jsonl)
+    with pytest.raises(RankError):
+        gloo_pool(4).run(spread, source, tmp_path / "killed", 4, 4, 3)
+    assert SavedRun(tmp_path / "killed").steps() == [2]
     for world, expert_parallel in ((1, 1), (2, 2)):
-        folder = tmp_path / f"ep{expert_parallel}"
-        gloo_pool(4).run(spread, source, folder, 4, 4, 2)
-        gloo_pool(world).run(spread, source, folder, world, expert_parallel, 4)
+        folder = shutil.copytree(tmp_path / "killed", tmp_path / f"ep{expert_parallel}")
+        gloo_pool(world).run(spread, source, folder, world, expert_parallel)
         found = read_jsonl(RunDirectory(folder).metrics_jsonl)
         for key in ("step", "data_hash", "windows_consumed"):
             assert [record[key] for record in found] == [record[key] for record in records]
@@ -98,3 +116,20 @@ def test_a_run_goes_on_at_another_degree_of_expert_parallelism(
         assert [record["loss"] for record in found] == pytest.approx(
             [record["loss"] for record in records], rel=1e-5
         )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_checkpoint_without_experts_is_refused_in_a_line(source: Path, tmp_path: Path):
+    dense = moe_config(source, tmp_path / "dense")
+    dense.training.steps = 2
+    dense.loss = ExpectedExitLoss.Config()
+    dense.model = NanbeigeOptions()
+    run_training(dense)
+    resumed, started = moe_config(source, tmp_path / "dense"), moe_config(source, tmp_path / "new")
+    started.checkpoint.carry.parent = str(tmp_path / "dense")
+    for config in (resumed, started):
+        with pytest.raises(UserError, match="is of another architecture") as found:
+            run_training(config)
+        assert "model.family=moe (checkpoint: nanbeige)" in str(found.value)
+        assert "model.experts=4 (checkpoint: unknown)" in str(found.value)
+        assert "\n" not in str(found.value)

@@ -1,13 +1,22 @@
 """Looped mixtures of experts: Llama's blocks whose feed-forward is sparse."""
 
-from titan_loop.plugins import Plugin, register
+from titan_loop.plugins import Plugin, Verb, register
+
+_HERE = "titan_loop.families.moe"
 
 register(
     Plugin(
-        families={"moe": "titan_loop.families.moe.model:MOE"},
-        matches=dict.fromkeys(
-            ("flops", "parameters", "kv"), "titan_loop.families.moe.match:matched"
-        ),
-        objectives={"MoELoss": "titan_loop.families.moe.objective:MoELoss"},
+        families={"moe": f"{_HERE}.model:MOE"},
+        charts={"experts": f"{_HERE}.load_plot:LOADS"},
+        formats={
+            "mixtral-unrolled": f"{_HERE}.formats:MIXTRAL_FOLDER",
+            "glm4_moe-unrolled": f"{_HERE}.formats:GLM_FOLDER",
+            "ernie4_5_moe-unrolled": f"{_HERE}.formats:ERNIE_FOLDER",
+        },
+        matches=dict.fromkeys(("flops", "parameters", "kv"), f"{_HERE}.match:matched"),
+        objectives={"MoELoss": f"{_HERE}.objective:MoELoss"},
+        verbs={
+            "moe": Verb(f"{_HERE}.command:moe", "experts for a dense model, a loop for a mixture"),
+        },
     )
 )

@@ -195,6 +195,6 @@ MOE = Family(
     options=MoEOptions,
     sizes=SIZES,
     decoder_config=decoder_config,
-    uses=frozenset({"generate", "held_out"}),
+    uses=frozenset({"export", "generate", "held_out"}),
     runtime_options=RUNTIME_OPTIONS | {"bias_rate"},
 )

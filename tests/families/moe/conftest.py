@@ -1,0 +1,38 @@
+"""Runs of mixtures whose every weight and bias matters."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.families.nanbeige.conftest import VOCABULARY, Made, ascii_tokenizer, make_run  # noqa: F401
+from tests.families.ouro.hugging_face.conftest import write_run
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.models.family import build_decoder
+
+MakeMoE = Callable[..., Made]
+
+
+@pytest.fixture(scope="session")
+def make_moe(tmp_path_factory: pytest.TempPathFactory) -> MakeMoE:
+    """Return `make_moe(bias=…, **options)`, which writes the run of a mixture."""
+
+    def make(*, bias: float = 0.2, **options: object) -> Made:
+        small = {"vocab_size": VOCABULARY, "experts": 4, "expert_hidden_dim": 32}
+        chosen = MoEOptions(**{**small, **options})  # type: ignore[arg-type]
+        torch.manual_seed(20)
+        model = build_decoder(chosen, max_seq_len=128).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                nn.init.normal_(parameter, std=0.1)
+                if "norm" in name:
+                    parameter.add_(1.0)
+            for name, buffer in model.named_buffers():
+                if name.endswith("expert_bias_SE"):
+                    nn.init.normal_(buffer, std=bias)
+        run = tmp_path_factory.mktemp("moe") / "run"
+        write_run(run, chosen, model)  # type: ignore[arg-type]
+        return Made(model, run)
+
+    return make

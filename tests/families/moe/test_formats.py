@@ -1,0 +1,124 @@
+"""Mixtures as folders of transformers: every visit is a layer of its own, or one line says why."""
+
+import json
+
+import pytest
+import torch
+
+from tests.families.moe.conftest import MakeMoE
+from tests.families.nanbeige.conftest import VOCABULARY
+from tests.families.nanbeige.test_formats import convert
+from tests.families.ouro.hugging_face.test_export import error_of
+from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
+from titan_loop.families.moe.model import MoEOptions
+from titan_loop.models.family import build_decoder
+
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "routers": 2}
+STEPS, VISITS = 3, 8
+OURS = {  # tensors of a layer with experts → the folder's, of each expert where there is {}
+    "moe.router.gate.weight": "mlp.gate.weight",
+    "moe.expert_bias_SE": "mlp.gate.e_score_correction_bias",
+    "moe.routed_experts.inner_experts.w1_EFD": "mlp.experts.{}.gate_proj.weight",
+    "moe.routed_experts.inner_experts.w2_EDF": "mlp.experts.{}.down_proj.weight",
+    "moe.routed_experts.inner_experts.w3_EFD": "mlp.experts.{}.up_proj.weight",
+    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+    "attention.qkv_linear.wq.weight": "self_attn.q_proj.weight",
+    "attention.qkv_linear.wk.weight": "self_attn.k_proj.weight",
+    "attention.qkv_linear.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+}
+
+
+def test_every_visit_is_a_layer_with_the_router_of_its_step(make_moe: MakeMoE, tmp_path):
+    made = make_moe(**SPLIT, dense_layers=(1,))
+    out = tmp_path / "out"
+    shards = ("--max-shard-gigabytes", "1e-4", "--no-tokenizer")
+    flags = ("--output", out, "--recurrent-steps", STEPS, *shards)
+    convert("export", made.run, "--to", "glm4_moe-unrolled", *flags)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (VISITS, 1)
+    files = SafetensorsFolder(out)
+    sparse = MoEOptions(
+        vocab_size=VOCABULARY,
+        n_layers=VISITS,
+        recurrent_steps=1,
+        experts=4,
+        expert_hidden_dim=32,
+        shared_experts=1,  # of zeros
+        dense_layers=(1,),
+    )
+    model = build_decoder(sparse, max_seq_len=64).eval()
+    state = {
+        "tok_embeddings.weight": files.read("model.embed_tokens.weight"),
+        "norm.weight": files.read("model.norm.weight"),
+        "lm_head.weight": files.read("lm_head.weight"),
+    }
+    for name in model.state_dict().keys() - state.keys():
+        _, layer, inner = name.split(".", 2)
+        theirs = f"model.layers.{layer}.{OURS[inner]}"
+        parts = [files.read(theirs.format(e)) for e in range(4 if "{}" in theirs else 1)]
+        state[name] = torch.stack(parts) if "{}" in theirs or "_SE" in name else parts[0]
+    model.load_state_dict(state)
+    tokens = torch.arange(40)[None] * 7 % VOCABULARY
+    with torch.no_grad():
+        want = made.model(tokens, recurrent_steps=STEPS).hidden_RBLD[-1]
+        assert torch.equal(model(tokens).hidden_RBLD[-1], want)
+    assert not state["layers.1.moe.shared_experts.w2.weight"].any()
+
+
+def test_the_list_says_why_not(make_moe: MakeMoE, capsys):
+    def answers(**options: object) -> dict[str, str]:
+        capsys.readouterr()
+        convert("export", make_moe(**options).run, "--list")
+        return dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+
+    lines = answers()
+    assert lines["glm4_moe-unrolled"].startswith("yes")
+    assert lines["mixtral-unrolled"].startswith("no: model.router=sigmoid: the Mixtral format has")
+    assert "family nanbeige alone" in lines["llama-unrolled"]
+    assert lines["gguf-unrolled"] == "no: model.family=moe: llama.cpp runs no such Llama"
+    lines = answers(router="softmax", dense_layers=(1,), n_layers=3, prelude_layers=1)
+    assert lines["ernie4_5_moe-unrolled"].startswith("yes")
+    assert "unrolled layers Mixtral can have none without experts" in lines["mixtral-unrolled"]
+    assert lines["glm4_moe-unrolled"].startswith("no: model.router=softmax")
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "message"),
+    [
+        ("mixtral", {"router": "softmax"}, "layers.0.moe.expert_bias_SE is not zero, and Mixtral"),
+        ("mixtral", {"router": "softmax", "shared_experts": 1}, "model.shared_experts=1: the Mix"),
+        (
+            "ernie4_5_moe",
+            {"router": "softmax", "score_scale": 2.0},
+            "model.score_scale=2.0: the Ernie 4.5 MoE format has model.score_scale=1.0 alone",
+        ),
+        ("glm4_moe", {"dense_layers": (2,)}, "model.dense_layers=[2]: of the 6 unrolled layers"),
+        (
+            "ernie4_5_moe",
+            {"router": "softmax", "dense_layers": (1,)},
+            "Ernie 4.5 MoE can have the first and the last ones without experts",
+        ),
+        ("glm4_moe", {"exit_gate": True}, "model.exit_gate=True: the GLM-4 MoE format has no"),
+        ("glm4_moe", {"injection": "additive"}, "model.injection=additive: the GLM-4 MoE format"),
+        (
+            "glm4_moe",
+            {"norm_placement": "every_step"},
+            "model.norm_placement=every_step: GLM-4 MoE has no norm between the steps",
+        ),
+    ],
+)
+def test_mixtures_that_a_format_cannot_hold_are_one_line(
+    make_moe: MakeMoE, tmp_path, capsys, to, options, message
+):
+    run = make_moe(**options).run
+    flags = ("--to", f"{to}-unrolled", "--output", tmp_path / "out", "--no-tokenizer")
+    assert message in error_of(capsys, "export", run, *flags)
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,403 @@
+"""Folders of transformers with every visit a layer: R steps are P + R·C + K layers of experts.
+
+| | `mixtral-unrolled` | `glm4_moe-unrolled` | `ernie4_5_moe-unrolled` |
+|---|---|---|---|
+| scores | softmax | sigmoid | softmax |
+| divided by their sum | yes | or not | yes |
+| factor c | 1 | any | 1 |
+| bias b of the choice | 0 | any | any |
+| shared experts | none | any number | any number |
+| dense layers | none | the first visits | the first and the last visits |
+| rotation of a head | halves | halves | neighbours |
+
+Every visit has the router and the bias of its step. GLM's class always has a shared expert: a model
+without one gets one of zeros. Ernie's rows of queries and keys are put into its order.
+
+An expert is a slice of a checkpoint's stack of matrices: one stack is in memory at a time.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from titan_loop.checkpoint.tensors import CheckpointReader
+from titan_loop.errors import UserError
+from titan_loop.families.nanbeige.formats import UnrolledShape
+from titan_loop.formats.format import Export, Format
+from titan_loop.formats.gguf_file import neighbours
+from titan_loop.formats.model_folder import write_model_folder
+from titan_loop.models.family import completed_architecture
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+_DENSE = "mlp."
+_NAMED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_STACKS = {"w1": "w1_EFD", "w3": "w3_EFD", "w2": "w2_EDF"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEShape(UnrolledShape):
+    """A decoder of Llama's blocks with experts, every visit a layer of its own.
+
+    Attributes:
+        experts: E.
+        top_k: k.
+        expert_hidden_dim: Width of an expert.
+        shared_experts: Experts that every token visits.
+        normalise_scores: Whether the chosen scores are divided by their sum.
+        score_scale: Factor c on the chosen scores.
+        routers: Routers of a looped layer.
+        dense_layers: The checkpoint's layers without experts, from 1.
+    """
+
+    family: ClassVar[str] = "moe"
+    gguf_architecture: ClassVar[str | None] = None
+    fixed_options: ClassVar[Mapping[str, Any]]
+    """Options of the family that the format holds with one value alone."""
+    class_name: ClassVar[str]
+    """Class in transformers."""
+    part: ClassVar[str] = "mlp."
+    """Prefix of the mixture's tensors inside a layer."""
+    matrices: ClassVar[Mapping[str, str]] = _NAMED
+    """Matrix of an expert in the format → the checkpoint's letter for it."""
+    bias: ClassVar[str | None] = None
+    """Name of the bias of the choice behind `part`; None where the format has none."""
+    bias_is_row: ClassVar[bool] = False
+    """Whether that bias is a matrix of one row."""
+    shared_always: ClassVar[bool] = False
+    """Whether the format has a shared expert even in a model without one."""
+
+    experts: int
+    top_k: int
+    expert_hidden_dim: int
+    shared_experts: int = 0
+    normalise_scores: bool = True
+    score_scale: float = 1.0
+    router: str
+    routers: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def from_architecture(
+        cls, architecture: Mapping[str, Any], *, recurrent_steps: int, max_positions: int
+    ) -> Self:
+        """Return the shape with every visit a layer.
+
+        Raises:
+            UserError: As the base class; an option has another value than the format computes with,
+                or dense layers stand where the format has none.
+        """
+        whole = completed_architecture(architecture)
+        wanted = cls.fixed_options if whole["family"] == cls.family else {}
+        for name, value in wanted.items():
+            if whole[name] != value:
+                raise UserError(
+                    f"model.{name}={whole[name]}: the {cls.title} format has model.{name}={value} "
+                    "alone; titan-loop convert export --list names the formats of this model"
+                )
+        normed = whole.get("norm_placement") == "every_step"
+        if normed and (recurrent_steps > 1 or whole["coda_layers"]):
+            raise UserError(
+                f"model.norm_placement=every_step: {cls.title} has no norm between the steps of a "
+                "loop, or behind it; train with model.norm_placement=readout"
+            )
+        shape = super().from_architecture(
+            whole, recurrent_steps=recurrent_steps, max_positions=max_positions
+        )
+        shape = replace(shape, dense_layers=tuple(shape.dense_layers))  # a list in JSON
+        shape.check_dense([shape.is_dense(visit) for visit in range(shape.n_layers)])
+        return shape
+
+    def check_dense(self, dense: list[bool]) -> None:
+        """Raise `UserError` unless the format can have its dense layers there.
+
+        Args:
+            dense: Of every visit, whether it is dense.
+        """
+
+    def is_dense(self, visit: int) -> bool:
+        """Return whether a layer of the format has no experts."""
+        return self.visits[visit] + 1 in self.dense_layers
+
+    def router_of(self, visit: int) -> int:
+        """Return the number of a visit's router, from 0; layers outside the loop have one."""
+        looped = max(self.visits) + 1 - self.prelude_layers - self.coda_layers
+        if not self.prelude_layers <= visit < self.n_layers - self.coda_layers:
+            return 0
+        return min((visit - self.prelude_layers) // looped, self.routers - 1)
+
+    def mixture_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield name and shape of every tensor of one layer's mixture, a stack at a time."""
+        wide, narrow = (self.expert_hidden_dim, self.dim), (self.dim, self.expert_hidden_dim)
+        yield f"{self.part}gate.weight", (self.experts, self.dim)
+        if self.bias is not None:
+            yield f"{self.part}{self.bias}", (1, self.experts)[not self.bias_is_row :]
+        for matrix, letter in self.matrices.items():
+            for number in range(self.experts):
+                name = f"{self.part}experts.{number}.{matrix}.weight"
+                yield name, narrow if letter == "w2" else wide
+        shared = self.stored_shared_experts * self.expert_hidden_dim
+        for matrix, letter in self.matrices.items() if shared else ():
+            size = (self.dim, shared) if letter == "w2" else (shared, self.dim)
+            yield f"{self.part}shared_experts.{matrix}.weight", size
+
+    @property
+    def stored_shared_experts(self) -> int:
+        """Number of shared experts in the format."""
+        return self.shared_experts or int(self.shared_always)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """As of the base class, with the experts of the sparse visits."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        mixture = dict(self.mixture_shapes())
+        for name, shape in super().tensor_shapes().items():
+            visit, inner = _place(name)
+            if visit is None or not inner.startswith(_DENSE) or self.is_dense(visit):
+                shapes[name] = shape
+            elif inner == f"{_DENSE}gate_proj.weight":
+                shapes |= {f"model.layers.{visit}.{own}": size for own, size in mixture.items()}
+        return shapes
+
+    def fill(self, tensor: str) -> float | None:
+        """Return 0 for a shared expert that the checkpoint does not have."""
+        return None if self.shared_experts or ".shared_experts." not in tensor else 0.0
+
+    def parameter_name(self, tensor: str) -> str:
+        """As of the base class; an expert's matrix has the name of its stack."""
+        return self._source(tensor)[0]
+
+    def shape_in(self, reader: CheckpointReader, tensor: str) -> tuple[int, ...]:
+        """As of the base class; a slice of a stack has the stack's shape without its length."""
+        stored, index = self._source(tensor)
+        shape = tuple(reader.shape(stored))
+        if index is None or shape[:1] != (self._length(stored),):
+            return shape
+        return (1, *shape[1:]) if isinstance(index, slice) else shape[1:]
+
+    def _length(self, stored: str) -> int:
+        """Return the length of a stack: of biases it is the number of routers."""
+        layer = int(stored.split(".")[1])
+        last = max(self.visits) + 1 - self.coda_layers
+        routers = self.routers if self.prelude_layers <= layer < last else 1
+        return routers if stored.endswith("_SE") else self.experts
+
+    def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
+        """As of the base class, sliced from its stack."""
+        stored, index = self._source(tensor)
+        return super().read(reader, tensor) if index is None else _stack(reader, stored)[index]
+
+    def _source(self, tensor: str) -> tuple[str, int | slice | None]:
+        """Return the checkpoint's tensor, and the part of it that is meant; None for all of it."""
+        visit, inner = _place(tensor)
+        if visit is None or not inner.startswith(self.part) or self.is_dense(visit):
+            return super().parameter_name(tensor), None
+        layer, router = f"layers.{self.stored_layer(visit)}.moe.", self.router_of(visit)
+        match inner.removeprefix(self.part).split("."):
+            case ["experts", number, matrix, _]:
+                stack = _STACKS[self.matrices[matrix]]
+                return f"{layer}routed_experts.inner_experts.{stack}", int(number)
+            case ["shared_experts", matrix, _]:
+                return f"{layer}shared_experts.{self.matrices[matrix]}.weight", None
+            case ["gate", "weight"]:
+                name = f"later_routers.{router - 1}" if router else "router"
+                return f"{layer}{name}.gate.weight", None
+        row = slice(router, router + 1) if self.bias_is_row else router
+        return f"{layer}expert_bias_SE", row
+
+    def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+        """As of the base class, with the experts."""
+        config = super().to_config(dtype=dtype, bos_id=bos_id, eos_id=eos_id)
+        return config | {
+            "architectures": [self.class_name],
+            "output_router_logits": False,
+            **self.mixture_config(),
+        }
+
+    def mixture_config(self) -> dict[str, Any]:
+        """Return the fields of `config.json` on the experts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralShape(MoEShape):
+    """`MixtralForCausalLM`: softmax, and no more than experts."""
+
+    title: ClassVar[str] = "Mixtral"
+    model_type: ClassVar[str] = "mixtral"
+    class_name: ClassVar[str] = "MixtralForCausalLM"
+    fixed_options: ClassVar[Mapping[str, Any]] = {
+        "router": "softmax",
+        "normalise_scores": True,
+        "score_scale": 1.0,
+        "shared_experts": 0,
+    }
+    part: ClassVar[str] = "block_sparse_moe."
+    matrices: ClassVar[Mapping[str, str]] = {"w1": "w1", "w3": "w3", "w2": "w2"}
+
+    def check_dense(self, dense: list[bool]) -> None:
+        """Refuse every dense layer."""
+        if any(dense):
+            raise _misplaced(self, "none")
+
+    def check_biases(self, reader: CheckpointReader) -> None:
+        """Raise `UserError` if a bias moves the choice of experts."""
+        for layer in sorted({*self.visits}):
+            name = f"layers.{layer}.moe.expert_bias_SE"
+            if reader.read(name).any():
+                raise UserError(
+                    f"{name} is not zero, and Mixtral chooses by scores alone; export --to "
+                    "ernie4_5_moe-unrolled, or train with --model.bias-rate 0"
+                )
+
+    def mixture_config(self) -> dict[str, Any]:
+        """As of the base class."""
+        return {
+            "intermediate_size": self.expert_hidden_dim,
+            "num_experts_per_tok": self.top_k,
+            "num_local_experts": self.experts,
+            "router_aux_loss_coef": 0.0,
+            "router_jitter_noise": 0.0,
+            "sliding_window": None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlmShape(MoEShape):
+    """`Glm4MoeForCausalLM` without norms of queries and keys: sigmoid and bias."""
+
+    title: ClassVar[str] = "GLM-4 MoE"
+    model_type: ClassVar[str] = "glm4_moe"
+    class_name: ClassVar[str] = "Glm4MoeForCausalLM"
+    fixed_options: ClassVar[Mapping[str, Any]] = {"router": "sigmoid"}
+    bias: ClassVar[str | None] = "gate.e_score_correction_bias"
+    shared_always: ClassVar[bool] = True
+
+    def check_dense(self, dense: list[bool]) -> None:
+        """Refuse dense layers behind sparse ones."""
+        if any(dense[dense.index(False) :]):
+            raise _misplaced(self, "the first ones")
+
+    def mixture_config(self) -> dict[str, Any]:
+        """As of the base class."""
+        dense = [self.is_dense(visit) for visit in range(self.n_layers)]
+        return {
+            "first_k_dense_replace": dense.index(False),
+            "moe_intermediate_size": self.expert_hidden_dim,
+            "n_group": 1,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": self.stored_shared_experts,
+            "norm_topk_prob": self.normalise_scores,
+            "num_experts_per_tok": self.top_k,
+            "num_nextn_predict_layers": 0,
+            "partial_rotary_factor": 1.0,
+            "routed_scaling_factor": self.score_scale,
+            "topk_group": 1,
+            "use_qk_norm": False,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieShape(MoEShape):
+    """`Ernie4_5_MoeForCausalLM`: softmax and bias."""
+
+    title: ClassVar[str] = "Ernie 4.5 MoE"
+    model_type: ClassVar[str] = "ernie4_5_moe"
+    class_name: ClassVar[str] = "Ernie4_5_MoeForCausalLM"
+    fixed_options: ClassVar[Mapping[str, Any]] = {
+        "router": "softmax",
+        "normalise_scores": True,
+        "score_scale": 1.0,
+    }
+    bias: ClassVar[str | None] = "moe_statics.e_score_correction_bias"
+    bias_is_row: ClassVar[bool] = True
+
+    def check_dense(self, dense: list[bool]) -> None:
+        """Refuse dense layers between sparse ones."""
+        if any(dense[slice(*_sparse_span(dense))]):
+            raise _misplaced(self, "the first and the last ones")
+
+    def read(self, reader: CheckpointReader, tensor: str) -> Tensor:
+        """As of the base class; neighbouring elements of a head are rotated."""
+        weight = super().read(reader, tensor)
+        for name, heads in {"q_proj": self.n_heads, "k_proj": self.n_kv_heads}.items():
+            if tensor.endswith(f"self_attn.{name}.weight"):
+                return neighbours(weight, heads)
+        return weight
+
+    def mixture_config(self) -> dict[str, Any]:
+        """As of the base class."""
+        dense = [self.is_dense(visit) for visit in range(self.n_layers)]
+        start, stop = _sparse_span(dense)
+        return {
+            "moe_intermediate_size": self.expert_hidden_dim,
+            "moe_k": self.top_k,
+            "moe_layer_end_index": stop - 1,
+            "moe_layer_interval": 1,
+            "moe_layer_start_index": start,
+            "moe_norm_min": 1e-20,
+            "moe_num_experts": self.experts,
+            "moe_num_shared_experts": self.shared_experts,
+            "router_aux_loss_coef": 0.0,
+            "use_bias": False,
+        }
+
+
+def _sparse_span(dense: list[bool]) -> tuple[int, int]:
+    """Return the first visit with experts, and the one behind the last."""
+    return dense.index(False), len(dense) - dense[::-1].index(False)
+
+
+def _misplaced(shape: MoEShape, place: str) -> UserError:
+    return UserError(
+        f"model.dense_layers={[*shape.dense_layers]}: of the {shape.n_layers} unrolled layers "
+        f"{shape.title} can have {place} without experts; titan-loop convert export --list names "
+        "the formats of this model"
+    )
+
+
+def _place(tensor: str) -> tuple[int | None, str]:
+    """Return the layer of a tensor, None outside of them, and its name in it."""
+    found = _LAYER.fullmatch(tensor)
+    return (None, tensor) if found is None else (int(found[1]), found[2])
+
+
+@lru_cache(maxsize=1)  # consecutive experts are slices of one stack
+def _stack(reader: CheckpointReader, stored: str) -> Tensor:
+    return reader.read(stored)
+
+
+def _write(export: Export, output: Path) -> None:
+    shape = export.shape
+    assert isinstance(shape, MoEShape)
+    if isinstance(shape, MixtralShape):
+        shape.check_biases(export.reader)
+    stored = len({*shape.visits})
+    note = f", unrolled from {stored}" if stored < shape.n_layers else ""
+    try:
+        write_model_folder(
+            export,
+            output,
+            about=f"A language model of {shape.n_layers} Llama blocks{note}; a token visits "
+            f"{shape.top_k} of {shape.experts} experts.",
+            tags=(shape.model_type, "mixture-of-experts"),
+        )
+    finally:
+        _stack.cache_clear()
+
+
+def _format(shape: type[MoEShape], text: str) -> Format:
+    return Format(
+        summary=f"folder for transformers in which every visit is a layer of {shape.title}, {text}",
+        shape=shape.from_architecture,
+        write=_write,
+        dtypes=("float32", "bfloat16", "float16"),
+    )
+
+
+MIXTRAL_FOLDER = _format(MixtralShape, "for softmax without a bias")
+GLM_FOLDER = _format(GlmShape, "for sigmoid")
+ERNIE_FOLDER = _format(ErnieShape, "for softmax with a bias")
