@@ -84,9 +84,7 @@ def get_format(name: str) -> Format:
 def check_tensors(reader: CheckpointReader, shape: LlamaShape) -> None:
     """Raise `UserError` if a tensor is missing or has another shape than the manifest says."""
     for name, expected in shape.tensor_shapes().items():
-        if shape.fill(name) is not None:
-            continue
-        found = shape.shape_in(reader, name)
+        found = expected if shape.fill(name) is not None else shape.shape_in(reader, name)
         if found != expected:
             raise UserError(
                 f"the checkpoint's {shape.parameter_name(name)} has shape {found}, its manifest "

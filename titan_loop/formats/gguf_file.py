@@ -158,8 +158,7 @@ def _fitting(unrolled: bool, architecture: Mapping[str, Any], **arguments: int) 
             continue
         if (shape.gguf_architecture == UNROLLED) == unrolled:
             return shape.from_architecture(architecture, **arguments)
-    form = "Llama" if unrolled else "loop"
-    raise UserError(f"model.family={family}: llama.cpp runs no such {form}")
+    raise UserError(f"model.family={family}: llama.cpp runs no such {('loop', 'Llama')[unrolled]}")
 
 
 _DTYPES = tuple(_TYPES)
