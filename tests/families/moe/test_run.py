@@ -104,7 +104,7 @@ def test_a_killed_run_goes_on_at_another_degree_of_expert_parallelism(
     for world, expert_parallel in ((1, 1), (2, 2)):
         folder = shutil.copytree(tmp_path / "killed", tmp_path / f"ep{expert_parallel}")
         gloo_pool(world).run(spread, source, folder, world, expert_parallel)
-        found = RunDirectory(folder).read_metrics()  # the killed run's step 3, too, stands there
+        found = RunDirectory(folder).read_metrics()  # the file also has the killed run's step 3
         for key in ("step", "data_hash", "windows_consumed"):
             assert [record[key] for record in found] == [record[key] for record in records]
         for got, want in zip(
