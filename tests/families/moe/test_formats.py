@@ -13,7 +13,7 @@ from titan_loop.checkpoint.safetensors_files import SafetensorsFolder
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.models.family import build_decoder
 
-SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "routers": 2}
+SPLIT = {"n_layers": 4, "prelude_layers": 1, "coda_layers": 1, "routers": 2, "attentions": 3}
 STEPS, VISITS = 3, 8
 OURS = {  # tensors of a layer with experts → the folder's, of each expert where there is {}
     "moe.router.gate.weight": "mlp.gate.weight",
@@ -36,7 +36,7 @@ OURS = {  # tensors of a layer with experts → the folder's, of each expert whe
 }
 
 
-def test_every_visit_is_a_layer_with_the_router_of_its_step(make_moe: MakeMoE, tmp_path):
+def test_every_visit_is_a_layer_with_router_and_attention_of_its_step(make_moe: MakeMoE, tmp_path):
     made = make_moe(**SPLIT, dense_layers=(1,))
     out = tmp_path / "out"
     shards = ("--max-shard-gigabytes", "1e-4", "--no-tokenizer")

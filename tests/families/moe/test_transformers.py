@@ -14,7 +14,10 @@ SOFTMAX = {"router": "softmax", "rope_theta": 500.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral-unrolled", {**SPLIT, **SOFTMAX, "routers": 2, "bias": 0.0}),
     "glm": ("glm4_moe-unrolled", {**SPLIT, "routers": 2, "dense_layers": (1,), "score_scale": 2.5}),
-    "glm-raw": ("glm4_moe-unrolled", {"normalise_scores": False, "shared_experts": 2, "top_k": 1}),
+    "glm-raw": (
+        "glm4_moe-unrolled",
+        {"attentions": 2, "normalise_scores": False, "shared_experts": 2, "top_k": 1},
+    ),
     "glm-deep": ("glm4_moe-unrolled", {"n_layers": 1, "recurrent_steps": 48}),
     "ernie": (
         "ernie4_5_moe-unrolled",

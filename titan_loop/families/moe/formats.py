@@ -10,7 +10,7 @@
 | dense layers | none | the first visits | the first and the last visits |
 | rotation of a head | halves | halves | neighbours |
 
-Every visit has the router and the bias of its step. GLM's class always has a shared expert: a model
+Every visit has the router, bias and attention of its step. GLM's class always has a shared expert: a model
 without one gets one of zeros. Ernie's rows of queries and keys are put into its order.
 
 An expert is a slice of a checkpoint's stack of matrices: one stack is in memory at a time.
@@ -51,6 +51,7 @@ class MoEShape(UnrolledShape):
         normalise_scores: Whether the chosen scores are divided by their sum.
         score_scale: Factor c on the chosen scores.
         routers: Routers of a looped layer.
+        attentions: Attentions of a looped layer.
         dense_layers: The checkpoint's layers without experts, from 1.
     """
 
@@ -79,6 +80,7 @@ class MoEShape(UnrolledShape):
     score_scale: float = 1.0
     router: str
     routers: int = 1
+    attentions: int = 1
     dense_layers: tuple[int, ...] = ()
 
     @classmethod
@@ -123,12 +125,12 @@ class MoEShape(UnrolledShape):
         """Return whether a layer of the format has no experts."""
         return self.visits[visit] + 1 in self.dense_layers
 
-    def router_of(self, visit: int) -> int:
-        """Return the number of a visit's router, from 0; layers outside the loop have one."""
+    def part_of(self, visit: int, parts: int) -> int:
+        """Return which of a layer's `parts` a visit uses, from 0; outside the loop there is one."""
         looped = max(self.visits) + 1 - self.prelude_layers - self.coda_layers
         if not self.prelude_layers <= visit < self.n_layers - self.coda_layers:
             return 0
-        return min((visit - self.prelude_layers) // looped, self.routers - 1)
+        return min((visit - self.prelude_layers) // looped, parts - 1)
 
     def mixture_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield name and shape of every tensor of one layer's mixture, a stack at a time."""
@@ -194,8 +196,12 @@ class MoEShape(UnrolledShape):
         """Return the checkpoint's tensor, and the part of it that is meant; None for all of it."""
         visit, inner = _place(tensor)
         if visit is None or not inner.startswith(self.part) or self.is_dense(visit):
-            return super().parameter_name(tensor), None
-        layer, router = f"layers.{self.stored_layer(visit)}.moe.", self.router_of(visit)
+            stored = super().parameter_name(tensor)
+            attention = 0 if visit is None else self.part_of(visit, self.attentions)
+            if attention:
+                stored = stored.replace(".attention.", f".attention.later.{attention - 1}.")
+            return stored, None
+        layer, router = f"layers.{self.stored_layer(visit)}.moe.", self.part_of(visit, self.routers)
         match inner.removeprefix(self.part).split("."):
             case ["experts", number, matrix, _]:
                 stack = _STACKS[self.matrices[matrix]]
