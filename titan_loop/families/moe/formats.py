@@ -10,8 +10,8 @@
 | dense layers | none | the first visits | the first and the last visits |
 | rotation of a head | halves | halves | neighbours |
 
-Every visit has the router, bias and attention of its step. GLM's class always has a shared expert: a model
-without one gets one of zeros. Ernie's rows of queries and keys are put into its order.
+Every visit has the router, bias and attention of its step. GLM's class always has a shared expert:
+a model without one gets one of zeros. Ernie's rows of queries and keys are put into its order.
 
 An expert is a slice of a checkpoint's stack of matrices: one stack is in memory at a time.
 """
