@@ -5,7 +5,7 @@
         --expert-width 2432 --vocab-size 32768 --seq-len 2048 --compile              # a GPU
 
 `loop` has so many layers and visits each R times; `layers` has R times the layers; `flat` is `loop`
-with R times the experts, so that its parameters are those of `layers` but for attention. A token
+with R times the experts, so that only its attention has fewer parameters than `layers`. A token
 meets the same matrices in all three, but for rows of the router. States are weights, gradients and
 AdamW's moments; the rest of the peak is activations, gathered experts and what kernels work in.
 """

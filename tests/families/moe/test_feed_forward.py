@@ -166,7 +166,7 @@ def test_there_is_no_capacity_to_ask_for():
     config = decoder_config(MoEOptions(), max_seq_len=8)
     assert isinstance(config, MoEDecoder.Config)
     dispatcher = config.sparse[0].routed_experts.token_dispatcher
-    # An upstream that limits what an expert takes would have another field.
+    # A dispatcher with a capacity would have a field for it.
     assert {option.name for option in fields(dispatcher)} == {"num_experts", "top_k"}
     with pytest.raises(UserError, match=r"model.capacity_factor=1.25: family moe has no such"):
         read_options({"family": "moe", "capacity_factor": 1.25})

@@ -1,4 +1,4 @@
-"""Dense models become mixtures, mixtures become loops: what stays the same, and what is refused."""
+"""Upcycling of dense models to mixtures and of mixtures to loops: equal outputs, and refusals."""
 
 from pathlib import Path
 

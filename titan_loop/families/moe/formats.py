@@ -118,7 +118,7 @@ class MoEShape(UnrolledShape):
         """Raise `UserError` unless the format can have its dense layers there.
 
         Args:
-            dense: Of every visit, whether it is dense.
+            dense: A flag for each visit, true if its layer has no experts.
         """
 
     def is_dense(self, visit: int) -> bool:
