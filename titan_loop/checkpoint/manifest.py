@@ -21,6 +21,7 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -63,6 +64,29 @@ class FileRecord(TypedDict):
 
     bytes: int
     sha256: str
+
+
+def untrained(
+    recurrent_steps: int,
+    architecture: Mapping[str, Any],
+    *,
+    data: Mapping[str, Any],
+    lineage: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return a manifest's content for a checkpoint of step 0, made of another model's weights."""
+    return {
+        "step": 0,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stage_end": True,
+        "trainer": {
+            "step": 0,
+            "tokens": 0,
+            "recurrent_steps": recurrent_steps,
+            "architecture": architecture,
+        },
+        "data": data,
+        "lineage": lineage,
+    }
 
 
 def write_manifest(checkpoint: Path, content: dict[str, Any]) -> Reference:

@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from titan_loop.checkpoint.manifest import untrained
 from titan_loop.checkpoint.safetensors_files import INDEX, SafetensorsFolder
 from titan_loop.checkpoint.tensors import LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest
@@ -153,20 +153,12 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
     if HEAD not in folder.names:
         produce = partial(folder.read, EMBEDDING, dtype)
         entries[folder.shape.parameter_name(HEAD)] = LazyTensor(shapes[HEAD], dtype, produce)
-    config = decoder_config(folder.shape.options(), max_seq_len=1)
-    content = {
-        "step": 0,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stage_end": True,
-        "trainer": {
-            "step": 0,
-            "tokens": 0,
-            "recurrent_steps": folder.shape.recurrent_steps,
-            "architecture": config.architecture(),
-        },
-        "data": {},
-        "lineage": {"parent": None, **folder.lineage()},
-    }
+    content = untrained(
+        folder.shape.recurrent_steps,
+        decoder_config(folder.shape.options(), max_seq_len=1).architecture(),
+        data={},
+        lineage={"parent": None, **folder.lineage()},
+    )
     write_checkpoint(checkpoint, entries, content)
 
 

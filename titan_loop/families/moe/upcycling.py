@@ -16,7 +16,6 @@ becomes sparse unless it is named.
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titan_loop.checkpoint.manifest import reference
+from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.model import check_architecture
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError
@@ -189,19 +188,13 @@ def upcycle_to_experts(
         "dataloader": run.dataloader,
         "model": asdict(options),
     }
-    content = {
-        "step": 0,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stage_end": True,
-        "trainer": {
-            "step": 0,
-            "tokens": 0,
-            "recurrent_steps": options.recurrent_steps,
-            "architecture": decoder_config(options, max_seq_len=1).architecture(),
-        },
-        "data": source.manifest["data"],
-        "lineage": {"parent": reference(source.path), "moe": asdict(upcycling)},
-    }
+    assert options.recurrent_steps is not None
+    content = untrained(
+        options.recurrent_steps,
+        decoder_config(options, max_seq_len=1).architecture(),
+        data=source.manifest["data"],
+        lineage={"parent": reference(source.path), "moe": asdict(upcycling)},
+    )
     with written_run(output, config, command, tokenizer=run.path / TOKENIZER_NAME) as new:
         entries = _entries(CheckpointReader(source.path), options, upcycling.noise or 0.0)
         write_checkpoint(new.checkpoint(0), entries, content)

@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from titan_loop.checkpoint.loading import OPTIMIZER_PREFIX
-from titan_loop.checkpoint.manifest import reference
+from titan_loop.checkpoint.manifest import reference, untrained
 from titan_loop.checkpoint.tensors import CheckpointReader, LazyTensor, write_checkpoint
 from titan_loop.errors import UserError, nearest, seen_from
 from titan_loop.families.nanbeige.model import NanbeigeOptions
@@ -267,19 +266,12 @@ def retrofit_run(path: Path, output: Path, surgery: Surgery, command: Sequence[s
             "model": asdict(options),
         }
         new = RunDirectory(staged)
-        content = {
-            "step": 0,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "stage_end": True,
-            "trainer": {
-                "step": 0,
-                "tokens": 0,
-                "recurrent_steps": surgery.recurrent_steps,
-                "architecture": decoder_config(options, max_seq_len=1).architecture(),
-            },
-            "data": dense.checkpoint.manifest["data"],
-            "lineage": {**lineage, "retrofit": asdict(surgery)},
-        }
+        content = untrained(
+            surgery.recurrent_steps,
+            decoder_config(options, max_seq_len=1).architecture(),
+            data=dense.checkpoint.manifest["data"],
+            lineage={**lineage, "retrofit": asdict(surgery)},
+        )
         write_checkpoint(new.checkpoint(0), _entries(dense, surgery, options), content)
         tokenizer = dense.run.path / TOKENIZER_NAME
         if tokenizer.is_file():
