@@ -12,11 +12,9 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
-
-from scipy.stats import t
 
 from titan_loop.analysis.results import RunResult
+from titan_loop.evaluation.intervals import of_seeds
 from train_configs.claims import CLAIMS, Claim
 
 ROOT = Path("train_configs")
@@ -54,32 +52,24 @@ def _number(first: float, second: float | None = None, third: float | None = Non
     return first - second if third is None else (first - second) / (first - third)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean over seeds; infinite for one."""
-    if len(values) < 2:
-        return -math.inf, math.inf
-    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
-
-
 def verdict(claim: Claim, values: Sequence[float]) -> str:
     """Return shown, partly or not."""
-    low, high = interval(values)
+    mean, low, high = of_seeds(values)
     least = -math.inf if claim.at_least is None else claim.at_least
     most = math.inf if claim.at_most is None else claim.at_most
     if len(values) >= ENOUGH_SEEDS and least <= low and high <= most:
         return "**shown**"
-    return "partly" if least <= fmean(values) <= most else "not"
+    return "partly" if least <= mean <= most else "not"
 
 
 def row(claim: Claim, results: Sequence[RunResult]) -> str:
-    """Return a line of the table."""
+    """Return a line of the table, of a claim with at least one seed."""
     by_seed = numbers(claim, results)
     values = list(by_seed.values())
     digits = 1 if claim.factor > 1 else 3
-    ours = f"{fmean(values):.{digits}f}" if values else "–"
+    mean, low, high = of_seeds(values)
+    ours = f"{mean:.{digits}f}"
     if len(values) > 1:
-        low, high = interval(values)
         if claim.unit == "%":
             low, high = max(low, 0.0), min(high, 100.0)
         ours += f" [{low:.{digits}f}, {high:.{digits}f}]"

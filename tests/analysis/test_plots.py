@@ -14,13 +14,13 @@ from titan_loop.analysis.plots import plot_mixture
 from titan_loop.analysis.report import plot_run
 from titan_loop.analysis.report_tables import depth_table
 from titan_loop.errors import UserError
-from titan_loop.evaluation.bits_per_byte import Interval
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths, UnitSums
 from titan_loop.evaluation.evals_log import (
     WHILE_TRAINING,
     append_evaluation,
     held_out_while_training,
 )
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.task_report import ReadingResult, TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import append_jsonl

@@ -123,9 +123,9 @@ def test_a_cell_is_the_mean_over_seeds_beside_the_papers():
         for stage, seed, value in (("looped", 1, 0.9), ("looped", 2, 1), ("not_looped", 1, 0.125))
     ]
     assert table_text(TABLE, results).splitlines()[2:] == [
-        "| looped | - | 95.0 (90.0 to 100.0) |",
+        "| looped | - | 95.0 [31.5, 100.0] |",
         "| looped, paper | 100.0 | 97.6 |",
-        "| not | - | 12.5 |",
+        "| not | - | 12.5 (1 seed) |",
     ]
 
 
@@ -148,12 +148,14 @@ def test_rows_are_compared_on_the_same_documents():
     runs = [result("not_looped", 1, 0.0), result("not_looped", 2, 0.01), result("looped", 1, 0.06)]
     found = table.difference(runs, "looped", "2")
     assert found is not None
-    assert found == pytest.approx((-0.06, -0.06, -0.06)), "of seed 1, which both have"
+    assert found[1] == 1
+    assert found[0] == pytest.approx((-0.06, -0.06, -0.06)), "of seed 1, which both have"
     runs.append(result("looped", 2, 0.03))
     found = table.difference(runs, "looped", "2")
     assert found is not None
-    assert found.value == pytest.approx((-0.06 - 0.02) / 2)
-    assert "| looped | -0.040 [-0.040, -0.040] | - |" in differences_text(table, runs)
+    half = 12.7062 * 0.02  # Student's quantile of two seeds, and their standard error
+    assert found[0] == pytest.approx((-0.04, -0.04 - half, -0.04 + half), rel=1e-4)
+    assert "| looped | -0.040 [-0.294, +0.214] | - |" in differences_text(table, runs)
     runs[-1] = result("looped", 2, 0.03, n_bytes + 1)
     assert table.difference(runs, "looped", "2") is None, "they read other documents"
 
@@ -174,7 +176,7 @@ def test_the_commands_write_and_show(tmp_path, capsys):
     assert capsys.readouterr().out == f"{written}\n"
     assert main(["results", "show", COMMAND[2], "--folder", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "| looped | - | 50.0 |" in shown
+    assert "| looped | - | 50.0 (1 seed) |" in shown
     assert "| 3.00e+03 |" in shown
     assert "| none |" not in shown
     for name in ("mine-solved.png", "mine-solved-training.png", "mine-solved-flops.png"):

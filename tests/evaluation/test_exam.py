@@ -15,6 +15,7 @@ from titan_loop.cli.main import main
 from titan_loop.errors import UserError
 from titan_loop.evaluation.evaluate_tasks import TaskOptions, evaluate_tasks
 from titan_loop.evaluation.exam import Exam, right_at_depths, right_at_readings
+from titan_loop.evaluation.intervals import of_questions
 from titan_loop.evaluation.readings import depth_readings, policy_reading
 from titan_loop.evaluation.suites import expand_tasks
 from titan_loop.evaluation.window_scores import sum_windows
@@ -62,8 +63,9 @@ def test_it_equals_greedy_decoding_at_every_depth():
             for results in (read, streamed):
                 metrics = {**results[name][f"static:{depth}"].metrics}
                 assert metrics.pop("acc,none") == accuracy
-                error = (accuracy * (1 - accuracy) / len(exam.windows[name].labels)) ** 0.5
-                assert metrics.pop("acc_stderr,none") == pytest.approx(error)
+                bounds = metrics.pop("acc,none_low"), metrics.pop("acc,none_high")
+                questions = len(exam.windows[name].labels)
+                assert bounds == of_questions(accuracy, questions)[1:]
                 assert [*metrics] == ["labels_acc,none"] * (not name.endswith("1_letters"))
                 assert all(accuracy <= share <= 1 for share in metrics.values())
                 assert results[name][f"static:{depth}"].mean_steps == depth

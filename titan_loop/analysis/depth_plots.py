@@ -1,6 +1,5 @@
 """PNG plots against the number of recurrent steps: held-out text and tasks of one checkpoint."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +8,13 @@ import numpy as np
 
 from titan_loop.analysis.drawing import draw_panels, mark_trained_depth, short
 from titan_loop.evaluation.depth_report import DepthReport
-from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, lower_is_better
+from titan_loop.evaluation.task_report import (
+    ReadingResult,
+    TaskReport,
+    headline,
+    interval,
+    lower_is_better,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,9 +63,10 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
     def draw(axes: "Axes", task: str) -> None:
         depths = swept[task]
         metric = headline(next(iter(depths.values())).metrics)
-        values = [result.metrics.get(metric, math.nan) for result in depths.values()]
-        errors = np.array([_error(result.metrics, metric) for result in depths.values()]).T
-        axes.errorbar(list(depths), values, yerr=errors, **_POINTS)
+        found = [interval(result.metrics, metric) for result in depths.values()]
+        bars = [(each.value - each.low, each.high - each.value) for each in found]
+        values = [each.value for each in found]
+        axes.errorbar(list(depths), values, yerr=[*zip(*bars, strict=True)], **_POINTS)
         mark_trained_depth(axes, list(depths), report.trained_recurrent_steps)
         better = "lower" if lower_is_better(metric) else "higher"
         axes.set_ylabel(f"{metric} ({better} is better)")
@@ -70,18 +76,8 @@ def plot_task_depths(report: TaskReport, path: Path) -> Path:
         draw,
         path,
         title=f"Tasks by depth at step {report.step:,}; grey: the trained R = "
-        f"{report.trained_recurrent_steps}; bars: standard errors, of bits per byte 95 % intervals",
+        f"{report.trained_recurrent_steps}; bars: 95 % intervals",
     )
-
-
-def _error(metrics: Mapping[str, float], metric: str) -> tuple[float, float]:
-    if f"{metric}_low" in metrics:
-        return metrics[metric] - metrics[f"{metric}_low"], metrics[f"{metric}_high"] - metrics[
-            metric
-        ]
-    name, _, kind = metric.partition(",")
-    error = metrics.get(f"{name}_stderr,{kind}", 0.0)
-    return error, error
 
 
 def _by_depth(readings: Mapping[str, ReadingResult]) -> dict[int, ReadingResult]:

@@ -41,7 +41,7 @@ class FrontierPoint(NamedTuple):
     """One reading of one task.
 
     Attributes:
-        low: Lower end of the value's 95 % interval; None where the task has no intervals.
+        low: Lower end of the value's 95 % interval; the value where the task has no intervals.
         seconds: Seconds per generated token; None where they were not measured.
     """
 
@@ -51,8 +51,8 @@ class FrontierPoint(NamedTuple):
     reading: str
     mean_steps: float
     value: float
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
     seconds: float | None = None
 
 
@@ -73,7 +73,6 @@ def frontier_points(report: TaskReport) -> list[FrontierPoint]:
 
 def _point(task: str, reading: str, result: ReadingResult) -> FrontierPoint:
     metric, policy = headline(result.metrics), reading.partition(":")[0]
-    low, high = interval(result.metrics, metric) or (None, None)
     assert result.mean_steps is not None
     return FrontierPoint(
         task,
@@ -81,9 +80,7 @@ def _point(task: str, reading: str, result: ReadingResult) -> FrontierPoint:
         policy,
         reading,
         result.mean_steps,
-        result.metrics[metric],
-        low,
-        high,
+        *interval(result.metrics, metric),
         result.metrics.get(SECONDS),
     )
 
@@ -92,7 +89,7 @@ def frontier_table(points: Sequence[FrontierPoint]) -> str:
     """Return the points as aligned text."""
     rows = [["task", "reading", "mean steps", "ms a token", "value", "95 %", "metric"]]
     for p in points:
-        spread = "" if p.low is None else f"{p.low:.4f} to {p.high:.4f}"
+        spread = "" if p.low == p.high else f"{p.low:.4f} to {p.high:.4f}"
         milliseconds = "" if p.seconds is None else f"{1e3 * p.seconds:.2f}"
         values = [f"{p.mean_steps:.2f}", milliseconds, f"{p.value:.4f}", spread]
         rows.append([p.task, p.reading, *values, p.metric])
@@ -139,8 +136,8 @@ def _draw_policy(axes: "Axes", mine: Sequence[FrontierPoint], *, timed: bool) ->
     if timed:
         mine = sorted(mine, key=lambda point: point.seconds or 0.0)
     values = [point.value for point in mine]
-    below = [0.0 if p.low is None else max(p.value - p.low, 0.0) for p in mine]
-    above = [0.0 if p.high is None else max(p.high - p.value, 0.0) for p in mine]
+    below = [max(point.value - point.low, 0.0) for point in mine]
+    above = [max(point.high - point.value, 0.0) for point in mine]
     axes.errorbar(
         [1e3 * (point.seconds or 0.0) if timed else point.mean_steps for point in mine],
         values,

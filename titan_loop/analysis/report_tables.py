@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from titan_loop.evaluation.depth_report import DepthReport, SourceDepths
-from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline
+from titan_loop.evaluation.task_report import ReadingResult, TaskReport, headline, interval
 from titan_loop.tables import text_table
 
 
@@ -59,12 +59,11 @@ def task_rows(
 
 
 def _value(result: ReadingResult, metric: str) -> str:
-    name, _, kind = metric.partition(",")
-    error = result.metrics.get(f"{name}_stderr,{kind}")
-    value = result.metrics.get(metric)
-    if value is None:
+    if metric not in result.metrics:
         return "-"
-    return f"{value:.4f}" + ("" if error is None else f" ±{error:.4f}")
+    found = interval(result.metrics, metric)
+    half = (found.high - found.low) / 2
+    return f"{found.value:.4f}" + (f" ±{half:.4f}" if half else "")
 
 
 def _at_depth(source: SourceDepths, depth: int) -> str:

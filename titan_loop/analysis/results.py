@@ -11,15 +11,13 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from titan_loop.analysis.document_units import depth_reports, held_out_name, numbers, units_of
 from titan_loop.errors import UserError
-from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
+from titan_loop.evaluation.bits_per_byte import paired_difference
 from titan_loop.evaluation.evals_log import EVALS_FIELDS, WHILE_TRAINING
+from titan_loop.evaluation.intervals import Interval, of_seeds
 from titan_loop.evaluation.task_report import TaskReport
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.runs.saved_run import SavedRun
@@ -54,8 +52,7 @@ class ResultTable:
         columns_are: Label of the plot's horizontal axis.
         factor: Unit of the shown numbers: 100 for per cent.
         over_training: Columns that are also drawn over the steps of training.
-        less: Row that the others are compared with, if any: a second table has the differences
-            in held-out bits per byte, with intervals over documents.
+        less: Row that the others are compared with, if any: a second table has the differences.
         against_flops: Column that is also drawn against the training FLOPs of its runs, if any.
     """
 
@@ -72,11 +69,26 @@ class ResultTable:
     less: str = ""
     against_flops: str = ""
 
-    def values(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
+    def values(self, results: Sequence["RunResult"], row: str, column: str) -> dict[int, float]:
         """Return the number of a cell in every run that has it, times the factor, by seed."""
         name, runs = self._runs(results, row, column)
-        found = sorted((run.seed, run.results[name]) for run in runs)
-        return [self.factor * value for _, value in found]
+        return {run.seed: self.factor * run.results[name] for run in runs}
+
+    def mean(
+        self, results: Sequence["RunResult"], row: str, column: str
+    ) -> tuple[Interval, int] | None:
+        """Return a cell's mean with its interval over seeds, and their number; None without any.
+
+        Documents and questions are the same in all cells, so their sampling is left out here; a
+        percentage stays between 0 and 100.
+        """
+        values = self.values(results, row, column)
+        if not values:
+            return None
+        found = of_seeds([*values.values()])
+        if self.factor == 100.0:
+            found = Interval(found.value, max(found.low, 0.0), min(found.high, self.factor))
+        return found, len(values)
 
     def costs(self, results: Sequence["RunResult"], row: str, column: str) -> list[float]:
         """Return the training FLOPs of the runs that have a cell's number, where recorded."""
@@ -100,32 +112,42 @@ class ResultTable:
                 if name in found
             ]
 
-    def difference(self, results: Sequence["RunResult"], row: str, column: str) -> Interval | None:
-        """Return a cell less the row `less`'s, both over the same documents and seeds.
+    def difference(
+        self, results: Sequence["RunResult"], row: str, column: str
+    ) -> tuple[Interval, int] | None:
+        """Return a cell less the row `less`'s, over the seeds that both have, and their number.
+
+        On held-out text the interval covers seeds and documents, otherwise seeds.
 
         Returns:
-            None where a run is missing, has no held-out text, or has read other documents.
+            None where no seed has both, or where they read other documents.
         """
-        units: list[dict[int, tuple[list[float], list[float]]]] = []
+        cells: list[dict[int, tuple[float, list[str]]]] = []
         for label in (row, self.less):
             name, runs = self._runs(results, label, column)
-            units.append({run.seed: numbers(run.units[name]) for run in runs if name in run.units})
-        own, other = units
-        seeds = sorted(own.keys() & other.keys())
-        if not seeds or any(own[seed][0] != other[seed][0] for seed in seeds):
+            cells.append({r.seed: (r.results[name], r.units.get(name, [])) for r in runs})
+        own, other = cells
+        pairs = [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
+        if not pairs:
             return None
-        nats, other_nats = (
-            np.mean([found[seed][1] for seed in seeds], axis=0) for found in (own, other)
-        )
-        return paired_difference(nats, other_nats, own[seeds[0]][0])
+        sums = [numbers(texts) for pair in pairs for _, texts in pair if texts]
+        if not sums:
+            found = of_seeds([first - second for (first, _), (second, _) in pairs])
+        elif len(sums) < 2 * len(pairs) or any(n_bytes != sums[0][0] for n_bytes, _ in sums):
+            return None
+        else:
+            nats = [each for _, each in sums]
+            found = paired_difference(nats[::2], nats[1::2], sums[0][0])
+        return Interval(*(self.factor * value for value in found)), len(pairs)
 
     def _runs(
         self, results: Sequence["RunResult"], row: str, column: str
     ) -> tuple[str, list["RunResult"]]:
-        """Return the name of a cell's number, and the runs of its stage that have it."""
+        """Return the name of a cell's number, and the runs of its stage that have it, by seed."""
         where, name = self.address(row, column)
         stage = where.get("stage")
-        return name, [r for r in results if stage in (None, r.stage) and name in r.results]
+        found = [r for r in results if stage in (None, r.stage) and name in r.results]
+        return name, sorted(found, key=lambda run: run.seed)
 
     def address(self, row: str, column: str) -> tuple[Where, str]:
         """Return the address of a cell, and the name by which an evaluation reports its number."""
@@ -348,11 +370,11 @@ def _of_analysis(path: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
-    """Return a table in Markdown: means over seeds with their range, and the paper's numbers."""
+    """Return a table in Markdown: means with 95 % intervals over seeds, and the paper's numbers."""
     rows = [[table.title, *table.columns]]
     for row in table.rows:
-        cells = (table.values(results, row, column) for column in table.columns)
-        rows.append([row, *(_cell(values, table.digits) for values in cells)])
+        found = [table.mean(results, row, column) for column in table.columns]
+        rows.append([row, *_estimates(found, f".{table.digits}f")])
         if row in table.paper:
             told = (table.paper[row].get(column) for column in table.columns)
             cells = ("" if value is None else f"{value:.{table.digits}f}" for value in told)
@@ -361,15 +383,12 @@ def table_text(table: ResultTable, results: Sequence[RunResult]) -> str:
 
 
 def differences_text(table: ResultTable, results: Sequence[RunResult]) -> str:
-    """Return differences to the row `less` in Markdown; empty if nothing can be compared.
-
-    The 95 % intervals resample documents and average seeds: they leave out how seeds differ.
-    """
+    """Return differences to the row `less` in Markdown; empty if nothing can be compared."""
     rows = [[f"{table.title}, less {table.less}", *table.columns]]
     for row in table.rows:
         found = [table.difference(results, row, column) for column in table.columns]
         if row != table.less and any(found):
-            rows.append([row, *("-" if x is None else _bounds(x, table.digits) for x in found)])
+            rows.append([row, *_estimates(found, f"+.{table.digits}f")])
     return _markdown(rows) if len(rows) > 1 else ""
 
 
@@ -393,15 +412,13 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
-def _bounds(interval: Interval, digits: int) -> str:
-    value, low, high = (f"{number:+.{digits}f}" for number in interval)
-    return f"{value} [{low}, {high}]"
-
-
-def _cell(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    mean = f"{fmean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def _estimates(found: Sequence[tuple[Interval, int] | None], form: str) -> Iterator[str]:
+    """Yield cells of means, or of differences, and the number of seeds."""
+    for estimate in found:
+        if estimate is None:
+            yield "-"
+            continue
+        interval, seeds = estimate
+        value, low, high = (f"{number:{form}}" for number in interval)
+        bounds = "" if interval.low == interval.high else f" [{low}, {high}]"
+        yield value + bounds + " (1 seed)" * (seeds == 1)

@@ -3,27 +3,30 @@
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan_loop.analysis.drawing import draw_axes, draw_panels
 from titan_loop.analysis.results import ResultTable, RunResult
+from titan_loop.evaluation.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
-    """Draw a line a row over the columns, dashed where it is the paper's; write a PNG."""
+    """Draw a line a row over the columns, dashed where it is the paper's; write a PNG.
+
+    Bars are 95 % intervals over seeds.
+    """
 
     def draw(axes: "Axes") -> None:
         columns = list(table.columns)
-        places = range(len(columns))
         for index, row in enumerate(table.rows):
             color = f"C{index}"
-            cells = [table.values(results, row, column) for column in columns]
-            own = [(place, fmean(cell)) for place, cell in zip(places, cells, strict=True) if cell]
-            if own:
-                axes.plot(*zip(*own, strict=True), color=color, marker="o", label=row)
+            cells = [table.mean(results, row, column) for column in columns]
+            means = [(at, cell[0]) for at, cell in enumerate(cells) if cell]
+            if means:
+                _draw_means(axes, means, color=color, marker="o", label=row)
             told = table.paper.get(row, {})
             paper = [(columns.index(column), value) for column, value in told.items()]
             if paper:
@@ -31,11 +34,22 @@ def draw_table(table: ResultTable, results: Sequence[RunResult], path: Path) -> 
                     *zip(*paper, strict=True), color=color, linestyle="--", label=f"{row}, paper"
                 )
         axes.set_title(table.title)
-        axes.set_xticks(list(places), columns)
+        axes.set_xticks(range(len(columns)), columns)
         axes.set_xlabel(table.columns_are)
         axes.figure.legend(loc="outside right upper")
 
     return draw_axes(draw, path)
+
+
+def _draw_means(axes: "Axes", means: Sequence[tuple[float, Interval]], **style: Any) -> None:
+    bars = [(mean.value - mean.low, mean.high - mean.value) for _, mean in means]
+    axes.errorbar(
+        [place for place, _ in means],
+        [mean.value for _, mean in means],
+        yerr=[*zip(*bars, strict=True)],
+        elinewidth=0.8,
+        **style,
+    )
 
 
 def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
@@ -55,21 +69,18 @@ def draw_curves(table: ResultTable, results: Sequence[RunResult], path: Path) ->
 def draw_against_flops(table: ResultTable, results: Sequence[RunResult], path: Path) -> Path:
     """Draw a point a row: mean over seeds of the column `against_flops`, at the FLOPs it cost.
 
-    A bar spans the seeds. Rows without a recorded cost are left out.
+    Bars are 95 % intervals over seeds. Rows without a recorded cost are left out.
     """
 
     def draw(axes: "Axes") -> None:
         for index, row in enumerate(table.rows):
             column = table.against_flops
-            values = table.values(results, row, column)
             costs = table.costs(results, row, column)
-            if costs:
-                mean = fmean(values)
-                spread = [[mean - min(values)], [max(values) - mean]]
+            mean = table.mean(results, row, column)
+            if costs and mean:
                 marker = "osD^v"[index // 10 % 5]
-                axes.errorbar(
-                    fmean(costs), mean, yerr=spread, marker=marker, linestyle="", label=row
-                )
+                at = [(fmean(costs), mean[0])]
+                _draw_means(axes, at, marker=marker, linestyle="", label=row)
         axes.set_xscale("log")
         axes.set_xlabel("training FLOPs")
         axes.set_ylabel(f"{table.title}, {table.against_flops}")

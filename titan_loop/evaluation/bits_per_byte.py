@@ -8,25 +8,17 @@ Shapes: R depths, W units.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from titan_loop.errors import UserError
+from titan_loop.evaluation.intervals import Interval, of_seeds
 
 Floats = NDArray[np.float64]
 
 _COUNTS_PER_CHUNK = 1 << 22
 """Resampling counts held at a time (32 MiB), so that memory does not grow with the resamples."""
-
-
-class Interval(NamedTuple):
-    """An estimate and its interval, in the unit of the estimate."""
-
-    value: float
-    low: float
-    high: float
 
 
 def bits_per_byte(nats: ArrayLike, n_bytes: ArrayLike) -> float:
@@ -71,30 +63,28 @@ def bootstrap_bits_per_byte(
 def paired_difference(nats: ArrayLike, other_nats: ArrayLike, bytes_W: ArrayLike) -> Interval:
     """Return bits per byte of the first minus the second, both on the same units.
 
-    Resampling the difference keeps effects that two models share (easy and hard documents) out of
-    the interval, which makes it far narrower than the two separate ones. With a row for each seed,
-    pairs of seeds are resampled as well: the interval covers seeds and units.
+    Pairing keeps effects that two models share (easy and hard documents) out of the interval, which
+    makes it far narrower than the two separate ones. One pair has a percentile bootstrap over
+    units; with a row for each seed the interval covers seeds and units (`of_seeds`).
 
     Args:
         nats: (W), or (S, W) for S seeds; their mean is the estimate.
         other_nats: The same shape; row s is the other model's with the same seed.
-
-    Source: Davison and Hinkley 1997, Bootstrap Methods and their Application, §3.8 (both levels
-    with replacement).
     """
     difference_SW = np.atleast_2d(np.asarray(nats, dtype=np.float64) - np.asarray(other_nats))
     n_bytes = np.asarray(bytes_W, dtype=np.float64)
     difference_SW, n_bytes = difference_SW[:, n_bytes > 0], n_bytes[n_bytes > 0]
-    replicates = _replicates(difference_SW, n_bytes, seed=0, resamples=2000, mean_of_rows=True)
+    mean_1W = difference_SW.mean(axis=0, keepdims=True)
+    replicates = _replicates(mean_1W, n_bytes, seed=0, resamples=2000)
+    if len(difference_SW) > 1:
+        by_seed = [bits_per_byte(row, n_bytes) for row in difference_SW]
+        return of_seeds(by_seed, float(replicates.var()))
     low, high = np.quantile(replicates, [0.025, 0.975])
-    value = bits_per_byte(difference_SW.mean(0), n_bytes)
-    return Interval(value, float(low), float(high))
+    return Interval(bits_per_byte(mean_1W[0], n_bytes), float(low), float(high))
 
 
-def _replicates(
-    nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int, mean_of_rows: bool = False
-) -> Floats:
-    """Return bits per byte of every row, or of the mean of resampled rows, (R or 1, resamples)."""
+def _replicates(nats_RW: Floats, bytes_W: Floats, *, seed: int, resamples: int) -> Floats:
+    """Return bits per byte of every row, (R, resamples)."""
     generator = np.random.default_rng(seed)
     units = len(bytes_W)
     if units == 0:
@@ -104,12 +94,6 @@ def _replicates(
     while done < resamples:
         size = min(max(_COUNTS_PER_CHUNK // units, 1), resamples - done)
         counts = generator.multinomial(units, np.full(units, 1 / units), size=size)
-        if mean_of_rows and len(nats_RW) > 1:
-            rows = len(nats_RW)
-            drawn = generator.multinomial(rows, np.full(rows, 1 / rows), size=size) / rows
-            sums = (drawn @ nats_RW * counts).sum(axis=1, keepdims=True)
-        else:
-            sums = counts @ nats_RW.T
-        chunks.append(sums / (math.log(2) * (counts @ bytes_W))[:, None])
+        chunks.append(counts @ nats_RW.T / (math.log(2) * (counts @ bytes_W))[:, None])
         done += size
     return np.concatenate(chunks).T

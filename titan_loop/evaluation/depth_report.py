@@ -14,11 +14,11 @@ from numpy.typing import ArrayLike
 
 from titan_loop.errors import RunFailedError, UserError
 from titan_loop.evaluation.bits_per_byte import (
-    Interval,
     bits_per_byte,
     bootstrap_bits_per_byte,
     paired_difference,
 )
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import count, number, read_json_object, write_json
 from titan_loop.storage.regular_file import DamagedFileError

@@ -30,7 +30,7 @@ from titan_loop.data.load.windows import empty_batch
 from titan_loop.data.tasks.task import Example, Knowledge, Task
 from titan_loop.errors import UserError
 from titan_loop.evaluation.readings import Reading
-from titan_loop.evaluation.task_report import ReadingResult, Results
+from titan_loop.evaluation.task_report import ReadingResult, Results, graded
 from titan_loop.evaluation.window_scores import Forward, at_readings, depth_states
 from titan_loop.models.context import WindowShare
 from titan_loop.models.decoder import LoopDecoder
@@ -38,7 +38,6 @@ from titan_loop.models.decoder import LoopDecoder
 logger = logging.getLogger(__name__)
 
 ACCURACY = "acc,none"
-ACCURACY_ERROR = "acc_stderr,none"
 LABELS = "labels_acc,none"
 """Share of single labels that are right, where an example has several."""
 
@@ -141,10 +140,7 @@ class Exam:
             questions = len(labels_W)
             results[name] = {
                 reading: ReadingResult(
-                    metrics={
-                        ACCURACY: float(share),
-                        ACCURACY_ERROR: math.sqrt(share * (1 - share) / questions),
-                    },
+                    metrics=graded(ACCURACY, float(share), questions),
                     mean_steps=float(steps),
                 )
                 for reading, share, steps in zip(sums_of, accuracy_P, mean_steps_P, strict=True)

@@ -8,19 +8,21 @@
     failures   name -> why it has no result
     skipped    name -> why the suite skipped it
 
-Metrics are named as the harness names them, `acc,none`; intervals of a metric m are `m_low` and
-`m_high`, standard errors `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the mean of
-(nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the scored
-tokens. Writing again adds tasks and readings to the file; a task that was asked with other settings
-is replaced, since its readings could not be compared.
+Metrics are named as the harness names them, `acc,none`; the 95 % interval of a metric m is `m_low`
+to `m_high`, its standard error `m_stderr,…`. `answer_bits_per_byte` is, over the questions, the
+mean of (nats of the right answer) / (ln 2 · its UTF-8 bytes). `mean_steps` is the mean over the
+scored tokens. Writing again adds tasks and readings to the file; a task that was asked with other
+settings is replaced, since its readings could not be compared.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_loop.errors import UserError
+from titan_loop.evaluation.intervals import Interval, of_questions
 from titan_loop.runs.run_directory import RunDirectory
 from titan_loop.storage.json_files import count, number, read_json_object, write_json
 
@@ -53,15 +55,22 @@ def headline(metrics: Mapping[str, float], preferred: str | None = None) -> str:
     return next(name for name in (preferred or "", *HEADLINES, *metrics) if name in metrics)
 
 
-def interval(metrics: Mapping[str, float], metric: str) -> tuple[float, float] | None:
-    """Return the 95 % interval of a metric, or the one that its standard error gives; else None."""
-    if f"{metric}_low" in metrics:
-        return metrics[f"{metric}_low"], metrics[f"{metric}_high"]
+def interval(metrics: Mapping[str, float], metric: str) -> Interval:
+    """Return a metric with its 95 % interval, or the one that its standard error gives.
+
+    A metric with neither has an interval without width; a missing metric is NaN.
+    """
+    value = metrics.get(metric, math.nan)
     name, comma, kind = metric.partition(",")
-    error = metrics.get(f"{name}_stderr{comma}{kind}")
-    if error is None:
-        return None
-    return metrics[metric] - 1.96 * error, metrics[metric] + 1.96 * error
+    error = metrics.get(f"{name}_stderr{comma}{kind}", 0.0)
+    low = metrics.get(f"{metric}_low", value - 1.96 * error)
+    return Interval(value, low, metrics.get(f"{metric}_high", value + 1.96 * error))
+
+
+def graded(metric: str, share: float, questions: int) -> dict[str, float]:
+    """Return a share of right answers as a metric with its 95 % interval."""
+    value, low, high = of_questions(share, questions)
+    return {metric: value, f"{metric}_low": low, f"{metric}_high": high}
 
 
 def lower_is_better(metric: str) -> bool:

@@ -15,7 +15,8 @@ import numpy as np
 from titan_loop.checkpoint.manifest import read_manifest
 from titan_loop.checkpoint.upcycling import looped_layers
 from titan_loop.data.load.held_out_windows import HeldOutWindows
-from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
+from titan_loop.evaluation.bits_per_byte import paired_difference
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.share_work import rank_device
 from titan_loop.evaluation.window_scores import WindowScores, at_depths, score_windows, with_total
 from titan_loop.inference.loading import load_checkpoint

@@ -19,7 +19,8 @@ from titan_loop.analysis.drawing import draw_panels
 from titan_loop.analysis.steps.findings import Figure, Findings, chosen_steps
 from titan_loop.data.labels import IGNORED
 from titan_loop.errors import require_at_least
-from titan_loop.evaluation.bits_per_byte import Interval, bits_per_byte, paired_difference
+from titan_loop.evaluation.bits_per_byte import bits_per_byte, paired_difference
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.window_scores import open_run
 from titan_loop.inference.cache import LoopCache, cache_strategy
 from titan_loop.inference.loading import load_checkpoint

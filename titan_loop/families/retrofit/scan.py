@@ -22,7 +22,8 @@ from torch import Tensor
 from titan_loop.checkpoint.model import load_model
 from titan_loop.data.load.held_out_windows import HeldOutWindows
 from titan_loop.errors import UserError
-from titan_loop.evaluation.bits_per_byte import Interval, paired_difference
+from titan_loop.evaluation.bits_per_byte import paired_difference
+from titan_loop.evaluation.intervals import Interval
 from titan_loop.evaluation.window_scores import (
     WindowScores,
     open_run,
