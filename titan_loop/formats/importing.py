@@ -102,7 +102,10 @@ class ModelFolder:
 
     def _check_tensors(self) -> None:
         found, shapes = self._files.shapes, self.shape.tensor_shapes()
-        expected = {self.shape.file_name(name): shape for name, shape in shapes.items()}
+        expected = {
+            self.shape.file_name(name): self.shape.file_shape(name, shape)
+            for name, shape in shapes.items()
+        }
         if self.shape.tie_weights and HEAD not in found:
             expected.pop(HEAD)  # transformers writes a tied matrix once
         missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
@@ -153,6 +156,8 @@ def import_folder(folder: ModelFolder, checkpoint: Path, *, dtype: torch.dtype) 
     if HEAD not in folder.names:
         produce = partial(folder.read, EMBEDDING, dtype)
         entries[folder.shape.parameter_name(HEAD)] = LazyTensor(shapes[HEAD], dtype, produce)
+    for name, shape in folder.shape.zeros().items():
+        entries[name] = LazyTensor(shape, dtype, partial(torch.zeros, shape, dtype=dtype))
     content = untrained(
         folder.shape.recurrent_steps,
         decoder_config(folder.shape.options(), max_seq_len=1).architecture(),

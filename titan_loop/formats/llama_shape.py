@@ -298,9 +298,17 @@ class LlamaShape:
         """Return the name in a folder's files of a tensor of the format."""
         return tensor
 
+    def file_shape(self, tensor: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in a folder's files of a tensor that a checkpoint has as `shape`."""
+        return shape
+
     def loaded(self, tensor: str, stored: Tensor) -> Tensor:
         """Return a tensor of a folder's files as a checkpoint has it."""
         return stored
+
+    def zeros(self) -> dict[str, tuple[int, ...]]:
+        """Return name and shape of a checkpoint's tensors that an imported folder leaves at 0."""
+        return {}
 
     def stored_layer(self, index: int) -> int:
         """Return the number in the checkpoint of the format's layer `index`."""

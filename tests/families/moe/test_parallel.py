@@ -18,9 +18,10 @@ from tests.distributed.parallel_model import (
 from tests.distributed.test_parity import CHECKPOINTING, RELATIVE_TOLERANCE, batches
 from titan_loop.distributed.loop_fsdp import FSDPConfig
 from titan_loop.distributed.muon import Muon
-from titan_loop.families.moe.decoder import MoEDecoder
+from titan_loop.families.moe.decoder import SparseConfig
 from titan_loop.families.moe.model import MoEOptions
 from titan_loop.families.moe.objective import MoELoss
+from titan_loop.families.moe.xllm import XllmMoEOptions
 from titan_loop.models.family import decoder_config
 from titan_loop.models.initialisation import local_part
 
@@ -28,15 +29,20 @@ pytestmark = pytest.mark.multiprocess
 
 STEPS = 5
 PASSES = (3, 1)  # recurrent steps of a training step's micro-batches
-OPTIONS: dict[str, Any] = {
-    "experts": 4,
-    "expert_hidden_dim": 32,
-    "shared_experts": 1,
-    "n_layers": 3,
-    "prelude_layers": 1,
-    "dense_layers": (2,),
-    "routers": 2,
-    "attentions": 2,
+EXPERTS: dict[str, Any] = {"experts": 4, "expert_hidden_dim": 32}
+OPTIONS = {
+    "moe": MoEOptions(
+        **EXPERTS,
+        shared_experts=1,
+        n_layers=3,
+        prelude_layers=1,
+        dense_layers=(2,),
+        routers=2,
+        attentions=2,
+    ),
+    "xllm": XllmMoEOptions(
+        **EXPERTS, states="split", injection="orthogonal", start_state="zero", low_cycles=2
+    ),
 }
 LAYOUTS = {  # ranks, expert parallelism, replicas
     "ep4": (4, 4, 1),
@@ -63,10 +69,11 @@ def trained(
     muon: bool = False,
     tensor_parallel: int = 1,
     cut_states: bool = True,
+    kind: str = "moe",
 ) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
     """Return five steps' losses, the last one's gradients, and the experts' biases."""
-    config = decoder_config(MoEOptions(**OPTIONS), max_seq_len=16)
-    assert isinstance(config, MoEDecoder.Config)
+    config = decoder_config(OPTIONS[kind], max_seq_len=16)
+    assert isinstance(config, SparseConfig)
     config.expert_parallel = expert_parallel > 1
     checkpointing = CHECKPOINTING[policy]
     model, dims = parallel_model(
@@ -159,3 +166,16 @@ def test_tensor_parallel_ranks_route_parts_of_a_window(gloo_pool, layout):
     world, expert_parallel, *tensor = TENSOR_LAYOUTS[layout]
     how = ("full", "per_step")
     compare(gloo_pool(world).run(trained, expert_parallel, 1, *how, False, *tensor), *how)
+
+
+@pytest.mark.parametrize("layout", ["ep2-fsdp2", "ep2-tp2"])
+def test_an_xllm_loop_of_experts_equals_one_process(gloo_pool, layout):
+    how = ("none", "per_step", False)
+    _alone.setdefault((*how, "xllm"), trained(1, 1, *how, kind="xllm"))
+    if layout in LAYOUTS:
+        world, expert_parallel, _ = LAYOUTS[layout]
+        tensor = (1, True)
+    else:
+        world, expert_parallel, *tensor = TENSOR_LAYOUTS[layout]
+    found = gloo_pool(world).run(trained, expert_parallel, 1, *how, *tensor, "xllm")
+    compare(found, *how, "xllm")

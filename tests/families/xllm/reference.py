@@ -54,10 +54,19 @@ def random_weights(config: Mapping[str, Any], seed: int = 0) -> dict[str, Tensor
         rows = {"wq": dim, "wk": kv_dim, "wv": kv_dim, "wo": dim}
         for name, number in rows.items():
             shapes[f"layers.{index}.attention.{name}.weight"] = (number, dim)
-        for name, shape in {"fc1": (wide, dim), "fc2": (dim, wide), "fc3": (wide, dim)}.items():
-            shapes[f"layers.{index}.nffn.{name}.weight"] = shape
         shapes[f"layers.{index}.attention.norm.weight"] = (dim,)
-        shapes[f"layers.{index}.nffn.norm.weight"] = (dim,)
+        part = f"layers.{index}.moe" if config["num_experts"] else f"layers.{index}.nffn"
+        shapes[f"{part}.norm.weight"] = (dim,)
+        if config["num_experts"]:
+            count, inner = config["num_experts"], config["expert_inter_dim"]
+            shapes[f"{part}.router.weight"] = (count, dim)
+            shapes[f"{part}.experts.weight1"] = (count * inner, dim)
+            shapes[f"{part}.experts.weight2"] = (count * dim, inner)
+            shapes[f"{part}.experts.weight3"] = (count * inner, dim)
+            wide = inner * config["num_shared_experts"]
+        for name, shape in {"fc1": (wide, dim), "fc2": (dim, wide), "fc3": (wide, dim)}.items():
+            if wide:
+                shapes[f"{part}.{name}.weight"] = shape
     shapes["output.final_norm.weight"] = (dim,)
     shapes["output.output.weight"] = (config["vocab_size"], dim)
     prefix = {
@@ -187,9 +196,35 @@ def _layers(weights: Weights, config: Mapping[str, Any], x: Tensor, layers: rang
         hidden = torch.ones(length, length).triu(1).bool()
         shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         x = x + torch.einsum("nij,jnd->ind", shares, v).flatten(1) @ of["attention.wo"].T
-        h = _norm(x, of["nffn.norm"], config)
-        x = x + (F.silu(h @ of["nffn.fc1"].T) * (h @ of["nffn.fc3"].T)) @ of["nffn.fc2"].T
+        if config["num_experts"]:
+            x = x + _mixture(of, config, _norm(x, of["moe.norm"], config))
+        else:
+            matrices = (of[f"nffn.fc{number}"] for number in (1, 2, 3))
+            x = x + _swiglu(_norm(x, of["nffn.norm"], config), *matrices)
     return x
+
+
+def _swiglu(h: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    return (F.silu(h @ first.T) * (h @ third.T)) @ second.T
+
+
+def _mixture(of: Weights, config: Mapping[str, Any], h: Tensor) -> Tensor:
+    """A loop over tokens and their experts, of the normed states (L, D)."""
+    count, chosen = config["num_experts"], config["num_activated_experts"]
+    stacks = [of[f"moe.experts.weight{number}"].chunk(count) for number in (1, 2, 3)]
+    logits_LE = h @ of["moe.router"].T
+    softmax = config["moe_router_score_func"] == "softmax"
+    scores_LE = logits_LE.softmax(-1) if softmax else logits_LE.sigmoid()
+    mixed = torch.zeros_like(h)
+    for token, scores in enumerate(scores_LE):
+        best = scores.topk(chosen).indices.tolist()
+        total = scores[best].sum() if chosen > 1 else 1.0
+        for expert in best:
+            share = scores[expert] / total * (config["moe_router_scaling_factor"] or 1.0)
+            mixed[token] += share * _swiglu(h[token], *(stack[expert] for stack in stacks))
+    if config["num_shared_experts"]:
+        mixed += _swiglu(h, *(of[f"moe.fc{number}"] for number in (1, 2, 3)))
+    return mixed
 
 
 def _rotated(x: Tensor, config: Mapping[str, Any]) -> Tensor:

@@ -80,6 +80,116 @@ class MoEBlock(PreNormBlock):
         return x_BLD + self._kept(mixed_BLD), routing
 
 
+class SparseConfig(LlamaDecoder.Config):
+    """The parts of a config that every decoder with experts has; a mix-in without own slots.
+
+    Attributes:
+        dense_hidden_dim: Width F of a dense feed-forward, whether there is one or not.
+        bias_rate: Change of an expert's bias in a training step.
+        expert_parallel: Whether experts are spread over ranks.
+    """
+
+    __slots__ = ()
+
+    dense_hidden_dim: int
+    bias_rate: float
+    expert_parallel: bool
+
+    def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+        """As of the base class; experts are placed by the degree of expert parallelism."""
+        self.expert_parallel = config.parallelism.expert_parallel_degree > 1
+        super().update_from_config(config=config, **kwargs)
+
+    def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
+        """Declare a layer's placements; experts are spread over ranks, or kept whole."""
+        super().set_layer_sharding(layer, enable_sp=enable_sp)
+        if isinstance(layer.attention, StepAttention.Config):
+            set_attention_sharding(layer.attention.later, enable_sp=enable_sp)
+            layer.attention.later.sharding_config = None  # its input is gathered already
+        if layer.moe is not None:
+            cut: dict[str, Any] = {
+                "w1_EFD": spmd.S(1),
+                "w2_EDF": spmd.S(2),
+                "w3_EFD": spmd.S(1),
+            }
+            set_moe_sharding_config(
+                layer.moe,
+                enable_ep=self.expert_parallel,
+                enable_sp=True,
+                expert_param_layout=cut,
+            )
+            placed = layer.moe.sharding_config
+            placed.state_shardings["expert_bias_SE"] = placed.state_shardings["expert_bias_E"]
+            layer.moe.sharding_config = replace(
+                placed, in_src_shardings={"x_BLD": state_placement(enable_sp)}
+            )
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width F of a dense feed-forward, whether there is one or not."""
+        return self.dense_hidden_dim
+
+    @property
+    def sparse(self) -> dict[int, LoopMoE.Config]:
+        """The mixtures, by the number of their layer."""
+        layers = enumerate(self.layers)
+        return {index: layer.moe for index, layer in layers if layer.moe is not None}
+
+    @property
+    def idle_parameters(self) -> int:
+        """Number of parameters in the experts of all layers that a token does not visit."""
+        return sum(mixture.idle_elements for mixture in self.sparse.values())
+
+    @property
+    def aux(self) -> tuple[str, ...]:
+        """Balance and z of the routers."""
+        return ("balance", "router_z")
+
+    def check_spreading(
+        self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
+    ) -> None:
+        """Refuse degrees that do not divide experts, their width or windows."""
+        mixture = next(iter(self.sparse.values()))
+        experts, width = mixture.num_experts, mixture.routed_experts.inner_experts.hidden_dim
+        if experts % expert_parallel:
+            raise UserError(
+                f"parallelism.expert_parallel_degree={expert_parallel} must divide "
+                f"model.experts={experts}"
+            )
+        if expert_parallel == 1 and width % (ALIGNED * tensor_parallel):
+            raise UserError(
+                f"parallelism.tensor_parallel_degree={tensor_parallel} must cut "
+                f"model.expert_hidden_dim={width} into multiples of {ALIGNED}; spread experts "
+                "whole with parallelism.expert_parallel_degree"
+            )
+        if self.max_seq_len % tensor_parallel:
+            raise UserError(
+                f"parallelism.tensor_parallel_degree={tensor_parallel} must divide "
+                f"training.seq_len={self.max_seq_len}: ranks route parts of a window"
+            )
+        if context_parallel != 1:
+            raise UserError(
+                f"parallelism.context_parallel_degree={context_parallel} does not work with "
+                "experts; leave it at 1"
+            )
+
+    def architecture(self) -> dict[str, Any]:
+        """As in the base class, with the mixture's options."""
+        mixture = next(iter(self.sparse.values()))
+        experts, shared = mixture.routed_experts.inner_experts, mixture.shared_experts
+        width = 0 if shared is None else shared.w1.out_features
+        return {
+            **super().architecture(),
+            "experts": mixture.num_experts,
+            "top_k": mixture.router.top_k,
+            "expert_hidden_dim": experts.hidden_dim,
+            "shared_experts": width // experts.hidden_dim,
+            "router": mixture.router.score_func,
+            "normalise_scores": mixture.router.route_norm,
+            "score_scale": mixture.router.route_scale,
+        }
+
+
 class MoEDecoder(LlamaDecoder):
     """The looped decoder whose layers may have experts.
 
@@ -89,96 +199,18 @@ class MoEDecoder(LlamaDecoder):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(LlamaDecoder.Config):
+    class Config(SparseConfig):
         """Dense and sparse layers."""
 
         dense_hidden_dim: int
         bias_rate: float
         expert_parallel: bool = False
 
-        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """As of the base class; experts are placed by the degree of expert parallelism."""
-            self.expert_parallel = config.parallelism.expert_parallel_degree > 1
-            LlamaDecoder.Config.update_from_config(self, config=config, **kwargs)
-
-        def set_layer_sharding(self, layer: Any, *, enable_sp: bool) -> None:
-            """Declare a layer's placements; experts are spread over ranks, or kept whole."""
-            LlamaDecoder.Config.set_layer_sharding(self, layer, enable_sp=enable_sp)
-            if isinstance(layer.attention, StepAttention.Config):
-                set_attention_sharding(layer.attention.later, enable_sp=enable_sp)
-                layer.attention.later.sharding_config = None  # its input is gathered already
-            if layer.moe is not None:
-                cut: dict[str, Any] = {
-                    "w1_EFD": spmd.S(1),
-                    "w2_EDF": spmd.S(2),
-                    "w3_EFD": spmd.S(1),
-                }
-                set_moe_sharding_config(
-                    layer.moe,
-                    enable_ep=self.expert_parallel,
-                    enable_sp=True,
-                    expert_param_layout=cut,
-                )
-                placed = layer.moe.sharding_config
-                placed.state_shardings["expert_bias_SE"] = placed.state_shardings["expert_bias_E"]
-                layer.moe.sharding_config = replace(
-                    placed, in_src_shardings={"x_BLD": state_placement(enable_sp)}
-                )
-
-        @property
-        def hidden_dim(self) -> int:
-            """Width F of a dense feed-forward, whether there is one or not."""
-            return self.dense_hidden_dim
-
-        @property
-        def sparse(self) -> dict[int, LoopMoE.Config]:
-            """The mixtures, by the number of their layer."""
-            layers = enumerate(self.layers)
-            return {index: layer.moe for index, layer in layers if layer.moe is not None}
-
         @property
         def attentions(self) -> int:
             """Number of attentions of a looped layer."""
             attention = self.layers[self.looped.start].attention
             return attention.attentions if isinstance(attention, StepAttention.Config) else 1
-
-        @property
-        def idle_parameters(self) -> int:
-            """Number of parameters in the experts of all layers that a token does not visit."""
-            return sum(mixture.idle_elements for mixture in self.sparse.values())
-
-        @property
-        def aux(self) -> tuple[str, ...]:
-            """Balance and z of the routers."""
-            return ("balance", "router_z")
-
-        def check_spreading(
-            self, *, tensor_parallel: int, context_parallel: int, expert_parallel: int
-        ) -> None:
-            """Refuse degrees that do not divide experts, their width or windows."""
-            mixture = next(iter(self.sparse.values()))
-            experts, width = mixture.num_experts, mixture.routed_experts.inner_experts.hidden_dim
-            if experts % expert_parallel:
-                raise UserError(
-                    f"parallelism.expert_parallel_degree={expert_parallel} must divide "
-                    f"model.experts={experts}"
-                )
-            if expert_parallel == 1 and width % (ALIGNED * tensor_parallel):
-                raise UserError(
-                    f"parallelism.tensor_parallel_degree={tensor_parallel} must cut "
-                    f"model.expert_hidden_dim={width} into multiples of {ALIGNED}; spread experts "
-                    "whole with parallelism.expert_parallel_degree"
-                )
-            if self.max_seq_len % tensor_parallel:
-                raise UserError(
-                    f"parallelism.tensor_parallel_degree={tensor_parallel} must divide "
-                    f"training.seq_len={self.max_seq_len}: ranks route parts of a window"
-                )
-            if context_parallel != 1:
-                raise UserError(
-                    f"parallelism.context_parallel_degree={context_parallel} does not work with "
-                    "model.family=moe; leave it at 1"
-                )
 
         def own_flops(self, flops: Flops, recurrent_steps: float, reached: float) -> Flops:
             """As in the base class; of a token's experts the chosen ones alone count."""
@@ -195,19 +227,9 @@ class MoEDecoder(LlamaDecoder):
             return flops._replace(matrices=matrices)
 
         def architecture(self) -> dict[str, Any]:
-            """As of `LlamaDecoder`, with the mixture's options."""
-            mixture = next(iter(self.sparse.values()))
-            experts, shared = mixture.routed_experts.inner_experts, mixture.shared_experts
-            width = 0 if shared is None else shared.w1.out_features
+            """As in the base class, with the parts of a layer that steps do not share."""
             return {
-                **LlamaDecoder.Config.architecture(self),
-                "experts": mixture.num_experts,
-                "top_k": mixture.router.top_k,
-                "expert_hidden_dim": experts.hidden_dim,
-                "shared_experts": width // experts.hidden_dim,
-                "router": mixture.router.score_func,
-                "normalise_scores": mixture.router.route_norm,
-                "score_scale": mixture.router.route_scale,
+                **SparseConfig.architecture(self),
                 "routers": max(each.routers for each in self.sparse.values()),
                 "attentions": self.attentions,
                 "dense_layers": [
@@ -219,8 +241,11 @@ class MoEDecoder(LlamaDecoder):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        routed = any(mixture.routers > 1 for mixture in config.sparse.values())
-        self.tells_step = routed or config.attentions > 1
+        self.tells_step = any(
+            (layer.moe is not None and layer.moe.routers > 1)
+            or isinstance(layer.attention, StepAttention.Config)
+            for layer in config.layers
+        )
         self.loads: dict[tuple[int, int | None], Tensor] = {}
         self._counted: dict[tuple[int, int | None], Tensor] = {}
         self._visits: list[Visit] | None = None

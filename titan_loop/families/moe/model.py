@@ -39,11 +39,9 @@ SIZES = {
 }
 
 
-@dataclass(kw_only=True, slots=True)
-class MoEOptions(LlamaOptions):
-    """Which mixture of experts to train; every field can be set on the command line."""
-
-    family: FamilyName = field(default="moe", init=False)
+@dataclass(kw_only=True)
+class ExpertOptions:
+    """The experts of a sparse layer; options of a family are this and the options of its loop."""
 
     experts: int = 8
     """Experts of a sparse layer, E."""
@@ -66,6 +64,16 @@ class MoEOptions(LlamaOptions):
     score_scale: float = 1.0
     """Factor on the scores of the chosen experts."""
 
+    bias_rate: float = 1e-3
+    """Change of an expert's bias in a training step, against unequal loads; 0 turns it off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MoEOptions(ExpertOptions, LlamaOptions):
+    """Which mixture of experts to train; every field can be set on the command line."""
+
+    family: FamilyName = field(default="moe", init=False)
+
     routers: int = 1
     """Routers of a looped layer: one for all steps, or one for each of the first so many steps, of
     which the last serves further ones."""
@@ -76,9 +84,6 @@ class MoEOptions(LlamaOptions):
 
     dense_layers: tuple[int, ...] = ()
     """Layers with a dense feed-forward of width hidden_dim, from 1."""
-
-    bias_rate: float = 1e-3
-    """Change of an expert's bias in a training step, against unequal loads; 0 turns it off."""
 
 
 def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> MoEDecoder.Config:
@@ -103,11 +108,28 @@ def decoder_config(options: MoEOptions, shape: ModelSize, max_seq_len: int) -> M
             layer.attention = StepAttention.Config.of(layer.attention, options.attentions)
         if index + 1 not in options.dense_layers:
             routers = options.routers if index in config.looped else 1
-            config.layers[index] = _sparse(layer, _mixture(options, shape, gain, routers))
+            std = options.initializer_range
+            mixture = mixture_config(options, shape, std=std, gain=gain, routers=routers)
+            config.layers[index] = sparse(layer, mixture)
     return config
 
 
 def _check(options: MoEOptions, shape: ModelSize) -> None:
+    check_experts(options, shape)
+    for name in ("routers", "attentions"):
+        if getattr(options, name) < 1:
+            raise UserError(f"model.{name}={getattr(options, name)} must be at least 1")
+    layers = range(1, shape.n_layers + 1)
+    unknown = [layer for layer in options.dense_layers if layer not in layers]
+    if unknown or len({*options.dense_layers}) == len(layers):
+        raise UserError(
+            f"model.dense_layers={list(options.dense_layers)} must name some of the layers 1 to "
+            f"{len(layers)} and leave one with experts; a dense model is nanbeige"
+        )
+
+
+def check_experts(options: ExpertOptions, shape: ModelSize) -> None:
+    """Raise `UserError` where experts, widths and router do not fit together."""
     experts, top_k = options.experts, options.top_k
     width = options.expert_hidden_dim or shape.hidden_dim
     if experts < 2:
@@ -120,24 +142,25 @@ def _check(options: MoEOptions, shape: ModelSize) -> None:
     if options.router not in get_args(Literal["sigmoid", "softmax"]):
         known = ("sigmoid", "softmax")
         raise UserError(f"model.router={options.router} is unknown{nearest(options.router, known)}")
-    for name, least in {"shared_experts": 0, "routers": 1, "attentions": 1}.items():
-        if getattr(options, name) < least:
-            raise UserError(f"model.{name}={getattr(options, name)} must be at least {least}")
+    if options.shared_experts < 0:
+        raise UserError(f"model.shared_experts={options.shared_experts} must be at least 0")
     for name in ("score_scale", "bias_rate"):
         value = getattr(options, name)
         if not 0 <= value < math.inf or (name == "score_scale" and not value):
             raise UserError(f"model.{name}={value} must be a number above 0")
-    layers = range(1, shape.n_layers + 1)
-    unknown = [layer for layer in options.dense_layers if layer not in layers]
-    if unknown or len({*options.dense_layers}) == len(layers):
-        raise UserError(
-            f"model.dense_layers={list(options.dense_layers)} must name some of the layers 1 to "
-            f"{len(layers)} and leave one with experts; a dense model is nanbeige"
-        )
 
 
-def _mixture(options: MoEOptions, shape: ModelSize, gain: float, routers: int) -> LoopMoE.Config:
-    dim, experts, std = shape.dim, options.experts, options.initializer_range
+def mixture_config(
+    options: ExpertOptions, shape: ModelSize, *, std: float, gain: float, routers: int = 1
+) -> LoopMoE.Config:
+    """Return the mixture of a layer.
+
+    Args:
+        std: Standard deviation of initial matrices.
+        gain: Factor on it for matrices whose outputs are added to the state.
+        routers: Number of routers, each of its own step.
+    """
+    dim, experts = shape.dim, options.experts
     width = options.expert_hidden_dim or shape.hidden_dim
     matrix, output = partial(normal_matrix, std=std), partial(normal_matrix, std=std * gain)
 
@@ -180,7 +203,8 @@ def _mixture(options: MoEOptions, shape: ModelSize, gain: float, routers: int) -
     )
 
 
-def _sparse(layer: PreNormBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Config:
+def sparse(layer: PreNormBlock.Config, mixture: LoopMoE.Config) -> MoEBlock.Config:
+    """Return a layer with a mixture in place of its feed-forward."""
     return MoEBlock.Config(
         attention_norm=layer.attention_norm,
         attention=layer.attention,

@@ -5,8 +5,8 @@
 
 Their files keep the gain of a norm as an offset from 1, and rotate neighbouring elements of a head;
 checkpoints here keep the gain, and rotate halves. A model without an injection is one of family
-`nanbeige`, with every export of that family. Mixtures of experts and distilled students are
-refused.
+`nanbeige`, with every export of that family. `titan_loop/families/moe/xllm_formats.py` reads
+mixtures of experts.
 
 Source: the code of xLLM-Loop, `xllm/models` and `xllm/paper_part1/artifacts.py`.
 """
@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -41,22 +41,6 @@ from titan_loop.storage.staged_folder import staged_folder
 
 WINDOW = 8192
 """Tokens of a window in all of their recipes; the config does not say it."""
-
-_FIXED = {
-    "attn_act_func": "softmax",
-    "qknorm": False,
-    "apply_attn_gate": False,
-    "apply_rmsnorm": True,
-    "layernorm_num_groups": 1,
-    "norm_affine": True,
-    "scale_emb": False,
-    "swiglu": True,
-    "output_size": -1,
-    "num_experts": 0,
-    "num_values": 0,
-    "residual_func": "base",
-}
-"""Fields of the model section that must have one value where they are present."""
 
 _OF_LAYER = {
     "self_attn.q_proj.": "attention.wq.",
@@ -92,6 +76,21 @@ class XllmShape(LlamaShape):
     family: ClassVar[str] = "xllm"
     model_type: ClassVar[str] = "xllm"
     tokenizer_folder: ClassVar[str] = "tokenizer"
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "attn_act_func": "softmax",
+        "qknorm": False,
+        "apply_attn_gate": False,
+        "apply_rmsnorm": True,
+        "layernorm_num_groups": 1,
+        "norm_affine": True,
+        "scale_emb": False,
+        "swiglu": True,
+        "output_size": -1,
+        "num_experts": 0,
+        "num_values": 0,
+        "residual_func": "base",
+    }
+    """Fields of the model section that must have one value where they are present."""
     of_model: ClassVar[Mapping[str, str]] = {
         **LlamaShape.of_model,
         "model.injection.": "injection.",
@@ -113,13 +112,13 @@ class XllmShape(LlamaShape):
     def describes(cls, config: Mapping[str, Any]) -> bool:
         """As of the base class; the config has a section that says how the model is built."""
         model = config.get("model")
-        return isinstance(model, dict) and "arch" in model
+        return isinstance(model, dict) and "arch" in model and not model.get("num_experts")
 
     @classmethod
     def read_fields(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """As of the base class, from the model section."""
         model = config["model"]
-        for name, wanted in _FIXED.items():
+        for name, wanted in cls.fixed.items():
             if model.get(name, wanted) != wanted:
                 raise unsupported(f"model.{name}", model[name], wanted)
         heads, dim = integer(model, "num_heads"), integer(model, "model_dim")
@@ -145,26 +144,27 @@ class XllmShape(LlamaShape):
 
     def options(self) -> ModelOptions:
         """As of the base class."""
-        outside: dict[str, Any] = {
-            "prelude_layers": self.prelude_layers,
-            "coda_layers": self.coda_layers,
-        }
-        if self.injection == "none" and self.states == "one" and not self.state_norm:
-            shared = self.shared_options(LLAMA_SIZES, NanbeigeOptions().size)
-            return NanbeigeOptions(**shared, **outside, norm_eps=self.norm_eps)
-        return XllmOptions(
-            **self.shared_options(SIZES, XllmOptions().size),
-            **outside,
+        if not self.is_plain:
+            return XllmOptions(**self.loop_options())
+        return NanbeigeOptions(
+            **self.shared_options(LLAMA_SIZES, NanbeigeOptions().size),
+            prelude_layers=self.prelude_layers,
+            coda_layers=self.coda_layers,
             norm_eps=self.norm_eps,
-            injection=self.injection,
-            start_state=self.start_state,
-            states=self.states,
-            low_cycles=self.low_cycles,
-            core_passes=self.core_passes,
-            untied_steps=self.untied_steps,
-            prelude_norm=self.prelude_norm,
-            state_norm=self.state_norm,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a loop of Llama's blocks is all that there is."""
+        return self.injection == "none" and self.states == "one" and not self.state_norm
+
+    def loop_options(self) -> dict[str, Any]:
+        """Return the options of size, prelude, core and coda."""
+        names = {each.name for each in fields(XllmShape)} & {
+            each.name for each in fields(XllmOptions)
+        }
+        own = {name: getattr(self, name) for name in names - {"recurrent_steps"}}
+        return own | self.shared_options(SIZES, XllmOptions().size)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """As of the base class, with the injection and the prelude's norm."""
@@ -225,7 +225,7 @@ class XllmShape(LlamaShape):
     def to_config(self, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
         """Return the model section, complete for their `ModelConf`."""
         return {
-            **{name: value for name, value in _FIXED.items() if name != "residual_func"},
+            **{name: value for name, value in self.fixed.items() if name != "residual_func"},
             "model_dim": self.dim,
             "num_layers": self.n_layers,
             "num_heads": self.n_heads,
@@ -370,11 +370,13 @@ def _read_huginn(model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(export: Export, output: Path) -> None:
+def write_released(export: Export, output: Path) -> None:
+    """Write a folder with its manifest; the weights are rounded to bfloat16, as theirs."""
     shape = export.shape
     assert isinstance(shape, XllmShape)
     named = {shape.file_name(tensor): tensor for tensor in shape.tensor_shapes()}
-    shapes = {file: shape.tensor_shapes()[named[file]] for file in sorted(named)}
+    whole = shape.tensor_shapes()
+    shapes = {file: shape.file_shape(named[file], whole[named[file]]) for file in sorted(named)}
     with staged_folder(output) as folder:
         write_folder(
             folder,
@@ -431,7 +433,7 @@ def _sha256(file: Path) -> str:
 XLLM_FOLDER = Format(
     summary="folder in the layout of xLLM-Loop's released checkpoints, which its own code reads",
     shape=XllmShape.from_architecture,
-    write=_write,
+    write=write_released,
     dtypes=("bfloat16",),
     folder=XllmShape,
 )

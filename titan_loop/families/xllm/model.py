@@ -11,7 +11,7 @@ an offset from 1.
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 from torch import nn
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -36,6 +36,9 @@ SIZES = {
 }
 
 _CHOICES = {"injection": Injection, "start_state": Start, "states": States}
+
+
+DecoderConfig = TypeVar("DecoderConfig", bound=XllmDecoder.Config)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,12 +120,14 @@ def _check(options: XllmOptions, shape: ModelSize) -> None:
         )
 
 
-def decoder_config(options: XllmOptions, shape: ModelSize, max_seq_len: int) -> XllmDecoder.Config:
-    """Return the architecture; arguments as of `Family.decoder_config`."""
+def xllm_config(
+    kind: type[DecoderConfig], options: XllmOptions, shape: ModelSize, max_seq_len: int, **own: Any
+) -> DecoderConfig:
+    """Return the architecture; arguments as of `loop_config`."""
     _check(options, shape)
     norm = {"normalized_shape": shape.dim, "eps": options.norm_eps}
     config = llama_config(
-        XllmDecoder.Config,
+        kind,
         replace(options, injection="none"),
         shape,
         max_seq_len,
@@ -141,6 +146,7 @@ def decoder_config(options: XllmOptions, shape: ModelSize, max_seq_len: int) -> 
         if options.prelude_norm
         else None,
         state_norm=RMSNorm.Config(**norm, elementwise_affine=False) if options.state_norm else None,
+        **own,
     )
     table = {"weight": partial(normal_matrix, std=shape.dim**-0.5)}
     config.tok_embeddings = replace(config.tok_embeddings, param_init=table)
@@ -152,7 +158,7 @@ XLLM = Family(
     name="xllm",
     options=XllmOptions,
     sizes=SIZES,
-    decoder_config=decoder_config,
+    decoder_config=partial(xllm_config, XllmDecoder.Config),
     runtime_options=RUNTIME_OPTIONS | {"injection_step"},
     uses=frozenset({"export", "generate", "held_out"}),
 )

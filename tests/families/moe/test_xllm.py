@@ -1,0 +1,153 @@
+"""xLLM-Loop's mixtures of experts: released folders, equations, costs, counting."""
+
+import math
+
+import pytest
+import torch
+
+from tests.families.nanbeige.test_formats import convert
+from tests.families.xllm.conftest import write_released
+from tests.families.xllm.reference import fields, logits, random_weights
+from tests.families.xllm.test_formats import CLOSE, SPLIT, TOKENS, WHOLE, imported
+from tests.inference.generation import check_generation
+from titan_loop.errors import UserError
+from titan_loop.families.moe.xllm import XllmMoEDecoder, XllmMoEOptions
+from titan_loop.families.moe.xllm_formats import XllmMoEShape
+from titan_loop.families.xllm.formats import XllmShape
+from titan_loop.families.xllm.start_state import fixed_noise
+from titan_loop.inference.exit_policy import Confidence
+from titan_loop.models.family import build_decoder, decoder_config
+
+__all__ = ["write_released"]  # a fixture
+
+EXPERTS = {
+    "num_experts": 5,
+    "num_activated_experts": 2,
+    "num_shared_experts": 0,
+    "expert_inter_dim": 16,
+    "moe_router_score_func": "sigmoid",
+    "moe_router_scaling_factor": None,
+}
+MODELS = {
+    "ouro": fields(**EXPERTS, arch="transformer", loop_times=2),
+    "middle": fields(**EXPERTS, huginn_state_init="input", huginn_input_injection="none"),
+    "feed-forward": fields(**EXPERTS, arch="transformer", loop_times=1),
+    "huginn": fields(**EXPERTS),
+    "middle input": fields(**EXPERTS, huginn_state_init="input"),
+    "shared": fields(**EXPERTS, **{**SPLIT, "huginn_hierarchical_state": "shared_hl"}),
+    "whole": fields(**EXPERTS, **WHOLE, loop_times=2),
+    "unrolled": fields(
+        **EXPERTS,
+        arch="transformer",
+        loop_times=1,
+        num_layers=8,
+        dense_prelude_input_injection="diagonal",
+        dense_prelude_input_layers="2,4",
+        dense_prelude_source_layer=1,
+    ),
+    "shared expert": fields(
+        **{**EXPERTS, "num_shared_experts": 2, "moe_router_scaling_factor": 1.5}
+    ),
+    "softmax": fields(**{**EXPERTS, "moe_router_score_func": "softmax"}),
+    "one": fields(**{**EXPERTS, "num_activated_experts": 1}),
+}
+PLAIN = {"ouro", "middle", "feed-forward"}
+TOKENS_PER_STEP = 4_194_304  # of the released recipes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_mixture_answers_as_the_equations(name, write_released, tmp_path):
+    config = MODELS[name]
+    weights = random_weights(config)
+    saved, model = imported(write_released(config, weights), tmp_path / "run")
+    assert saved.model_options.family == ("moe" if name in PLAIN else "xllm_moe")
+    rounded = {key: tensor.to(torch.bfloat16).double() for key, tensor in weights.items()}
+    start = fixed_noise(torch.arange(len(TOKENS))[None], config["model_dim"])[0].double()
+    with torch.no_grad():
+        got = model.readout(model(TOKENS[None]).hidden_RBLD[-1])[0]
+    torch.testing.assert_close(got, logits(rounded, config, TOKENS, start), atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["huginn", "shared expert", "unrolled"])
+def test_export_writes_their_layout_again(name, write_released, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    imported(write_released(MODELS[name], random_weights(MODELS[name])), run)
+    flags = ("--to", "xllm-moe", "--no-tokenizer", "--dtype", "bfloat16")
+    convert("export", run, "--output", out, *flags)
+    _, model = imported(out, tmp_path / "again")
+    _, first = imported(tmp_path / "released", tmp_path / "third")
+    assert [*model.state_dict()] == [*first.state_dict()]
+    for key, tensor in first.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], tensor, atol=2**-8, rtol=2**-8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_dense_layers": 1}, "model.num_dense_layers=1 is not what titan_loop computes"),
+        ({"moe_router_bias": True}, "model.moe_router_bias=True is not what titan_loop computes"),
+        ({"moe_router_score_func": "relu"}, "model.moe_router_score_func='relu' is not"),
+        ({"num_activated_experts": 0}, "num_activated_experts=0 must be a positive integer"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(changed, message):
+    config = {"model": fields(**{**EXPERTS, **changed})}
+    assert XllmMoEShape.describes(config)
+    assert not XllmShape.describes(config)
+    with pytest.raises(UserError, match=message):
+        XllmMoEShape.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "stop_step"),
+    [
+        ({"prelude_layers": 8, "coda_layers": 8}, 7_469),
+        ({"prelude_layers": 8, "coda_layers": 8, "n_layers": 112, "untied_steps": 8}, 18_825),
+    ],
+)
+def test_active_parameters_are_those_of_the_released_models(options, stop_step):
+    """Their runs stop at 20 tokens a parameter that acts on a token."""
+    config = decoder_config(
+        XllmMoEOptions(size="730m", experts=25, expert_hidden_dim=2432, **options), max_seq_len=8
+    )
+    assert isinstance(config, XllmMoEDecoder.Config)
+    with torch.device("meta"):
+        total = sum(parameter.numel() for parameter in config.build().parameters())
+    assert math.ceil(20 * (total - config.idle_parameters) / TOKENS_PER_STEP) == stop_step
+
+
+@pytest.mark.parametrize("options", [{}, {"states": "split"}, {"injection": "linear"}])
+def test_decoding_with_a_cache_gives_the_tokens_of_the_whole_pass(options):
+    torch.manual_seed(0)
+    model = build_decoder(XllmMoEOptions(experts=4, dim=32, **options), max_seq_len=32)
+    model = model.double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    check_generation(model, leaves=Confidence(0.08))
+
+
+def test_loads_are_counted_for_every_update_and_balanced():
+    """A step of low_cycles = 2 visits the layers of the low state twice."""
+    torch.manual_seed(0)
+    options = XllmMoEOptions(experts=4, states="split", low_cycles=2, recurrent_steps=3)
+    model = build_decoder(options, max_seq_len=16)
+    assert isinstance(model, XllmMoEDecoder)
+    model(torch.randint(128, (2, 16)), collect="last")
+    model.after_update(None, torch.ones(()))
+    counted = {key: int(load_E.sum()) for key, load_E in model.loads.items()}
+    visit = 2 * 16 * 2  # tokens, and experts of each
+    once = {(layer, None): visit for layer in (0, 3)}
+    low, high = sorted({counted[layer, 1] for layer in (1, 2)}, reverse=True)
+    assert (low, high) == (2 * visit, visit)
+    assert {key: load for key, load in counted.items() if key[1] is None} == once
+    assert len(counted) == 2 + 2 * 3
+    bias_SE = model.get_buffer("layers.1.moe.expert_bias_SE")
+    assert bias_SE.abs().max() >= options.bias_rate
+    assert float(bias_SE.sum()) == pytest.approx(0, abs=1e-9)
+
+
+def test_expert_parallelism_needs_a_degree_that_divides():
+    config = decoder_config(XllmMoEOptions(experts=4), max_seq_len=16)
+    with pytest.raises(UserError, match=r"expert_parallel_degree=3 must divide model.experts=4"):
+        config.check_spreading(tensor_parallel=1, context_parallel=1, expert_parallel=3)
